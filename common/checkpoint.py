@@ -1,0 +1,177 @@
+"""Checkpoints and the exported model: safetensors and JSON, the same under every config."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from common.errors import UsageError
+from common.plan import Plan
+from common.step import Trainer
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint found on disk; `step` optimizer steps were taken before it."""
+
+    path: Path
+    step: int
+
+    def load_weights(self, model: nn.Module) -> None:
+        """Loads the weights into the bare module, before `prepare`. Raises UsageError for another model."""
+        weights, own = load_file(self.path / "model.safetensors"), model.state_dict()
+        if weights.keys() != own.keys():
+            name = min(weights.keys() ^ own.keys())
+            raise UsageError(f"{self.path} is of another model: only one of the two has {name}")
+        for name, tensor in weights.items():
+            if tensor.shape != own[name].shape:
+                raise UsageError(
+                    f"{self.path} is of another model: {name} is {list(tensor.shape)} there, "
+                    f"{list(own[name].shape)} here"
+                )
+        model.load_state_dict(weights)
+
+    def load_optimizer(self, trainer: Trainer) -> None:
+        """Loads the optimizer's state, after `prepare`."""
+        slots = load_file(self.path / "optimizer.safetensors")
+        states: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in slots.items():
+            name, _, slot = key.rpartition(".")
+            states.setdefault(name, {})[slot] = tensor
+        optimizer = trainer.optimizer.optimizer
+        for name, parameter in _parameters_and_buffers(trainer).items():
+            if name in states:
+                optimizer.state[parameter] = {
+                    slot: _placed_like(parameter, slot, tensor) for slot, tensor in states[name].items()
+                }
+
+
+def find_checkpoint(accelerator: Accelerator, plan: Plan) -> Checkpoint | None:
+    """The checkpoint that `--resume_from_checkpoint` names; None for a fresh start.
+
+    Raises:
+        UsageError: no checkpoint at that path, or one of a run with another seed, batch size or data.
+    """
+    wanted = plan.config.resume_from_checkpoint
+    if wanted is None:
+        return None
+    if wanted == "latest":
+        found = _checkpoints(plan)
+        if not found:
+            accelerator.print(f"no checkpoint in {plan.config.output_dir}: a fresh start")
+            return None
+        path = found[-1]
+    else:
+        path = Path(wanted)
+    if not (path / "state.json").exists():
+        raise UsageError(f"--resume_from_checkpoint {wanted}: no checkpoint there; type latest or a path to one")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise UsageError("resuming under DeepSpeed is not there yet: type --config_file accelerate_configs/ddp.yaml")
+    state = json.loads((path / "state.json").read_text())
+    for name, value in _identity(plan).items():
+        if state["identity"][name] != value:
+            raise UsageError(f"{path} was made with {name} {state['identity'][name]}, this run has {value}")
+    return Checkpoint(path, state["step"])
+
+
+def save_checkpoint(trainer: Trainer, step: int) -> None:
+    """Writes `checkpoints/step_<steps taken>`, aside first, and removes the oldest beyond `--keep_checkpoints`.
+
+    The main process gathers and writes everything.
+    """
+    plan, accelerator = trainer.plan, trainer.accelerator
+    if trainer.uses_deepspeed:
+        raise UsageError("checkpoints under DeepSpeed are not there yet: remove --save_every")
+    folder = Path(plan.config.output_dir) / "checkpoints"
+    weights = dict(full_weights(trainer))
+    slots = dict(_full_optimizer_state(trainer))
+    if accelerator.is_main_process:
+        aside = folder / "unfinished"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_file(weights, aside / "model.safetensors")
+        save_file(slots, aside / "optimizer.safetensors")
+        state = {"step": step + 1, "identity": _identity(plan)}
+        (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        final = folder / f"step_{step + 1:08d}"
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        for old in _checkpoints(plan)[: -plan.config.keep_checkpoints]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def export_model(trainer: Trainer, folder: Path) -> None:
+    """Writes the weights, float32, under the module's own names: `<folder>/model.safetensors`."""
+    weights = dict(full_weights(trainer))
+    if trainer.accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / "model.safetensors")
+    trainer.accelerator.wait_for_everyone()
+
+
+def full_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor on the CPU) of parameters and saved buffers, in the main process.
+
+    All processes must go through it together; the others gather and get nothing.
+    """
+    for name, tensor in _parameters_and_buffers(trainer).items():
+        tensor = _whole(trainer, tensor)
+        if trainer.accelerator.is_main_process:
+            # A copy of its own: safetensors takes no tensors that share memory, as tied weights do.
+            yield name, tensor.detach().cpu().contiguous().clone()
+
+
+def _parameters_and_buffers(trainer: Trainer) -> dict[str, Tensor]:
+    """What is saved of the module, as the optimizer knows it."""
+    # Not named_parameters: after an evaluation FSDP2 shows gathered weights there, whose memory it
+    # frees when it shards again, as it does before a state_dict.
+    return trainer.module.state_dict(keep_vars=True)
+
+
+def _whole(trainer: Trainer, tensor: Tensor) -> Tensor:
+    if hasattr(tensor, "full_tensor"):  # DTensor, whose import takes 0.7 s
+        return tensor.full_tensor()
+    if trainer.uses_deepspeed and isinstance(tensor, nn.Parameter):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(tensor)
+    return tensor
+
+
+def _full_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    state = trainer.optimizer.optimizer.state
+    for name, parameter in _parameters_and_buffers(trainer).items():
+        for slot, value in state.get(parameter, {}).items():
+            value = _whole(trainer, value)
+            if trainer.accelerator.is_main_process:
+                yield f"{name}.{slot}", value.detach().cpu().contiguous().clone()
+
+
+def _placed_like(parameter: Tensor, slot: str, value: Tensor) -> Any:
+    if hasattr(parameter, "placements") and value.shape == parameter.shape:
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    # torch keeps the step count on the CPU unless the optimizer is fused or capturable.
+    return value if slot == "step" and value.ndim == 0 else value.to(parameter.device)
+
+
+def _checkpoints(plan: Plan) -> list[Path]:
+    folder = Path(plan.config.output_dir) / "checkpoints"
+    return sorted(path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
+
+
+def _identity(plan: Plan) -> dict[str, Any]:
+    """What must be the same for a run to go on as itself."""
+    config = asdict(plan.config)
+    return {name: config[name] for name in ("seed", "batch_size", "data")} | {"num_samples": plan.num_samples}

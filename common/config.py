@@ -1,0 +1,168 @@
+"""RunConfig, the knobs that every recipe has, and the command line made of them."""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from common.errors import UsageError
+
+
+def flag(default: Any, help: str, minimum: float | None = None, above: float | None = None) -> Any:
+    """A field of a config that is also a command-line flag.
+
+    Args:
+        default: value when the flag is not given; the recipe may override it in a subclass
+            without repeating the rest.
+        help: what `--help` prints.
+        minimum: smallest value that is accepted.
+        above: bound that the value must exceed.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum, "above": above})
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """What every recipe can be told. A recipe extends it, overrides defaults and adds its own."""
+
+    data: str = flag("", "which data: the name of an embedded set, a Hub id or a local path")
+    output_dir: str = flag("", "where records, checkpoints and model/ go (default: outputs/<recipe>)")
+    epochs: int = flag(1, "passes over the training data", minimum=1)
+    max_steps: int | None = flag(None, "optimizer steps; wins over --epochs", minimum=1)
+    batch_size: int = flag(64, "samples per optimizer step, over all processes and accumulation", minimum=1)
+    micro_batch_size: int | None = flag(
+        None, "samples per forward pass per process, the memory knob; accumulation is derived", minimum=1
+    )
+    learning_rate: float = flag(1e-3, "peak learning rate", above=0)
+    warmup_steps: int = flag(0, "optimizer steps over which the learning rate rises to its peak", minimum=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag(
+        "constant", "course of the learning rate after warm-up; linear and cosine end at zero"
+    )
+    weight_decay: float = flag(0.0, "decoupled weight decay", minimum=0)
+    max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0 does not clip", minimum=0)
+    seed: int = flag(0, "seed of the weights, the order of the samples and all random numbers", minimum=0)
+    num_workers: int = flag(0, "processes that load data, per training process; for sets that decode", minimum=0)
+    log_every: int = flag(10, "optimizer steps between training records", minimum=1)
+    eval_every: int | None = flag(
+        None, "optimizer steps between evaluations (default: once an epoch); the last step always evaluates", minimum=1
+    )
+    save_every: int = flag(0, "optimizer steps between checkpoints; 0 saves none", minimum=0)
+    keep_checkpoints: int = flag(2, "how many of the newest checkpoints to keep", minimum=1)
+    resume_from_checkpoint: str | None = flag(
+        None, "'latest' (the newest in output_dir, a fresh start if there is none) or the path of one checkpoint"
+    )
+    overwrite_output_dir: bool = flag(False, "start over where checkpoints of an earlier run lie")
+
+    def validate(self) -> None:
+        """Raises UsageError for a value out of range."""
+        for field in dataclasses.fields(self):
+            metadata, value = _metadata(type(self), field.name), getattr(self, field.name)
+            if value is None or isinstance(value, str | bool):
+                continue
+            minimum, above = metadata.get("minimum"), metadata.get("above")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"--{field.name} {value}: expected a finite number")
+            if minimum is not None and value < minimum:
+                raise UsageError(f"--{field.name} {value}: expected {minimum} or more")
+            if above is not None and value <= above:
+                raise UsageError(f"--{field.name} {value}: expected more than {above}")
+
+
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
+
+
+def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -> ConfigT:
+    """Reads the command line into a config.
+
+    Flags are the fields of `config_class`; `--batch_size` and `--batch-size` are the same.
+
+    Args:
+        config_class: RunConfig or a dataclass that extends it.
+        arguments: what to parse instead of `sys.argv[1:]`.
+
+    Raises:
+        UsageError: an unknown flag, or a value of the wrong type or out of range.
+        SystemExit: with code 0 after `--help`.
+    """
+    script = Path(sys.argv[0]).stem or "recipe"
+    parser = _Parser(config_class, script)
+    config = config_class(**parser.parse(sys.argv[1:] if arguments is None else arguments))
+    config.output_dir = config.output_dir or f"outputs/{script}"
+    config.validate()
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, config_class: type[RunConfig], script: str):
+        super().__init__(
+            prog=f"{script}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS
+        )
+        self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
+        hints = typing.get_type_hints(config_class)
+        for field in dataclasses.fields(config_class):
+            help = _metadata(config_class, field.name).get("help", "")
+            if field.default not in (None, "", False):
+                help += f" (default: {field.default})"
+            options = {"help": help.replace("%", "%%")} | _options(hints[field.name], field.name)
+            self.add_argument(f"--{field.name}", **options)
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        values, unknown = self.parse_known_args([_with_underscores(argument) for argument in arguments])
+        if unknown:
+            flags = [option for option in self._option_string_actions if option.startswith("--")]
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+            self.error(f"{unknown[0]}: no such flag; " + (f"did you mean {close[0]}?" if close else "--help lists them"))
+        if getattr(values, "help", False):
+            # Every process gets the same command line; one answer is enough.
+            if os.environ.get("RANK", "0") == "0":
+                self.print_help()
+            raise SystemExit(0)
+        return vars(values)
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def _metadata(config_class: type, name: str) -> dict[str, Any]:
+    """The metadata of a field, from the nearest class that gave it any."""
+    for cls in config_class.__mro__:
+        field = getattr(cls, "__dataclass_fields__", {}).get(name)
+        if field is not None and field.metadata:
+            return dict(field.metadata)
+    return {}
+
+
+def _options(hint: Any, name: str) -> dict[str, Any]:
+    if isinstance(hint, types.UnionType):  # `int | None`: not giving the flag is how to say None
+        hint = next(arm for arm in typing.get_args(hint) if arm is not types.NoneType)
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    return {"type": _converter(hint), "metavar": {int: "N", float: "X"}.get(hint, name.upper())}
+
+
+def _converter(kind: type) -> Any:
+    def convert(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            expected = {int: "a whole number", float: "a number"}[kind]
+            raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'") from None
+
+    return convert
+
+
+def _with_underscores(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value

@@ -1,0 +1,130 @@
+"""The arithmetic of a run: batches, steps, which samples when, when to log, evaluate and save."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from common.config import RunConfig
+from common.errors import UsageError
+
+
+def split_batch(batch_size: int, micro_batch_size: int | None, num_shares: int) -> tuple[int, int]:
+    """Divides the samples of an optimizer step among processes and accumulation.
+
+    Args:
+        batch_size: samples per optimizer step over all processes.
+        micro_batch_size: samples per forward pass per process; None takes a process's whole share.
+        num_shares: processes that see different samples.
+
+    Returns:
+        (samples per forward pass per process, forward passes per optimizer step)
+
+    Raises:
+        UsageError: the sizes do not divide; names the nearest that do.
+    """
+    if batch_size % num_shares:
+        raise UsageError(
+            f"--batch_size {batch_size} does not divide by {num_shares} processes: "
+            f"type --batch_size {_nearest_multiples(batch_size, num_shares)}"
+        )
+    share = batch_size // num_shares
+    micro_batch_size = micro_batch_size or share
+    if share % micro_batch_size:
+        divisors = [size for size in range(1, share + 1) if share % size == 0]
+        below = max((size for size in divisors if size < micro_batch_size), default=None)
+        above = min((size for size in divisors if size > micro_batch_size), default=None)
+        choices = " or ".join(str(size) for size in (below, above) if size is not None)
+        raise UsageError(
+            f"--micro_batch_size {micro_batch_size} does not divide a process's {share} samples of "
+            f"--batch_size {batch_size} ({num_shares} processes): type --micro_batch_size {choices}"
+        )
+    return micro_batch_size, share // micro_batch_size
+
+
+def _nearest_multiples(size: int, divisor: int) -> str:
+    below = size // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens at which step. A pure function of the config and the number of samples: the
+    number of processes only divides it.
+
+    Attributes:
+        num_samples: size of the training set.
+        micro_batch_size: samples per forward pass per process.
+        accumulation: forward passes per optimizer step.
+        num_shares: processes that see different samples; `share` is this process's number.
+        steps_per_epoch: optimizer steps per pass over the data; the remainder is dropped, and
+            differs each epoch as the order does.
+        num_steps: optimizer steps of the whole run.
+    """
+
+    config: RunConfig
+    num_samples: int
+    num_shares: int
+    share: int
+    micro_batch_size: int
+    accumulation: int
+    steps_per_epoch: int
+    num_steps: int
+
+    @classmethod
+    def of(cls, config: RunConfig, num_samples: int, num_shares: int, share: int) -> "Plan":
+        """Raises UsageError for sizes that do not divide or a set smaller than a batch."""
+        micro_batch_size, accumulation = split_batch(config.batch_size, config.micro_batch_size, num_shares)
+        steps_per_epoch = num_samples // config.batch_size
+        if steps_per_epoch == 0:
+            smaller = max(num_samples // num_shares * num_shares, 0)
+            advice = f"type --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
+            raise UsageError(f"{num_samples} training samples are fewer than --batch_size {config.batch_size}: {advice}")
+        return cls(
+            config=config,
+            num_samples=num_samples,
+            num_shares=num_shares,
+            share=share,
+            micro_batch_size=micro_batch_size,
+            accumulation=accumulation,
+            steps_per_epoch=steps_per_epoch,
+            num_steps=config.max_steps or config.epochs * steps_per_epoch,
+        )
+
+    def epoch_order(self, epoch: int) -> torch.Tensor:
+        """The order of all samples in an epoch, shape (num_samples,), int64."""
+        # Spread the seeds, so that seed 1 in epoch 0 does not repeat seed 0 in epoch 1.
+        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + epoch) % 2**63)
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def micro_batches(self, first_step: int = 0) -> Iterator[torch.Tensor]:
+        """This process's sample ids from optimizer step `first_step` to the end of the run.
+
+        The samples of step k are a function of the seed and k alone: positions
+        `k % steps_per_epoch * batch_size` and up of that epoch's order. Micro-batch m of process p
+        is row m * num_shares + p of them.
+
+        Yields:
+            `accumulation` tensors per optimizer step, each of shape (micro_batch_size,), int64.
+        """
+        epoch, order = -1, torch.empty(0)
+        for step in range(first_step, self.num_steps):
+            if step // self.steps_per_epoch != epoch:
+                epoch = step // self.steps_per_epoch
+                order = self.epoch_order(epoch)
+            start = step % self.steps_per_epoch * self.config.batch_size
+            rows = order[start : start + self.config.batch_size].view(-1, self.num_shares, self.micro_batch_size)
+            yield from rows[:, self.share]
+
+    def logs(self, step: int) -> bool:
+        """Whether a training record follows optimizer step `step` (counted from 0)."""
+        return (step + 1) % self.config.log_every == 0 or step + 1 == self.num_steps
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation follows optimizer step `step`."""
+        return (step + 1) % (self.config.eval_every or self.steps_per_epoch) == 0 or step + 1 == self.num_steps
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint follows optimizer step `step`."""
+        every = self.config.save_every
+        return every > 0 and ((step + 1) % every == 0 or step + 1 == self.num_steps)

@@ -1,0 +1,246 @@
+"""What a run leaves behind: the folder it owns, metrics.jsonl, the run card run.json, and what the terminal shows."""
+
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from accelerate import Accelerator
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from common.errors import NonFiniteError, RunError, UsageError
+from common.plan import Plan
+from common.start import parallelism, precision
+from common.step import StepResult
+
+
+class OutputDir:
+    """The folder of a run, owned by one run at a time; the main process holds the lock.
+
+    Raises (on entering): UsageError if it cannot be written, another run owns it, or it holds
+    checkpoints and nobody said what to do with them. Nothing in it has changed then.
+    """
+
+    def __init__(self, accelerator: Accelerator, plan: Plan):
+        self.path, self.config = Path(plan.config.output_dir), plan.config
+        self.is_main = accelerator.is_main_process
+
+    def __enter__(self) -> Self:
+        if self.is_main:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = FileLock(self.path / ".lock")
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                raise UsageError(f"another run writes to {self.path}: wait for it, or type --output_dir") from None
+            except OSError as error:
+                raise UsageError(
+                    f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
+                ) from None
+            self._start_over_or_resume()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.is_main:
+            self._lock.release()
+
+    def _start_over_or_resume(self) -> None:
+        checkpoints = self.path / "checkpoints"
+        if self.config.resume_from_checkpoint or not any(checkpoints.glob("step_*")):
+            return
+        if not self.config.overwrite_output_dir:
+            raise UsageError(
+                f"{self.path} holds checkpoints of an earlier run: type --resume_from_checkpoint latest to go on, "
+                "--overwrite_output_dir to start over, or another --output_dir"
+            )
+        shutil.rmtree(checkpoints)
+
+
+class Recorder:
+    """Sums up what the steps give, and writes and shows it when a record is due.
+
+    Between records nothing is read from the device. Records and the run card are written by the
+    main process.
+    """
+
+    def __init__(self, accelerator: Accelerator, plan: Plan, first_step: int):
+        self.accelerator, self.plan, self.first_step = accelerator, plan, first_step
+        self.path = Path(plan.config.output_dir)
+        self.last_metrics: dict[str, float] = {}
+        self.num_skipped = 0
+        self._loss_sum: torch.Tensor | float = 0.0
+        self._weight: torch.Tensor | float = 0.0
+        self._num_steps = 0
+        self._seconds = 0.0
+
+    def __enter__(self) -> Self:
+        self._started = self._resumed = time.perf_counter()
+        self.attempt = self._attempt()
+        if self.accelerator.is_main_process:
+            kept = self._records_up_to(self.first_step)
+            self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)
+            self._metrics.writelines(kept)
+        self._write_card("running", None)
+        terminal = self.accelerator.is_main_process and sys.stderr.isatty()
+        self._bar = tqdm(total=self.plan.num_steps, initial=self.first_step, unit="step") if terminal else None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self.accelerator.is_main_process:
+            self._metrics.close()
+        if error is None:
+            self._write_card("done", 0)
+        elif isinstance(error, RunError):
+            self._write_card(error.status, error.exit_code, str(error))
+        else:
+            self._write_card("failed", 1, f"{kind.__name__}: {error}")
+
+    def add(self, result: StepResult) -> None:
+        """Takes in one optimizer step."""
+        self._loss_sum = self._loss_sum + result.loss_sum
+        self._weight = self._weight + result.weight
+        self._num_steps += 1
+        self.num_skipped += result.skipped
+        if self._bar is not None:
+            self._bar.update()
+
+    def training(self, step: int, learning_rate: float, result: StepResult) -> None:
+        """Writes a training record after optimizer step `step` (counted from 0).
+
+        Raises:
+            NonFiniteError: loss or gradient norm is infinite or not a number.
+        """
+        sums = torch.stack(
+            [torch.as_tensor(value, device=self.accelerator.device).double() for value in (self._loss_sum, self._weight)]
+        )
+        loss_sum, weight = self.accelerator.reduce(sums, "sum").tolist()
+        grad_norm = float(result.grad_norm) if result.grad_norm is not None else None
+        self.pause()
+        record = {
+            "step": step + 1,
+            "epoch": round((step + 1) / self.plan.steps_per_epoch, 4),
+            "train/loss": loss_sum / weight,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+            "samples_per_second": round(self._num_steps * self.plan.config.batch_size / self._seconds, 1),
+        }
+        self._loss_sum, self._weight, self._num_steps, self._seconds = 0.0, 0.0, 0, 0.0
+        for name in ("train/loss", "grad_norm"):
+            value = record[name]
+            if value is not None and not abs(value) < float("inf") and not (name == "grad_norm" and result.skipped):
+                raise NonFiniteError(f"{name} is {value} at step {step + 1}: try a lower --learning_rate")
+        self._write(record)
+        self._show(record)
+        self.resume()
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes an evaluation record after optimizer step `step` (counted from 0)."""
+        record = {"step": step + 1} | {f"eval/{name}": value for name, value in metrics.items()}
+        self._write(record)
+        self._show(record)
+
+    def pause(self) -> None:
+        """Stops the clock of samples_per_second, before what is not training."""
+        self._seconds += time.perf_counter() - self._resumed
+
+    def resume(self) -> None:
+        """Starts it again."""
+        self._resumed = time.perf_counter()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self.last_metrics |= {name: value for name, value in record.items() if value is not None}
+        if self.accelerator.is_main_process:
+            self._metrics.write(json.dumps(record) + "\n")
+
+    def _show(self, record: dict[str, Any]) -> None:
+        numbers = {name: _short(value) for name, value in record.items() if value is not None and name != "step"}
+        if self._bar is None:
+            line = "  ".join(f"{name} {value}" for name, value in numbers.items())
+            if self.accelerator.is_main_process:
+                print(f"step {record['step']}/{self.plan.num_steps}  {line}", flush=True)
+        elif "train/loss" in record:
+            self._bar.set_postfix_str(f"loss {numbers['train/loss']}, {numbers['samples_per_second']} samples/s")
+        else:
+            self._bar.write(f"step {record['step']}: " + "  ".join(f"{k} {v}" for k, v in numbers.items()))
+
+    def _records_up_to(self, step: int) -> list[str]:
+        path = self.path / "metrics.jsonl"
+        if step == 0 or not path.exists():
+            return []
+        return [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+
+    def _attempt(self) -> int:
+        path = self.path / "run.json"
+        if self.first_step == 0 or not path.exists():
+            return 1
+        return json.loads(path.read_text()).get("attempt", 0) + 1
+
+    def _write_card(self, status: str, exit_code: int | None, error: str | None = None) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        card = {
+            "status": status,
+            "exit_code": exit_code,
+            "error": error,
+            "attempt": self.attempt,
+            "command": " ".join(sys.argv),
+            "config": dataclasses.asdict(self.plan.config),
+            "parallelism": parallelism(self.accelerator),
+            "precision": precision(self.accelerator),
+            "num_processes": self.accelerator.num_processes,
+            "micro_batch_size": self.plan.micro_batch_size,
+            "gradient_accumulation_steps": self.plan.accumulation,
+            "num_steps": self.plan.num_steps,
+            "skipped_steps": self.num_skipped,
+            "last_metrics": self.last_metrics,
+            "wall_seconds": round(time.perf_counter() - self._started, 2),
+            "versions": _versions(),
+            "git_commit": _git_commit(),
+            "hardware": _hardware(),
+        }
+        part = self.path / "run.json.part"
+        part.write_text(json.dumps(card, indent=2) + "\n")
+        part.rename(self.path / "run.json")  # a reader never meets half a card
+
+
+def _short(value: float) -> str:
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.6g}" if value < 1e3 else f"{value:,.0f}"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "accelerate", "transformers", "datasets", "deepspeed"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_commit() -> str | None:
+    """The commit of the recipe's checkout, with "-dirty" after it if files differ from it."""
+    folder = Path(sys.argv[0]).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpus": gpus}

@@ -1,0 +1,292 @@
+"""start(config) gives an Accelerator that runs where the config file says; run(main, Config) gives a recipe its exit code."""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, set_seed
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+from common.config import ConfigT, RunConfig, parse
+from common.errors import RunError, UsageError
+from common.plan import split_batch
+
+
+def start(config: RunConfig) -> Accelerator:
+    """Joins the other processes, and says in one line what runs where.
+
+    Without a GPU the same config files run as a rehearsal: processes that talk through gloo stand
+    in for GPUs.
+
+    Raises:
+        UsageError: the config asks for what this machine or Accelerate cannot do.
+    """
+    _quiet()
+    _check_launch(config)
+    _set_num_threads()
+    rehearses = not torch.accelerator.is_available() or _is_true("ACCELERATE_USE_CPU")
+    if rehearses:
+        _prepare_rehearsal()
+    try:
+        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+    except (ValueError, ImportError, NotImplementedError) as error:
+        raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
+    _check_applied(accelerator)
+    _set_reduction_precision(accelerator)
+    set_seed(config.seed)  # the same in every process: each builds the same model
+    accelerator.print(_banner(accelerator, config, rehearses))
+    return accelerator
+
+
+def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoReturn:
+    """Parses the command line, calls `main(config)` and ends the process.
+
+    Exit codes: 0 done, 2 the user's mistake, 3 a loss or gradient that is not finite, 1 anything
+    else. Of several processes on a machine that fail, the first prints: the others mostly fail
+    because it did.
+    """
+    recorded = record(lambda: main(parse(config_class)), error_handler=_OneLineErrorHandler())
+    try:
+        recorded()
+    except RunError as error:
+        _end(error.exit_code, f"{error_label(error)}: {error}")
+    except KeyboardInterrupt:
+        _end(130, "interrupted")
+    except Exception:
+        _end(1, traceback.format_exc())
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.exit(0)
+
+
+def error_label(error: RunError) -> str:
+    """The word that the line of an error begins with."""
+    return "error" if isinstance(error, UsageError) else "stopped"
+
+
+class _OneLineErrorHandler(ErrorHandler):
+    """Puts the line that we print into torchrun's report, instead of a traceback of ours."""
+
+    def record_exception(self, e: BaseException) -> None:
+        if not isinstance(e, RunError):
+            return super().record_exception(e)
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path:
+            line = f"{error_label(e)}: {e}"
+            extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+        return None
+
+
+def _end(exit_code: int, message: str) -> NoReturn:
+    first = _first_to_fail(exit_code)
+    if first is None:
+        sys.stdout.flush()
+        print(message, file=sys.stderr, flush=True)
+    else:
+        exit_code = first
+    # Not sys.exit: to take down the process group here would wait for processes that may wait for us.
+    os._exit(exit_code)
+
+
+def _first_to_fail(exit_code: int) -> int | None:
+    """None in the first process of this machine that fails, its exit code in those after it."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <one folder per attempt>/<local rank>/error.json
+    if error_file is None:
+        return None
+    claim = Path(error_file).parents[1] / "first_failure"
+    try:
+        with claim.open("x") as file:
+            file.write(str(exit_code))
+        return None
+    except FileExistsError:
+        return int(claim.read_text() or exit_code)
+    except OSError:
+        return None
+
+
+def _quiet() -> None:
+    """Silences what a user can do nothing about."""
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")
+
+
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
+
+
+def _uses_deepspeed() -> bool:
+    return _is_true("ACCELERATE_USE_DEEPSPEED")
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _check_launch(config: RunConfig) -> None:
+    """What can be known to be wrong before the processes meet. Raises UsageError."""
+    launched = "LOCAL_RANK" in os.environ
+    if not launched and _world_size() > 1:
+        raise UsageError(
+            f"WORLD_SIZE is {_world_size()} but LOCAL_RANK is not set, so that each process would train alone: "
+            "start with accelerate launch or torchrun, or unset WORLD_SIZE"
+        )
+    if not launched and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
+        # Accelerate's launcher sets the address only if it was asked for more than one process.
+        raise UsageError(
+            "accelerate launch was asked for several processes but starts one under this config (its "
+            "distributed_type is NO or MULTI_CPU): type --config_file accelerate_configs/ddp.yaml, or "
+            "--num_processes 1"
+        )
+    check_num_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if accumulation not in ("auto", "1"):
+        raise UsageError(
+            f"gradient_accumulation_steps: {accumulation} in the config file: remove it; accumulation follows "
+            "from --batch_size and --micro_batch_size"
+        )
+    if _uses_deepspeed():
+        _check_deepspeed()
+
+
+def check_num_gpus(num_processes: int, num_gpus: int) -> None:
+    """Raises UsageError for more processes on a machine than it has GPUs, unless it has none."""
+    if 0 < num_gpus < num_processes:
+        raise UsageError(
+            f"{num_processes} processes but {num_gpus} GPUs on this machine: type --num_processes {num_gpus}, or "
+            "put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU"
+        )
+
+
+def _check_deepspeed() -> None:
+    if find_spec("deepspeed") is None:
+        raise UsageError("this config needs deepspeed: type pip install 'accelerate-recipes[deepspeed]'")
+    offloads = "cpu" in (
+        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
+        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
+    )
+    if torch.cuda.is_available() and not offloads:
+        return
+    compiler = os.environ.get("CXX", "c++")
+    for program, package in ((compiler, "a C++ compiler (Debian: apt-get install g++)"), ("ninja", "ninja")):
+        if shutil.which(program) is None:
+            raise UsageError(f"DeepSpeed compiles a part of itself on first use and needs {package}: no {program} found")
+
+
+def _set_num_threads() -> None:
+    """Divides the cores among this machine's processes: launchers set one thread each."""
+    if _user_chose_threads():
+        return
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def _user_chose_threads() -> bool:
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is None:
+        return False
+    launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if not launched or threads != "1":
+        return True
+    # "1" is what launchers set by themselves; it is a choice if the launcher itself was given it.
+    try:
+        return "OMP_NUM_THREADS" in psutil.Process().parent().environ()
+    except (psutil.Error, AttributeError):
+        return False
+
+
+def _prepare_rehearsal() -> None:
+    """Makes the config of a GPU run work on CPU: Accelerate by itself would turn FSDP into DDP
+    silently, start DeepSpeed on a backend that is not there, or run each process alone."""
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        if os.environ.get("RANK", "0") == "0":
+            print("fp16 needs a GPU: this rehearsal runs in float32")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+    if _uses_deepspeed():
+        PartialState(backend="gloo")
+    elif _is_true("ACCELERATE_USE_FSDP"):
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        PartialState(backend="gloo").distributed_type = DistributedType.MULTI_GPU
+    else:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def _check_applied(accelerator: Accelerator) -> None:
+    """Raises UsageError if Accelerate runs something other than what the config asked for."""
+    expected = {
+        "number of processes": (_world_size(), accelerator.num_processes),
+        "DeepSpeed": (_uses_deepspeed(), accelerator.distributed_type == DistributedType.DEEPSPEED),
+        "FSDP": (_is_true("ACCELERATE_USE_FSDP"), accelerator.distributed_type == DistributedType.FSDP),
+        "precision": (os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), accelerator.mixed_precision),
+        "gradient accumulation": (1, accelerator.gradient_accumulation_steps),
+    }
+    for what, (asked, got) in expected.items():
+        if asked != got:
+            raise UsageError(f"the config asks for {what} {asked}, Accelerate runs {got}: see accelerate_configs/")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UsageError("fsdp_version: 1 in the config file: these recipes run fsdp_version: 2")
+
+
+def _set_reduction_precision(accelerator: Accelerator) -> None:
+    """Sums gradients in float32 where Accelerate's defaults would sum them in bf16, so that the
+    result depends less on the number of processes (torchtitan's default, too)."""
+    if accelerator.mixed_precision != "bf16":
+        return
+    if accelerator.distributed_type == DistributedType.FSDP:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        config.setdefault("communication_data_type", "fp32")
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+
+def parallelism(accelerator: Accelerator) -> str:
+    """What the config does with the model, in the terms of the field."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        plugin = accelerator.deepspeed_plugin
+        offload = " with CPU offload" if plugin.hf_ds_config.is_offload() else ""
+        return f"DeepSpeed ZeRO-{plugin.zero_stage}{offload}"
+    if kind == DistributedType.FSDP:
+        return "FSDP2"
+    return "no parallelism" if kind == DistributedType.NO else "DDP"
+
+
+def precision(accelerator: Accelerator) -> str:
+    """The precision of the forward and backward pass."""
+    return {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+
+
+def _banner(accelerator: Accelerator, config: RunConfig, rehearses: bool) -> str:
+    num_processes = accelerator.num_processes
+    micro_batch_size, accumulation = split_batch(config.batch_size, config.micro_batch_size, num_processes)
+    num_machines = num_processes // int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+    factors = f"{num_processes} × {micro_batch_size}" + (f" × {accumulation} accumulated" if accumulation > 1 else "")
+    line = (
+        f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines} machine{'s' * (num_machines > 1)}, "
+        f"{parallelism(accelerator)}, {precision(accelerator)}, batch {config.batch_size} = {factors}"
+    )
+    if rehearses and num_processes > 1:
+        line += " (no GPU: a rehearsal, in which gloo processes on the CPU stand in for GPUs)"
+    elif rehearses:
+        line += " (on the CPU)"
+    return line

@@ -1,0 +1,225 @@
+"""One optimizer step, under Accelerate or DeepSpeed: the only place where they differ."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.data import Batch
+from common.errors import UsageError
+from common.plan import Plan
+
+ForwardStep = Callable[[nn.Module, Batch], dict[str, Tensor]]
+
+
+@dataclass
+class StepResult:
+    """One optimizer step, seen by this process. Tensors stay on the device: to read them stops it.
+
+    Attributes:
+        loss_sum: sum over this process's samples of weight × loss, 0-dim.
+        weight: sum over this process's samples of their weights; their number where a batch has
+            no "weight".
+        grad_norm: L2 norm of the gradient of the whole model over the global batch, before
+            clipping; None where nobody asked.
+        skipped: the loss scaler met an overflow and the weights were not changed.
+    """
+
+    loss_sum: Tensor
+    weight: Tensor | float
+    grad_norm: Tensor | float | None
+    skipped: bool = False
+
+
+@dataclass
+class Trainer:
+    """What a step works on: model and optimizer as `prepare` made them, and how to call them."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    forward_step: ForwardStep
+    plan: Plan
+
+    @property
+    def module(self) -> nn.Module:
+        """The recipe's own module, inside what the parallelism wrapped around it."""
+        # Not accelerator.unwrap_model: it imports deepspeed, which takes seconds, wherever that is installed.
+        wraps = isinstance(self.model, DistributedDataParallel) or self.uses_deepspeed
+        return self.model.module if wraps else self.model
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether the engine of DeepSpeed holds the weights and takes the steps."""
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
+    def set_learning_rate(self, factor: float) -> float:
+        """Sets each parameter group to its peak rate × factor; returns the first group's."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        return self.optimizer.param_groups[0]["lr"]
+
+    def step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        """Takes one optimizer step on this process's share of the global batch.
+
+        The gradient is that of the mean loss over all samples of the step, weighted by "weight"
+        where the batch has one, whatever the number of processes and micro-batches.
+        """
+        take = deepspeed_step if self.uses_deepspeed else accelerate_step
+        return take(self, micro_batches, wants_norm)
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, forward_step: ForwardStep, plan: Plan
+) -> Trainer:
+    """Hands model and optimizer to the parallelism of the config.
+
+    Raises:
+        UsageError: the model lacks a layer class that the config names, or the DeepSpeed section
+            sets what the command line decides.
+    """
+    _warn_of_batch_norm(accelerator, model, plan)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        _check_wrap_classes(accelerator, model)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _configure_deepspeed(accelerator, model, optimizer, plan)
+    if accelerator.mixed_precision == "bf16":
+        _cast_inputs_and_outputs(accelerator, model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return Trainer(accelerator, model, optimizer, forward_step, plan)
+
+
+def accelerate_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+    """One process, DDP and FSDP2."""
+    accelerator, optimizer, max_norm = trainer.accelerator, trainer.optimizer, trainer.plan.config.max_grad_norm
+    scale, weight = _loss_scale(trainer, micro_batches)
+    loss_sum: Tensor | float = 0.0
+    for index, batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        with nullcontext() if is_last else accelerator.no_sync(trainer.model):
+            micro_sum = _loss_sum(trainer, batch)
+            accelerator.backward(micro_sum * scale)
+        loss_sum = loss_sum + micro_sum.detach()
+    grad_norm = _clip(trainer, max_norm or torch.inf) if max_norm or wants_norm else None
+    # Without a loss scaler Accelerate's wrapper adds nothing to a step but time.
+    inner = optimizer if accelerator.scaler is not None else optimizer.optimizer
+    inner.step()
+    inner.zero_grad()
+    skipped = accelerator.scaler is not None and optimizer.step_was_skipped
+    return StepResult(loss_sum, weight, grad_norm, skipped)
+
+
+def _clip(trainer: Trainer, max_norm: float) -> Tensor:
+    """Clips to the norm of the gradient of the whole model, and returns that norm."""
+    if trainer.accelerator.distributed_type == DistributedType.FSDP:
+        norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), max_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    trainer.accelerator.unscale_gradients(trainer.optimizer)
+    return nn.utils.clip_grad_norm_(trainer.model.parameters(), max_norm)
+
+
+def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+    """ZeRO 1 to 3. The engine averages over processes and accumulation, and clips by itself."""
+    engine = trainer.model
+    scale, weight = _loss_scale(trainer, micro_batches)
+    loss_sum: Tensor | float = 0.0
+    for index, batch in enumerate(micro_batches):
+        engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+        micro_sum = _loss_sum(trainer, batch)
+        engine.backward(micro_sum * (scale * len(micro_batches)))
+        loss_sum = loss_sum + micro_sum.detach()
+    engine.step()
+    return StepResult(loss_sum, weight, engine.get_global_grad_norm(), skipped=not engine.was_step_applied())
+
+
+def _loss_sum(trainer: Trainer, batch: Batch) -> Tensor:
+    loss = trainer.forward_step(trainer.model, batch)["loss"]
+    return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
+
+
+def _loss_scale(trainer: Trainer, micro_batches: Sequence[Batch]) -> tuple[Tensor | float, Tensor | float]:
+    """(factor that makes the sum of a process's losses its part of the global mean, where
+    gradients are averaged over processes; this process's total weight)"""
+    plan = trainer.plan
+    if "weight" not in micro_batches[0]:
+        return plan.num_shares / plan.config.batch_size, plan.config.batch_size / plan.num_shares
+    weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
+    return plan.num_shares / trainer.accelerator.reduce(weight, "sum"), weight
+
+
+def _warn_of_batch_norm(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
+    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if has_batch_norm and plan.micro_batch_size < plan.config.batch_size:
+        accelerator.print(
+            f"this model has BatchNorm, which sees {plan.micro_batch_size} of {plan.config.batch_size} samples at a "
+            "time: the result depends on the number of processes; GroupNorm or LayerNorm avoid that"
+        )
+
+
+def _check_wrap_classes(accelerator: Accelerator, model: nn.Module) -> None:
+    named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    classes = named.split(",") if named else getattr(model, "_no_split_modules", None) or []
+    present = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in classes if name not in present]
+    if missing:
+        source = "fsdp_transformer_layer_cls_to_wrap" if named else f"{type(model).__name__}._no_split_modules"
+        raise UsageError(f"{source} names {missing[0]}, but the model's layers are {', '.join(sorted(present))}")
+    if not classes:
+        accelerator.print(
+            f"{type(model).__name__} names no layers in _no_split_modules: FSDP gathers the whole model at once, "
+            "which saves less memory"
+        )
+
+
+def _configure_deepspeed(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
+) -> None:
+    """Writes what the command line decides into DeepSpeed's config, which would otherwise clip at
+    1.0 and accumulate as its own section says."""
+    section = accelerator.deepspeed_plugin.deepspeed_config
+    decided = {
+        "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "--micro_batch_size"),
+        "gradient_accumulation_steps": (plan.accumulation, "--batch_size and --micro_batch_size"),
+        "train_batch_size": (plan.config.batch_size, "--batch_size"),
+        "gradient_clipping": (plan.config.max_grad_norm, "--max_grad_norm"),
+    }
+    for key, (value, flag) in decided.items():
+        given = section.get(key, "auto")
+        if given not in ("auto", value):
+            raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
+        section[key] = value
+    accelerator.gradient_accumulation_steps = plan.accumulation
+    # DeepSpeed's own CPU optimizer exists for Adam only; others step with torch's.
+    is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    section.setdefault("zero_force_ds_cpu_optimizer", is_adam)
+
+
+def _cast_inputs_and_outputs(accelerator: Accelerator, model: nn.Module) -> None:
+    """Under DDP, Accelerate's autocast takes float32 inputs and returns float32 outputs. Makes the
+    others the same: FSDP2 casts no outputs, DeepSpeed neither."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        model.register_forward_hook(lambda module, args, output: _cast(output, torch.float32))
+
+
+def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return _cast(args, torch.bfloat16), _cast(kwargs, torch.bfloat16)
+
+
+def _cast(value: object, dtype: torch.dtype) -> object:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)((key, _cast(item, dtype)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value

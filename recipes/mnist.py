@@ -1,0 +1,93 @@
+"""Classify images: handwritten digits with a small convolutional net.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py
+
+The default data, scikit-learn's 1,797 digits, is embedded. Your own copy of MNIST (the four IDX
+files, or parquet) and any image-classification set of the Hub go in by name:
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --data path/to/mnist
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --data ylecun/mnist
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common import RunConfig, fit, flag, run, start
+from common.data import Batch, load_images
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    data: str = "digits"
+    epochs: int = 8
+    batch_size: int = 64
+    learning_rate: float = 3e-3
+    lr_schedule: str = "linear"
+    model: Literal["cnn", "mlp"] = flag("cnn", "convolutional net, or the classic tutorial's two hidden layers of 10")
+    optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
+
+
+class Block(nn.Module):
+    """Convolution, normalisation, ReLU; halves height and width."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.convolution = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=2, padding=1)
+        # Not BatchNorm: it sees one process's samples, so its result depends on the number of processes.
+        self.norm = nn.GroupNorm(8, out_channels)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.relu(self.norm(self.convolution(images)))
+
+
+class ConvNet(nn.Module):
+    """(batch, channels, height, width) -> logits (batch, classes)"""
+
+    _no_split_modules = ["Block"]  # what FSDP gathers at a time
+
+    def __init__(self, image_shape: tuple[int, int, int], num_classes: int):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(image_shape[0], 32), Block(32, 64), Block(64, 64))
+        num_features = self.blocks(torch.zeros(1, *image_shape)).numel()
+        self.head = nn.Linear(num_features, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(images).flatten(1))
+
+
+class MLP(nn.Sequential):
+    """(batch, channels, height, width) -> logits (batch, classes)"""
+
+    _no_split_modules = ["Linear"]
+
+    def __init__(self, image_shape: tuple[int, int, int], num_classes: int, width: int = 10):
+        num_pixels = image_shape[0] * image_shape[1] * image_shape[2]
+        hidden = nn.Linear(num_pixels, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+        super().__init__(nn.Flatten(), *hidden, nn.Linear(width, num_classes))
+
+
+def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Per-example loss and metrics; `loss` is the one that is trained on."""
+    logits = model(batch["image"])
+    return {
+        "loss": F.cross_entropy(logits, batch["label"], reduction="none"),
+        "accuracy": (logits.argmax(-1) == batch["label"]).float(),
+    }
+
+
+def main(config: Config) -> None:
+    accelerator = start(config)
+    train_set, eval_set = load_images(config.data)
+    network = {"cnn": ConvNet, "mlp": MLP}[config.model]
+    model = network(train_set.image_shape, train_set.num_classes)
+    optimizer_class = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
+    optimizer = optimizer_class(model.parameters(), config.learning_rate, weight_decay=config.weight_decay)
+    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config)
+
+
+if __name__ == "__main__":
+    run(main, Config)
