@@ -64,7 +64,7 @@ class RunConfig:
     def validate(self) -> None:
         """Raises UsageError for a value out of range."""
         for field in dataclasses.fields(self):
-            metadata, value = _metadata(type(self), field.name), getattr(self, field.name)
+            metadata, value = _declaration(type(self), field.name)[1], getattr(self, field.name)
             if value is None or isinstance(value, str | bool):
                 continue
             minimum, above = metadata.get("minimum"), metadata.get("above")
@@ -102,16 +102,14 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, config_class: type[RunConfig], script: str):
-        super().__init__(
-            prog=f"{script}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS
-        )
+        super().__init__(prog=f"{script}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
         self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
-        hints = typing.get_type_hints(config_class)
         for field in dataclasses.fields(config_class):
-            help = _metadata(config_class, field.name).get("help", "")
+            hint, metadata = _declaration(config_class, field.name)
+            help = metadata.get("help", "")
             if field.default not in (None, "", False):
                 help += f" (default: {field.default})"
-            options = {"help": help.replace("%", "%%")} | _options(hints[field.name], field.name)
+            options = {"help": help.replace("%", "%%")} | _options(hint, field.name)
             self.add_argument(f"--{field.name}", **options)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -119,7 +117,9 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             flags = [option for option in self._option_string_actions if option.startswith("--")]
             close = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-            self.error(f"{unknown[0]}: no such flag; " + (f"did you mean {close[0]}?" if close else "--help lists them"))
+            self.error(
+                f"{unknown[0]}: no such flag; " + (f"did you mean {close[0]}?" if close else "--help lists them")
+            )
         if getattr(values, "help", False):
             # Every process gets the same command line; one answer is enough.
             if os.environ.get("RANK", "0") == "0":
@@ -131,13 +131,16 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix("argument "))
 
 
-def _metadata(config_class: type, name: str) -> dict[str, Any]:
-    """The metadata of a field, from the nearest class that gave it any."""
+def _declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
+    """(type, metadata) of a field from the class that made it a flag; a subclass may override its
+    default alone."""
+    declaring = config_class
     for cls in config_class.__mro__:
         field = getattr(cls, "__dataclass_fields__", {}).get(name)
         if field is not None and field.metadata:
-            return dict(field.metadata)
-    return {}
+            declaring = cls
+            break
+    return typing.get_type_hints(declaring)[name], dict(declaring.__dataclass_fields__[name].metadata)
 
 
 def _options(hint: Any, name: str) -> dict[str, Any]:

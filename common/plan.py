@@ -79,7 +79,9 @@ class Plan:
         if steps_per_epoch == 0:
             smaller = max(num_samples // num_shares * num_shares, 0)
             advice = f"type --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
-            raise UsageError(f"{num_samples} training samples are fewer than --batch_size {config.batch_size}: {advice}")
+            raise UsageError(
+                f"{num_samples} training samples are fewer than --batch_size {config.batch_size}: {advice}"
+            )
         return cls(
             config=config,
             num_samples=num_samples,

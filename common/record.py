@@ -125,7 +125,10 @@ class Recorder:
             NonFiniteError: loss or gradient norm is infinite or not a number.
         """
         sums = torch.stack(
-            [torch.as_tensor(value, device=self.accelerator.device).double() for value in (self._loss_sum, self._weight)]
+            [
+                torch.as_tensor(value, device=self.accelerator.device).double()
+                for value in (self._loss_sum, self._weight)
+            ]
         )
         loss_sum, weight = self.accelerator.reduce(sums, "sum").tolist()
         grad_norm = float(result.grad_norm) if result.grad_norm is not None else None

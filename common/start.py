@@ -58,64 +58,59 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     else. Of several processes on a machine that fail, the first prints: the others mostly fail
     because it did.
     """
-    recorded = record(lambda: main(parse(config_class)), error_handler=_OneLineErrorHandler())
+    failures = _Failures()
     try:
-        recorded()
-    except RunError as error:
-        _end(error.exit_code, f"{error_label(error)}: {error}")
+        record(lambda: main(parse(config_class)), error_handler=failures)()
     except KeyboardInterrupt:
-        _end(130, "interrupted")
+        failures.end(130, "interrupted")
+    except RunError as error:
+        failures.end(error.exit_code, f"{error.label}: {error}")
     except Exception:
-        _end(1, traceback.format_exc())
+        failures.end(1, traceback.format_exc())
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(0)
 
 
-def error_label(error: RunError) -> str:
-    """The word that the line of an error begins with."""
-    return "error" if isinstance(error, UsageError) else "stopped"
+class _Failures(ErrorHandler):
+    """Ends a process that failed, and tells torchrun's report what it would otherwise show as a
+    traceback of ours: our line, or that another process failed first."""
 
+    _FOLLOWS = "ended because another process on this machine failed first"
 
-class _OneLineErrorHandler(ErrorHandler):
-    """Puts the line that we print into torchrun's report, instead of a traceback of ours."""
+    def __init__(self) -> None:
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <one folder per attempt>/<local rank>/error.json
+        self.error_file = Path(error_file) if error_file else None
+        self.is_first: bool | None = None
 
     def record_exception(self, e: BaseException) -> None:
-        if not isinstance(e, RunError):
-            return super().record_exception(e)
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path:
-            line = f"{error_label(e)}: {e}"
-            extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
-        return None
+        is_first = self._claim()
+        if self.error_file is None:
+            return
+        if is_first and not isinstance(e, RunError):
+            super().record_exception(e)
+            return
+        line = f"{e.label}: {e}" if is_first or isinstance(e, RunError) else self._FOLLOWS
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        self.error_file.write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
+    def end(self, exit_code: int, message: str) -> NoReturn:
+        if self._claim():
+            sys.stdout.flush()
+            print(message, file=sys.stderr, flush=True)
+        # Not sys.exit: to take down the process group here would wait for processes that may wait for us.
+        os._exit(exit_code)
 
-def _end(exit_code: int, message: str) -> NoReturn:
-    first = _first_to_fail(exit_code)
-    if first is None:
-        sys.stdout.flush()
-        print(message, file=sys.stderr, flush=True)
-    else:
-        exit_code = first
-    # Not sys.exit: to take down the process group here would wait for processes that may wait for us.
-    os._exit(exit_code)
-
-
-def _first_to_fail(exit_code: int) -> int | None:
-    """None in the first process of this machine that fails, its exit code in those after it."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <one folder per attempt>/<local rank>/error.json
-    if error_file is None:
-        return None
-    claim = Path(error_file).parents[1] / "first_failure"
-    try:
-        with claim.open("x") as file:
-            file.write(str(exit_code))
-        return None
-    except FileExistsError:
-        return int(claim.read_text() or exit_code)
-    except OSError:
-        return None
+    def _claim(self) -> bool:
+        """Whether this is the first process of this machine that fails."""
+        if self.is_first is None:
+            try:
+                if self.error_file is not None:
+                    (self.error_file.parents[1] / "first_failure").touch(exist_ok=False)
+                self.is_first = True
+            except FileExistsError:
+                self.is_first = False
+        return self.is_first
 
 
 def _quiet() -> None:
@@ -159,6 +154,8 @@ def _check_launch(config: RunConfig) -> None:
             f"gradient_accumulation_steps: {accumulation} in the config file: remove it; accumulation follows "
             "from --batch_size and --micro_batch_size"
         )
+    if _is_true("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UsageError("fsdp_version: 1 in the config file: type fsdp_version: 2 there")
     if _uses_deepspeed():
         _check_deepspeed()
 
@@ -184,7 +181,9 @@ def _check_deepspeed() -> None:
     compiler = os.environ.get("CXX", "c++")
     for program, package in ((compiler, "a C++ compiler (Debian: apt-get install g++)"), ("ninja", "ninja")):
         if shutil.which(program) is None:
-            raise UsageError(f"DeepSpeed compiles a part of itself on first use and needs {package}: no {program} found")
+            raise UsageError(
+                f"DeepSpeed compiles a part of itself on first use and needs {package}: no {program} found"
+            )
 
 
 def _set_num_threads() -> None:
@@ -238,8 +237,6 @@ def _check_applied(accelerator: Accelerator) -> None:
     for what, (asked, got) in expected.items():
         if asked != got:
             raise UsageError(f"the config asks for {what} {asked}, Accelerate runs {got}: see accelerate_configs/")
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UsageError("fsdp_version: 1 in the config file: these recipes run fsdp_version: 2")
 
 
 def _set_reduction_precision(accelerator: Accelerator) -> None:

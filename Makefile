@@ -1,0 +1,29 @@
+# A virtual environment with everything in it is made on first use, and again when pyproject.toml changes.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(CURDIR)/$(VENV)/bin
+export PATH := $(BIN):$(PATH)
+
+.PHONY: train test test-full lint clean
+
+train: $(VENV)/installed
+	accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --overwrite_output_dir
+
+test: $(VENV)/installed lint
+	pytest
+
+test-full: $(VENV)/installed lint
+	pytest -m "not gpu"
+
+lint: $(VENV)/installed
+	ruff check .
+	ruff format --check .
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[deepspeed,test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) outputs

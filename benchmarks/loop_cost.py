@@ -1,0 +1,256 @@
+"""What the loop costs: the same model, batch size and data through five loops, in turns.
+
+    OMP_NUM_THREADS=1 python benchmarks/loop_cost.py
+
+(a) raw: a PyTorch loop with a DataLoader, as tutorials write it; (b) Accelerate: `prepare`,
+`accumulate`, `backward`; (c) transformers' Trainer; (d) Lightning Fabric; (e) ours: `fit`.
+All clip, use the same optimizer and leave out evaluation and checkpoints. A round times each
+loop once, in an order that rotates; the ratio to raw is taken within a round, and the table
+shows its median and its range over the rounds. (c) and (d) want `pip install transformers
+lightning` and are left out, and named as missing, without.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from common.config import RunConfig
+from common.data import Batch, ImageDataset
+from common.loop import fit
+
+MAX_NORM = 1.0
+LEARNING_RATE = 1e-3
+
+
+def mlp() -> nn.Module:
+    """784-10-10-10, the classic tutorial's net."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
+
+
+def cnn() -> nn.Module:
+    """The net of recipes/mnist.py."""
+    import runpy
+
+    recipe = runpy.run_path(str(Path(__file__).parents[1] / "recipes" / "mnist.py"))
+    return recipe["ConvNet"]((1, 28, 28), 10)
+
+
+def images(num_samples: int) -> ImageDataset:
+    """Random images in the shape of MNIST."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (num_samples, 1, 28, 28), generator=generator, dtype=torch.uint8)
+    return ImageDataset(pixels, torch.randint(0, 10, (num_samples,), generator=generator), num_classes=10)
+
+
+def as_tensors(dataset: ImageDataset) -> TensorDataset:
+    return TensorDataset(dataset.images.float() / 255, dataset.labels)
+
+
+class Clock:
+    """Times the steps after a warm-up."""
+
+    def __init__(self, num_steps: int, warmup: int):
+        self.num_steps, self.warmup, self.seen = num_steps, warmup, 0
+        self.seconds = 0.0
+
+    def tick(self) -> None:
+        """Called after each step."""
+        self.seen += 1
+        if self.seen == self.warmup:
+            self.started = time.perf_counter()
+        elif self.seen == self.num_steps:
+            self.seconds = (time.perf_counter() - self.started) / (self.num_steps - self.warmup)
+
+
+def train_raw(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
+    loader = DataLoader(as_tensors(dataset), batch_size, shuffle=True, drop_last=True)
+    while True:
+        for pixels, labels in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(pixels), labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            clock.tick()
+            if clock.seen == clock.num_steps:
+                return
+
+
+def train_accelerate(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
+    loader = DataLoader(as_tensors(dataset), batch_size, shuffle=True, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    while True:
+        for pixels, labels in loader:
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(pixels), labels)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            clock.tick()
+            if clock.seen == clock.num_steps:
+                return
+
+
+def train_trainer(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.net(pixels)
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    class Tick(TrainerCallback):
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
+            clock.tick()
+
+    class Samples(torch.utils.data.Dataset):
+        def __init__(self) -> None:
+            self.pixels, self.labels = as_tensors(dataset).tensors
+
+        def __len__(self) -> int:
+            return len(self.labels)
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"pixels": self.pixels[index], "labels": self.labels[index]}
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        arguments = TrainingArguments(
+            folder,
+            max_steps=clock.num_steps,
+            per_device_train_batch_size=batch_size,
+            dataloader_drop_last=True,
+            learning_rate=LEARNING_RATE,
+            max_grad_norm=MAX_NORM,
+            optim="adamw_torch",
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        Trainer(Classifier(), arguments, train_dataset=Samples(), callbacks=[Tick()]).train()
+
+
+def train_fabric(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(as_tensors(dataset), batch_size, shuffle=True, drop_last=True))
+    while True:
+        for pixels, labels in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(pixels), labels)
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+            optimizer.step()
+            clock.tick()
+            if clock.seen == clock.num_steps:
+                return
+
+
+def train_ours(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
+    def forward_step(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        logits = model(batch["image"])
+        return {
+            "loss": F.cross_entropy(logits, batch["label"], reduction="none"),
+            "accuracy": (logits.argmax(-1) == batch["label"]).float(),
+        }
+
+    class Ticking(torch.optim.AdamW):
+        def step(self, closure: None = None) -> None:
+            super().step(closure)
+            clock.tick()
+
+    few = ImageDataset(dataset.images[:1], dataset.labels[:1], 10)  # there must be an evaluation set
+    optimizer = Ticking(model.parameters(), LEARNING_RATE, weight_decay=0.0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        # log_every is that of the recipes; evaluation comes after the last step.
+        config = RunConfig(
+            batch_size=batch_size,
+            max_steps=clock.num_steps,
+            eval_every=clock.num_steps,
+            learning_rate=LEARNING_RATE,
+            max_grad_norm=MAX_NORM,
+            output_dir=folder,
+        )
+        fit(Accelerator(cpu=True), model, optimizer, forward_step, dataset, few, config)
+
+
+LOOPS: dict[str, tuple[Callable[..., None], str | None]] = {
+    "raw PyTorch": (train_raw, None),
+    "Accelerate": (train_accelerate, None),
+    "transformers.Trainer": (train_trainer, "transformers"),
+    "Lightning Fabric": (train_fabric, "lightning"),
+    "ours": (train_ours, None),
+}
+
+
+def measure(make_model: Callable[[], nn.Module], batch_size: int, num_steps: int, rounds: int) -> None:
+    loops = {name: loop for name, (loop, package) in LOOPS.items() if package is None or find_spec(package)}
+    dataset = images(max(4096, batch_size))
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for index in range(rounds):
+        names = list(loops)
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            torch.manual_seed(0)
+            clock = Clock(num_steps, warmup=num_steps // 5)
+            loops[name](make_model(), dataset, batch_size, clock)
+            seconds[name].append(clock.seconds)
+    print("| loop | µs per step, median (min to max) | ratio to raw, median (min to max) |")
+    print("| --- | ---: | ---: |")
+    for name, times in seconds.items():
+        ratios = [mine / raw for mine, raw in zip(times, seconds["raw PyTorch"])]
+        micro = [1e6 * value for value in times]
+        print(
+            f"| {name} | {statistics.median(micro):.0f} ({min(micro):.0f} to {max(micro):.0f}) "
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+        )
+    for name in LOOPS.keys() - loops.keys():
+        print(f"{name}: not installed, left out")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000, help="steps per loop and round; a fifth is warm-up")
+    parser.add_argument("--rounds", type=int, default=10)
+    arguments = parser.parse_args()
+    packages = [p for p in ("torch", "accelerate", "transformers", "lightning") if find_spec(p)]
+    print(
+        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s), "
+        + ", ".join(f"{package} {version(package)}" for package in packages)
+    )
+    for title, model, batch_size, share in (("784-10-10-10, batch 32", mlp, 32, 1), ("CNN, batch 128", cnn, 128, 10)):
+        print(f"\n{title}, {arguments.rounds} rounds of {arguments.steps // share} steps\n")
+        partial(measure, model, batch_size, arguments.steps // share, arguments.rounds)()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A recipe with one thing wrong with it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from common import RunConfig, fit, flag, run, start
+from common.data import Batch, ImageDataset
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    case: Literal["none", "iterable", "batch_norm", "nan", "crash", "one_process"] = flag("none", "what is wrong")
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Batch]:
+        yield {"image": torch.zeros(1, 4, 4), "label": torch.tensor(0)}
+
+
+def main(config: Config) -> None:
+    accelerator = start(config)
+    images = torch.randint(0, 256, (64, 1, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    dataset = ImageDataset(images, torch.arange(64) % 2, num_classes=2)
+    middle = nn.BatchNorm1d(8) if config.case == "batch_norm" else nn.ReLU()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), middle, nn.Linear(8, 2))
+    if config.case == "one_process" and accelerator.process_index == 1:
+        from common import UsageError
+
+        raise UsageError("this process alone has a problem")
+
+    def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
+        if config.case == "crash" and accelerator.process_index == 1:
+            raise ZeroDivisionError("a bug in a recipe")
+        return {"loss": loss * torch.nan if config.case == "nan" else loss}
+
+    optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)
+    train_set = Stream() if config.case == "iterable" else dataset
+    fit(accelerator, model, optimizer, forward_step, train_set, dataset, config)
+
+
+if __name__ == "__main__":
+    run(main, Config)

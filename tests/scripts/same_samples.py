@@ -1,0 +1,60 @@
+"""A recipe that writes down which samples its process was given, and how often each was evaluated."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from common import RunConfig, evaluate, fit, flag, run, start
+from common.data import Batch
+from common.plan import Plan
+
+
+class Recording(Dataset):
+    """Samples {"id": index, "x": [index]}, with a weight if asked; remembers what was fetched."""
+
+    def __init__(self, size: int, weighted: bool = False):
+        self.size, self.weighted, self.fetched = size, weighted, []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor | int]:
+        self.fetched.append(index)
+        sample = {"id": index, "x": torch.tensor([index / self.size])}
+        return sample | ({"weight": 1 + index % 3} if self.weighted else {})
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    weighted: bool = flag(False, "samples have weights 1, 2 and 3")
+    eval_sizes: str = flag("5", "sizes of the evaluation sets")
+
+
+def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    ids = batch["id"].double()
+    return {"loss": (model(batch["x"]).squeeze(-1) - batch["x"].squeeze(-1) ** 2) ** 2, "id": ids, "id_squared": ids**2}
+
+
+def main(config: Config) -> None:
+    accelerator = start(config)
+    train_set = Recording(50, config.weighted)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)
+    fit(accelerator, model, optimizer, forward_step, train_set, Recording(5, config.weighted), config)
+    rank = accelerator.process_index
+    (Path(config.output_dir) / f"train_ids_{rank}.txt").write_text(" ".join(map(str, train_set.fetched)))
+
+    plan = Plan.of(config, 50, accelerator.num_processes, rank)
+    model = nn.Linear(1, 1).to(accelerator.device)
+    for size in map(int, config.eval_sizes.split(",")):
+        eval_set = Recording(size)
+        metrics = evaluate(accelerator, model, forward_step, eval_set, plan)
+        accelerator.print(f"evaluated {size} {metrics['id']!r} {metrics['id_squared']!r}")
+        (Path(config.output_dir) / f"num_fetched_{size}_{rank}.txt").write_text(str(len(eval_set.fetched)))
+
+
+if __name__ == "__main__":
+    run(main, Config)

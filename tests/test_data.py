@@ -1,0 +1,98 @@
+"""Promise: embedded, local and Hub data load into what they are."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from common.data import load_images
+from launching import ROOT, execute, launch
+from small_mnist import write_mnist
+
+REAL_DATA = os.environ.get("ACCELERATE_RECIPES_DATA")
+needs_real_data = pytest.mark.skipif(not REAL_DATA, reason="ACCELERATE_RECIPES_DATA names no folder of real data")
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    train_set, eval_set = load_images("digits")
+    assert (len(train_set), len(eval_set), train_set.image_shape, train_set.num_classes) == (1438, 359, (1, 8, 8), 10)
+    digits = load_digits()
+    expected = {(tuple(image.ravel().round(3)), label) for image, label in zip(digits.images / 16, digits.target)}
+    batches = [dataset.__getitems__(list(range(len(dataset)))) for dataset in (train_set, eval_set)]
+    images = (torch.cat([batch["image"] for batch in batches]) * 16).round().flatten(1) / 16
+    labels = torch.cat([batch["label"] for batch in batches])
+    assert {(tuple(image.round(3)), label) for image, label in zip(images.double().numpy(), labels.numpy())} == expected
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("place", ["", "MNIST/raw"])
+def test_idx_files(tmp_path: Path, suffix: str, place: str) -> None:
+    write_mnist(tmp_path / place, suffix)
+    train_set, eval_set = load_images(str(tmp_path))
+    assert (len(train_set), len(eval_set), train_set.image_shape, train_set.num_classes) == (256, 50, (1, 12, 12), 4)
+    batch = eval_set.__getitems__([5, 2])
+    assert batch["label"].tolist() == [1, 2]
+    assert batch["image"].shape == (2, 1, 12, 12) and batch["image"].dtype == torch.float32
+    assert torch.equal(batch["image"][0], eval_set[5]["image"])
+    assert batch["image"][:, 0, 0, 0].tolist() == pytest.approx([60 / 255, 120 / 255])
+
+
+def write_parquet(folder: Path, shape: tuple[int, ...], splits: dict[str, int]) -> None:
+    """As the Hub stores ylecun/mnist: mnist/train-00000-of-00001.parquet with columns image and label."""
+    from datasets import ClassLabel, Dataset, Features
+    from datasets import Image as ImageFeature
+    from PIL import Image
+
+    (folder / "mnist").mkdir(parents=True)
+    features = Features({"image": ImageFeature(), "label": ClassLabel(num_classes=4)})
+    for split, size in splits.items():
+        images = [Image.fromarray(numpy.full(shape, 60 * (i % 4), numpy.uint8)) for i in range(size)]
+        rows = {"image": images, "label": [i % 4 for i in range(size)]}
+        path = folder / "mnist" / f"{split}-00000-of-00001.parquet"
+        Dataset.from_dict(rows, features=features).to_parquet(str(path))
+
+
+@pytest.mark.parametrize(("shape", "channels"), [((12, 12), 1), ((12, 12, 3), 3)])
+def test_parquet_files_train_on_two_processes(tmp_path: Path, shape: tuple[int, ...], channels: int) -> None:
+    write_parquet(tmp_path / "data", shape, {"train": 256, "test": 50})
+    env = {"HF_HOME": str(tmp_path / "cache")}
+    arguments = f"--data {tmp_path / 'data'} --epochs 20 --batch_size 32"
+    run = launch(tmp_path / "run", "ddp", "recipes/mnist.py", arguments, env=env)
+    assert run.column("eval/accuracy")[-1] == 1.0  # brightness tells the class
+    assert run.weights["blocks.0.convolution.weight"].shape[1] == channels
+
+
+def test_set_of_one_split_holds_a_fifth_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    write_parquet(tmp_path / "data", (12, 12), {"train": 50})
+    train_set, eval_set = load_images(str(tmp_path / "data"))
+    assert (len(train_set), len(eval_set), train_set.num_classes) == (40, 10, 4)
+
+
+def test_digits_reach_98_percent(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", "recipes/mnist.py")
+    assert run.column("eval/accuracy")[-1] >= 0.98
+    assert run.stdout.startswith("2 processes on 1 machine, DDP, float32, batch 64 = 2 × 32")
+
+
+def test_recipe_runs_without_accelerate_launch(tmp_path: Path) -> None:
+    recipe = [str(ROOT / "recipes/mnist.py"), "--max_steps", "2"]
+    alone = execute([sys.executable, *recipe], tmp_path, tmp_path / "outputs" / "mnist")
+    assert alone.exit_code == 0 and alone.card["num_processes"] == 1, alone.stderr
+    command = ["torchrun", "--standalone", "--nproc_per_node", "2", *recipe, "--output_dir", "other"]
+    both = execute(command, tmp_path, tmp_path / "other")
+    assert both.exit_code == 0 and both.card["num_processes"] == 2, both.stderr
+    assert both.card["parallelism"] == "DDP"
+
+
+@needs_real_data
+def test_real_mnist_reaches_99_2_percent(tmp_path: Path) -> None:
+    # The command of the README.
+    arguments = f"--data {REAL_DATA}/mnist --epochs 4 --batch_size 128"
+    run = launch(tmp_path / "run", "ddp", "recipes/mnist.py", arguments)
+    assert run.column("eval/accuracy")[-1] >= 0.992

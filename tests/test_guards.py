@@ -1,0 +1,268 @@
+"""Promise: bad input gets one clear line from one process, exit code 2, and loses nothing."""
+
+import gzip
+import os
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import yaml
+from filelock import FileLock
+from PIL import Image
+
+from common.errors import UsageError
+from common.start import check_num_gpus
+from launching import CONFIGS, ROOT, Run, execute, launch
+from small_mnist import write_idx, write_mnist
+
+MNIST = "recipes/mnist.py"
+MISFIT = "tests/scripts/misfit.py"
+
+
+def refused(run: Run) -> str:
+    """The one line that the run ended with, after checking that there was no more."""
+    output = run.stdout + run.stderr
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert run.exit_code != 0 and len(lines) == 1, output
+    assert 'File "' + str(ROOT) not in output, "a traceback of ours"
+    codes = {line.split()[2] for line in run.stderr.splitlines() if line.strip().startswith("exitcode  :")}
+    # torchrun ends the others with SIGTERM if they did not end by themselves.
+    assert codes <= {"2", "-15"} and (not codes or "2" in codes), output
+    return lines[0]
+
+
+def refused_alone(tmp_path: Path, arguments: str, env: dict[str, str] | None = None) -> str:
+    """The same for `python recipes/mnist.py`, which passes the exit code on."""
+    command = [sys.executable, str(ROOT / MNIST), *arguments.split()]
+    run = execute(command, tmp_path, tmp_path, env)
+    assert run.exit_code == 2, run.stdout + run.stderr
+    return refused(run)
+
+
+# The first part is the command line, the second what the line must say: what was given and what to type instead.
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--batch_size 63", "--batch_size 63 does not divide by 2 processes: type --batch_size 62 or 64"),
+        ("--batch_size 1", "--batch_size 1 does not divide by 2 processes: type --batch_size 2"),
+        ("--micro_batch_size 24", "type --micro_batch_size 16 or 32"),
+        ("--batch_size 2000", "1438 training samples are fewer than --batch_size 2000: type --batch_size 1438 or less"),
+    ],
+)
+def test_sizes_that_do_not_fit_together(tmp_path: Path, arguments: str, expected: str) -> None:
+    run = launch(tmp_path / "run", "ddp", MNIST, arguments, succeeds=False)
+    assert expected in refused(run)
+    assert expected in run.stderr.split("Root Cause")[1]  # the launcher's report ends with our line
+    assert not run.output_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--batch_size 0", "--batch_size 0: expected 1 or more"),
+        ("--micro_batch_size=-4", "--micro_batch_size -4: expected 1 or more"),
+        ("--epochs -1", "--epochs -1: expected 1 or more"),
+        ("--max_steps 0", "--max_steps 0: expected 1 or more"),
+        ("--learning_rate 0", "--learning_rate 0.0: expected more than 0"),
+        ("--learning_rate nan", "--learning_rate nan: expected a finite number"),
+        ("--max_grad_norm -1", "--max_grad_norm -1.0: expected 0 or more"),
+        ("--epochs two", "--epochs: expected a whole number, got 'two'"),
+        ("--lr_schedule banana", "--lr_schedule: invalid choice: 'banana'"),
+        ("--model resnet", "--model: invalid choice: 'resnet'"),
+        ("--epoch 2", "did you mean --epochs?"),
+        ("stray", "stray: no such flag"),
+        ("--data nowhere/at/all", "no such folder; type --data digits"),
+        ("--data ./nowhere", "no such folder; type --data digits"),
+        ("--data some-owner/some-set", "--data digits for the embedded set, or --data FOLDER for local"),
+        ("--output_dir /dev/null/run", "--output_dir /dev/null/run cannot be written (Not a directory)"),
+        ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no checkpoint there; type latest"),
+    ],
+)
+def test_one_process_alone(tmp_path: Path, arguments: str, expected: str) -> None:
+    assert expected in refused_alone(tmp_path, arguments)
+    assert not list(tmp_path.glob("outputs/*/run.json")), "a mistake at the door writes nothing"
+
+
+def test_output_dir_that_only_the_main_process_finds_unwritable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = launch(tmp_path / "file" / "run", "ddp", MNIST, succeeds=False)
+    assert "cannot be written" in refused(run)
+
+
+def test_mistake_of_one_process_ends_all(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", MISFIT, "--case one_process", succeeds=False)
+    assert refused(run) == "error: this process alone has a problem"
+
+
+def test_crash_of_one_process_shows_its_own_traceback_once(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", MISFIT, "--case crash --max_steps 3", succeeds=False)
+    before_report = run.stderr.split("torch/distributed/elastic")[0]
+    assert run.stderr.count("ZeroDivisionError: a bug in a recipe") == 2  # ours, and the launcher's report of it
+    assert "Connection closed by peer" not in before_report
+    assert run.card["status"] == "failed" and run.card["exit_code"] == 1
+
+
+def test_more_processes_than_the_launcher_starts(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "single", MNIST, num_processes=2, succeeds=False)
+    assert "starts one under this config" in refused(run)
+    config = tmp_path / "multi_cpu.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\n")
+    assert "starts one under this config" in refused(launch(tmp_path / "run", config, MNIST, succeeds=False))
+
+
+def test_world_size_without_a_launcher(tmp_path: Path) -> None:
+    assert "WORLD_SIZE is 4 but LOCAL_RANK is not set" in refused_alone(tmp_path, "", {"WORLD_SIZE": "4"})
+
+
+def test_more_processes_than_gpus() -> None:
+    check_num_gpus(num_processes=2, num_gpus=0)  # a rehearsal
+    check_num_gpus(num_processes=2, num_gpus=8)
+    with pytest.raises(UsageError, match="4 processes but 2 GPUs on this machine: type --num_processes 2"):
+        check_num_gpus(num_processes=4, num_gpus=2)
+
+
+def changed(tmp_path: Path, config: str, **changes: object) -> Path:
+    """A copy of a shipped config with another value in its own section."""
+    content = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
+    section = next((content[name] for name in ("fsdp_config", "deepspeed_config") if name in content), content)
+    section |= changes
+    path = tmp_path / f"{config}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "expected"),
+    [
+        ("deepspeed_zero2", {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: 4 in the config file"),
+        ("deepspeed_zero2", {"gradient_clipping": 0.5}, "deepspeed_config sets gradient_clipping: 0.5"),
+        (
+            "fsdp2",
+            {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+            "names LlamaDecoderLayer, but the model",
+        ),
+        ("fsdp2", {"fsdp_version": 1}, "fsdp_version: 1"),
+    ],
+)
+def test_config_that_would_change_the_mathematics(
+    tmp_path: Path, config: str, changes: dict[str, object], expected: str
+) -> None:
+    run = launch(tmp_path / "run", changed(tmp_path, config, **changes), MNIST, "--max_steps 2", succeeds=False)
+    assert expected in refused(run)
+
+
+def test_fp16_without_a_gpu_says_so_and_goes_on(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp_fp16", MNIST, "--max_steps 2")
+    assert run.stdout.count("fp16 needs a GPU: this rehearsal runs in float32") == 1
+    assert run.card["precision"] == "float32"
+
+
+def test_missing_deepspeed(tmp_path: Path) -> None:
+    """All that is installed here but deepspeed, in a folder of links; -S keeps the real one out of sight."""
+    site = Path(yaml.__file__).parents[1]
+    links = tmp_path / "site"
+    links.mkdir()
+    for entry in site.iterdir():
+        if "deepspeed" not in entry.name:
+            (links / entry.name).symlink_to(entry)
+    env = {"PYTHONPATH": f"{links}{os.pathsep}{ROOT}", "ACCELERATE_USE_DEEPSPEED": "true"}
+    run = execute([sys.executable, "-S", str(ROOT / MNIST)], tmp_path, tmp_path, env)
+    assert run.exit_code == 2
+    assert "type pip install 'accelerate-recipes[deepspeed]'" in refused(run)
+
+
+def test_missing_compiler(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "deepspeed_zero2", MNIST, env={"CXX": "no-such-compiler"}, succeeds=False)
+    assert "needs a C++ compiler (Debian: apt-get install g++): no no-such-compiler found" in refused(run)
+
+
+def test_batch_norm_is_pointed_out(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", MISFIT, "--case batch_norm --max_steps 2")
+    assert run.stdout.count("this model has BatchNorm, which sees 32 of 64 samples at a time") == 1
+
+
+def test_iterable_dataset(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", MISFIT, "--case iterable", succeeds=False)
+    assert "Stream is not a map-style dataset" in refused(run)
+
+
+def test_non_finite_loss(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", MISFIT, "--case nan --log_every 1", succeeds=False)
+    assert run.stderr.count("\nstopped: train/loss is nan at step 1") + run.stderr.startswith("stopped: ") == 1
+    assert run.card["status"] == "failed" and run.card["exit_code"] == 3
+    assert run.records == [] and not (run.output_dir / "model").exists()
+
+
+def test_output_dir_in_use(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"):
+        run = launch(tmp_path / "run", "ddp", MNIST, succeeds=False)
+    assert "another run writes to" in refused(run)
+
+
+def damage(folder: Path, kind: str) -> None:
+    images = folder / "train-images-idx3-ubyte"
+    if kind == "truncated":
+        images.write_bytes(images.read_bytes()[:1000])
+    elif kind == "truncated gzip":
+        images.with_suffix(".gz").write_bytes(gzip.compress(images.read_bytes())[:-20])
+        images.unlink()
+    elif kind == "not gzip":
+        images.with_suffix(".gz").write_bytes(images.read_bytes())
+        images.unlink()
+    elif kind == "wrong magic":
+        images.write_bytes(b"GIF8" + images.read_bytes())
+    elif kind == "missing":
+        (folder / "t10k-labels-idx1-ubyte").unlink()
+    elif kind == "labels of another set":
+        write_idx(folder / "t10k-labels-idx1-ubyte", numpy.zeros(49))
+    elif kind == "sizes":
+        write_idx(folder / "t10k-images-idx3-ubyte", numpy.zeros((50, 8, 8)))
+    elif kind == "empty":
+        for path in folder.iterdir():
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("truncated", "train-images-idx3-ubyte has 1000 bytes, its header says 36880: download it again"),
+        ("truncated gzip", "train-images-idx3-ubyte.gz is truncated or damaged"),
+        ("not gzip", "train-images-idx3-ubyte.gz is truncated or damaged"),
+        ("wrong magic", "train-images-idx3-ubyte is not an IDX file of bytes in 3 dimensions"),
+        ("missing", "t10k-labels-idx1-ubyte: no such file, nor"),
+        ("labels of another set", "t10k-images has 50 images but t10k-labels 49 labels"),
+        ("sizes", "training images are 12 x 12, test images 8 x 8: expected one size"),
+        ("empty", "no data there; expected the four MNIST IDX files"),
+    ],
+)
+def test_damaged_idx_files(tmp_path: Path, kind: str, expected: str) -> None:
+    write_mnist(tmp_path / "data")
+    damage(tmp_path / "data", kind)
+    assert expected in refused_alone(tmp_path, f"--data {tmp_path / 'data'}")
+
+
+def test_images_of_different_sizes(tmp_path: Path) -> None:
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
+    paths = []
+    for index, size in enumerate((8, 8, 9)):
+        paths.append(str(tmp_path / f"{index}.png"))
+        Image.new("L", (size, size)).save(paths[-1])
+    features = Features({"image": ImageFeature(), "label": Value("int64")})
+    (tmp_path / "data").mkdir()
+    dataset = Dataset.from_dict({"image": paths, "label": [0, 1, 0]}, features=features)
+    dataset.to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"))
+    line = refused_alone(tmp_path, f"--data {tmp_path / 'data'}", {"HF_HOME": str(tmp_path / "cache")})
+    assert "image 0 is 8 x 8, image 2 is 9 x 9: expected one size" in line
+
+
+def test_parquet_without_images(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    (tmp_path / "data").mkdir()
+    Dataset.from_dict({"text": ["a"]}).to_parquet(str(tmp_path / "data" / "train.parquet"))
+    line = refused_alone(tmp_path, f"--data {tmp_path / 'data'}", {"HF_HOME": str(tmp_path / "cache")})
+    assert "is no image-classification set: expected an image and a label column, found text" in line

@@ -1,0 +1,135 @@
+"""Promise: the config decides where and how a recipe runs; the result is the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from common.schedule import learning_rate_factor
+from launching import CONFIGS, ROOT, Run, largest_difference, launch, weight_distance
+
+FLOAT32_CONFIGS = [
+    "single",
+    "ddp",
+    "ddp_fp16",  # without a GPU it says so and runs in float32
+    "fsdp2",
+    "deepspeed_zero1",
+    "deepspeed_zero2",
+    "deepspeed_zero3",
+    "deepspeed_zero3_offload",
+]
+BF16_CONFIGS = ["ddp_bf16", "fsdp2_bf16", "deepspeed_zero2_bf16"]
+
+# 20 steps without dropout; cosine, so that the learning rate differs at each step.
+STEPS = "--max_steps 20 --log_every 1 --eval_every 10 --lr_schedule cosine --warmup_steps 3 "
+RECIPES = {"mnist cnn": ("recipes/mnist.py", STEPS), "mnist mlp": ("recipes/mnist.py", STEPS + "--model mlp")}
+
+TOLERANCE = 1e-5
+# bf16 keeps 8 bits: one rounding is off by up to 2^-9. The configs round different numbers (DDP
+# inside autocast, FSDP2 and DeepSpeed the weights themselves), and the difference grows along the
+# run: one process in bf16 is up to 1.3 % away from itself in float32 within these 20 steps, and so
+# are the configs from one process in bf16. Without the growth, in the first step, it is one rounding.
+BF16_STEPS = STEPS + "--optimizer sgd --learning_rate 0.1"
+BF16_ROUNDING = 2**-8
+BF16_TOLERANCE = 0.02
+
+
+def test_every_config_and_recipe_is_tested() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*FLOAT32_CONFIGS, *BF16_CONFIGS}
+    assert {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py")} == {s for s, _ in RECIPES.values()}
+
+
+def assert_same_result(run: Run, expected: Run) -> None:
+    assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= TOLERANCE
+    assert largest_difference(run.column("grad_norm"), expected.column("grad_norm")) <= 10 * TOLERANCE
+    assert run.column("learning_rate") == expected.column("learning_rate")
+    for name in ("eval/loss", "eval/accuracy"):
+        assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
+    assert weight_distance(run, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("config", FLOAT32_CONFIGS)
+def test_config_gives_the_result_of_one_process(
+    tmp_path: Path, reference: Callable[..., Run], config: str, recipe: str
+) -> None:
+    script, arguments = RECIPES[recipe]
+    run = launch(tmp_path / "run", config, script, arguments)
+    assert_same_result(run, reference(script, arguments))
+    assert run.card["precision"] == "float32"
+    assert run.card["num_processes"] == (1 if config == "single" else 2)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize("config", ["ddp", "deepspeed_zero2"])
+def test_processes_and_accumulation_only_divide_the_batch(
+    tmp_path: Path, reference: Callable[..., Run], config: str, num_processes: int, accumulation: int
+) -> None:
+    script, arguments = RECIPES["mnist cnn"]
+    micro_batch_size = 64 // num_processes // accumulation
+    run = launch(tmp_path / "run", config, script, f"{arguments} --micro-batch-size {micro_batch_size}", num_processes)
+    assert run.card["gradient_accumulation_steps"] == accumulation
+    assert_same_result(run, reference(script, arguments))
+
+
+def test_accumulation_under_fsdp2(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    script, arguments = RECIPES["mnist cnn"]
+    run = launch(tmp_path / "run", "fsdp2", script, f"{arguments} --micro_batch_size 8", num_processes=4)
+    assert_same_result(run, reference(script, arguments))
+
+
+@pytest.mark.parametrize("config", BF16_CONFIGS)
+def test_bf16_is_close_to_bf16_on_one_process(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    script = RECIPES["mnist cnn"][0]
+    expected = reference(script, BF16_STEPS, "--mixed_precision bf16")
+    run = launch(tmp_path / "run", config, script, BF16_STEPS)
+    assert run.card["precision"] == expected.card["precision"] == "bf16"
+    assert run.column("learning_rate") == expected.column("learning_rate")
+    assert run.column("train/loss")[0] == pytest.approx(expected.column("train/loss")[0], rel=TOLERANCE)
+    assert run.column("grad_norm")[0] == pytest.approx(expected.column("grad_norm")[0], rel=BF16_ROUNDING)
+    for name in ("train/loss", "eval/loss"):
+        assert largest_difference(run.column(name), expected.column(name)) <= BF16_TOLERANCE
+    # It did compute in bf16: the first loss is not that of float32.
+    in_float32 = reference(script, BF16_STEPS).column("train/loss")[0]
+    assert abs(run.column("train/loss")[0] / in_float32 - 1) > TOLERANCE
+
+
+def test_learning_rate_follows_the_schedule(reference: Callable[..., Run]) -> None:
+    script, arguments = RECIPES["mnist cnn"]
+    rates = reference(script, arguments).column("learning_rate")
+    assert rates == [3e-3 * learning_rate_factor("cosine", step, 20, 3) for step in range(20)]
+    assert rates[:4] == pytest.approx([3e-3 * share for share in (0.25, 0.5, 0.75, 1.0)])
+    assert learning_rate_factor("cosine", 20, 20, 3) == pytest.approx(0)
+    assert learning_rate_factor("linear", 19, 20, 3) == pytest.approx(1 / 17)
+    assert {learning_rate_factor("constant", step, 20, 0) for step in range(20)} == {1.0}
+
+
+def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    """Sharded processes hold parts of the gradient; DeepSpeed would clip at 1.0 by itself."""
+    script, arguments = RECIPES["mnist cnn"][0], STEPS + "--max_grad_norm 0.1"
+    expected = reference(script, arguments)
+    assert min(expected.column("grad_norm")) > 0.1  # it does clip
+    for config in ("fsdp2", "deepspeed_zero3"):
+        assert_same_result(launch(tmp_path / config, config, script, arguments), expected)
+    unclipped = launch(tmp_path / "unclipped", "deepspeed_zero2", script, STEPS + "--max_grad_norm 0")
+    assert_same_result(unclipped, reference(script, STEPS + "--max_grad_norm 0"))
+
+
+def test_exported_model_loads_into_the_recipe_s_module(reference: Callable[..., Run]) -> None:
+    import runpy
+
+    import torch
+
+    from common.data import load_images
+
+    recipe = runpy.run_path(str(ROOT / "recipes/mnist.py"))
+    run = reference(*RECIPES["mnist cnn"])
+    _, eval_set = load_images("digits")
+    model = recipe["ConvNet"](eval_set.image_shape, eval_set.num_classes)
+    model.load_state_dict(load_file(run.output_dir / "model" / "model.safetensors"))
+    with torch.no_grad():
+        values = recipe["forward_step"](model, eval_set.__getitems__(list(range(len(eval_set)))))
+    assert values["loss"].mean().item() == pytest.approx(run.column("eval/loss")[-1], rel=1e-6)
+    assert values["accuracy"].mean().item() == pytest.approx(run.column("eval/accuracy")[-1], rel=1e-6)
