@@ -117,9 +117,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             flags = [option for option in self._option_string_actions if option.startswith("--")]
             close = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-            self.error(
-                f"{unknown[0]}: no such flag; " + (f"did you mean {close[0]}?" if close else "--help lists them")
-            )
+            advice = f"did you mean {close[0]}?" if close else "--help lists them"
+            self.error(f"{unknown[0]}: no such flag; {advice}")
         if getattr(values, "help", False):
             # Every process gets the same command line; one answer is enough.
             if os.environ.get("RANK", "0") == "0":

@@ -77,7 +77,7 @@ class Plan:
         micro_batch_size, accumulation = split_batch(config.batch_size, config.micro_batch_size, num_shares)
         steps_per_epoch = num_samples // config.batch_size
         if steps_per_epoch == 0:
-            smaller = max(num_samples // num_shares * num_shares, 0)
+            smaller = num_samples // num_shares * num_shares
             advice = f"type --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
             raise UsageError(
                 f"{num_samples} training samples are fewer than --batch_size {config.batch_size}: {advice}"

@@ -124,13 +124,9 @@ class Recorder:
         Raises:
             NonFiniteError: loss or gradient norm is infinite or not a number.
         """
-        sums = torch.stack(
-            [
-                torch.as_tensor(value, device=self.accelerator.device).double()
-                for value in (self._loss_sum, self._weight)
-            ]
-        )
-        loss_sum, weight = self.accelerator.reduce(sums, "sum").tolist()
+        device = self.accelerator.device
+        sums = [torch.as_tensor(total, dtype=torch.float64, device=device) for total in (self._loss_sum, self._weight)]
+        loss_sum, weight = self.accelerator.reduce(torch.stack(sums), "sum").tolist()
         grad_norm = float(result.grad_norm) if result.grad_norm is not None else None
         self.pause()
         record = {

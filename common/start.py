@@ -1,4 +1,4 @@
-"""start(config) gives an Accelerator that runs where the config file says; run(main, Config) gives a recipe its exit code."""
+"""start(config) joins the processes that the config file asks for; run(main, Config) ends with an exit code."""
 
 import json
 import logging
