@@ -201,6 +201,7 @@ class Recorder:
             "parallelism": parallelism(self.accelerator),
             "precision": precision(self.accelerator),
             "num_processes": self.accelerator.num_processes,
+            "threads_per_process": torch.get_num_threads(),
             "micro_batch_size": self.plan.micro_batch_size,
             "gradient_accumulation_steps": self.plan.accumulation,
             "num_steps": self.plan.num_steps,

@@ -1,5 +1,7 @@
 """start(config) joins the processes that the config file asks for; run(main, Config) ends with an exit code."""
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -217,7 +219,8 @@ def _prepare_rehearsal() -> None:
             print("fp16 needs a GPU: this rehearsal runs in float32")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
     if _uses_deepspeed():
-        PartialState(backend="gloo")
+        with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", in every process
+            PartialState(backend="gloo")
     elif _is_true("ACCELERATE_USE_FSDP"):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         PartialState(backend="gloo").distributed_type = DistributedType.MULTI_GPU

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import Batch
-from common.errors import UsageError
+from common.errors import NonFiniteError, UsageError
 from common.plan import Plan
 
 ForwardStep = Callable[[nn.Module, Batch], dict[str, Tensor]]
@@ -127,7 +127,11 @@ def _clip(trainer: Trainer, max_norm: float) -> Tensor:
 
 
 def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-    """ZeRO 1 to 3. The engine averages over processes and accumulation, and clips by itself."""
+    """ZeRO 1 to 3. The engine averages over processes and accumulation, and clips by itself.
+
+    Raises:
+        NonFiniteError: the engine skipped the step, which without loss scaling it does silently.
+    """
     engine = trainer.model
     scale, weight = _loss_scale(trainer, micro_batches)
     loss_sum: Tensor | float = 0.0
@@ -137,7 +141,10 @@ def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm:
         engine.backward(micro_sum * (scale * len(micro_batches)))
         loss_sum = loss_sum + micro_sum.detach()
     engine.step()
-    return StepResult(loss_sum, weight, engine.get_global_grad_norm(), skipped=not engine.was_step_applied())
+    skipped = not engine.was_step_applied()
+    if skipped and trainer.accelerator.mixed_precision != "fp16":
+        raise NonFiniteError("a gradient is not finite: try a lower --learning_rate")
+    return StepResult(loss_sum, weight, engine.get_global_grad_norm(), skipped)
 
 
 def _loss_sum(trainer: Trainer, batch: Batch) -> Tensor:

@@ -1,7 +1,12 @@
 """Promise: embedded, local and Hub data load into what they are."""
 
+import contextlib
 import os
+import pty
+import re
+import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy
@@ -9,7 +14,7 @@ import pytest
 import torch
 
 from common.data import load_images
-from launching import ROOT, execute, launch
+from launching import ROOT, environment, execute, launch
 from small_mnist import write_mnist
 
 REAL_DATA = os.environ.get("ACCELERATE_RECIPES_DATA")
@@ -64,7 +69,7 @@ def test_parquet_files_train_on_two_processes(tmp_path: Path, shape: tuple[int, 
     arguments = f"--data {tmp_path / 'data'} --epochs 20 --batch_size 32"
     run = launch(tmp_path / "run", "ddp", "recipes/mnist.py", arguments, env=env)
     assert run.column("eval/accuracy")[-1] == 1.0  # brightness tells the class
-    assert run.weights["blocks.0.convolution.weight"].shape[1] == channels
+    assert run.weights["stem.weight"].shape[1] == channels
 
 
 def test_set_of_one_split_holds_a_fifth_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +95,35 @@ def test_recipe_runs_without_accelerate_launch(tmp_path: Path) -> None:
     assert both.card["parallelism"] == "DDP"
 
 
+def test_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 160))
+    command = [sys.executable, str(ROOT / "recipes/mnist.py"), "--max_steps", "10"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=end, stderr=end) as process:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # what reading a terminal gives at its end
+            while piece := os.read(terminal, 4096):
+                shown += piece
+    os.close(terminal)
+    assert process.returncode == 0
+    assert re.search(r"10/10 \[\d\d:\d\d<\d\d:\d\d, .*step.*, loss \S+, [\d,.]+ samples/s\]", shown.decode())
+    assert "eval/accuracy" in shown.decode()
+
+
+def test_cores_are_divided_among_processes_unless_the_user_chose(tmp_path: Path) -> None:
+    """Launchers set OMP_NUM_THREADS=1 for each process, which leaves cores idle."""
+    cores = len(os.sched_getaffinity(0))
+    for config, num_processes in (("single", 1), ("ddp", 2)):
+        run = launch(tmp_path / config, config, "recipes/mnist.py", "--max_steps 1")
+        assert run.card["threads_per_process"] == max(1, cores // num_processes)
+    chosen = launch(tmp_path / "chosen", "single", "recipes/mnist.py", "--max_steps 1", env={"OMP_NUM_THREADS": "1"})
+    assert chosen.card["threads_per_process"] == 1
+
+
 @needs_real_data
 def test_real_mnist_reaches_99_2_percent(tmp_path: Path) -> None:
     # The command of the README.
-    arguments = f"--data {REAL_DATA}/mnist --epochs 4 --batch_size 128"
+    arguments = f"--data {REAL_DATA}/mnist --epochs 2 --batch_size 128"
     run = launch(tmp_path / "run", "ddp", "recipes/mnist.py", arguments)
     assert run.column("eval/accuracy")[-1] >= 0.992

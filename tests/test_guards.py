@@ -1,7 +1,9 @@
 """Promise: bad input gets one clear line from one process, exit code 2, and loses nothing."""
 
+import dataclasses
 import gzip
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import yaml
 from filelock import FileLock
 from PIL import Image
 
+from common.config import RunConfig, parse
 from common.errors import UsageError
 from common.start import check_num_gpus
 from launching import CONFIGS, ROOT, Run, execute, launch
@@ -69,11 +72,25 @@ def test_sizes_that_do_not_fit_together(tmp_path: Path, arguments: str, expected
         ("--max_grad_norm -1", "--max_grad_norm -1.0: expected 0 or more"),
         ("--epochs two", "--epochs: expected a whole number, got 'two'"),
         ("--lr_schedule banana", "--lr_schedule: invalid choice: 'banana'"),
+        ("--epoch 2", "--epoch: no such flag; did you mean --epochs?"),
+        ("stray", "stray: no such flag; --help lists them"),
+    ],
+)
+def test_command_line(arguments: str, expected: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        parse(RunConfig, arguments.split())
+
+
+def test_command_line_takes_dashes_and_underscores() -> None:
+    config = parse(RunConfig, ["--batch-size=8", "--max_steps", "3", "--overwrite-output-dir"])
+    assert (config.batch_size, config.max_steps, config.overwrite_output_dir) == (8, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         ("--model resnet", "--model: invalid choice: 'resnet'"),
-        ("--epoch 2", "did you mean --epochs?"),
-        ("stray", "stray: no such flag"),
         ("--data nowhere/at/all", "no such folder; type --data digits"),
-        ("--data ./nowhere", "no such folder; type --data digits"),
         ("--data some-owner/some-set", "--data digits for the embedded set, or --data FOLDER for local"),
         ("--output_dir /dev/null/run", "--output_dir /dev/null/run cannot be written (Not a directory)"),
         ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no checkpoint there; type latest"),
@@ -82,6 +99,14 @@ def test_sizes_that_do_not_fit_together(tmp_path: Path, arguments: str, expected
 def test_one_process_alone(tmp_path: Path, arguments: str, expected: str) -> None:
     assert expected in refused_alone(tmp_path, arguments)
     assert not list(tmp_path.glob("outputs/*/run.json")), "a mistake at the door writes nothing"
+
+
+def test_help_explains_each_flag_once(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", MNIST, "--help")
+    assert run.stdout.count("usage: mnist.py") == 1
+    for field in dataclasses.fields(RunConfig):
+        assert re.search(rf"  --{field.name}\b[^\n]*\s+\w+", run.stdout), field.name
+    assert "(default: digits)" in run.stdout and "{constant,linear,cosine}" in run.stdout
 
 
 def test_output_dir_that_only_the_main_process_finds_unwritable(tmp_path: Path) -> None:
@@ -187,11 +212,24 @@ def test_iterable_dataset(tmp_path: Path) -> None:
     assert "Stream is not a map-style dataset" in refused(run)
 
 
-def test_non_finite_loss(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", MISFIT, "--case nan --log_every 1", succeeds=False)
-    assert run.stderr.count("\nstopped: train/loss is nan at step 1") + run.stderr.startswith("stopped: ") == 1
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("ddp", "stopped: train/loss is nan at step 1: try a lower --learning_rate"),
+        ("fsdp2", "stopped: train/loss is nan at step 1: try a lower --learning_rate"),
+        ("deepspeed_zero2", "stopped: a gradient is not finite: try a lower --learning_rate"),  # skipped by DeepSpeed
+    ],
+)
+def test_non_finite_loss(tmp_path: Path, config: str, expected: str) -> None:
+    run = launch(tmp_path / "run", config, MISFIT, "--case nan --log_every 1", succeeds=False)
+    assert [line for line in run.stderr.splitlines() if line.startswith("stopped: ")] == [expected]
     assert run.card["status"] == "failed" and run.card["exit_code"] == 3
     assert run.records == [] and not (run.output_dir / "model").exists()
+
+
+def test_fsdp_without_layers_to_gather_says_so(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "fsdp2", MISFIT, "--max_steps 2")
+    assert run.stdout.count("Sequential names no layers in _no_split_modules") == 1
 
 
 def test_output_dir_in_use(tmp_path: Path) -> None:
