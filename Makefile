@@ -6,8 +6,9 @@ export PATH := $(BIN):$(PATH)
 
 .PHONY: train test test-full lint clean
 
+# On the CPU, so that two processes fit on every machine.
 train: $(VENV)/installed
-	accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --overwrite_output_dir
+	CUDA_VISIBLE_DEVICES= accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --overwrite_output_dir
 
 test: $(VENV)/installed lint
 	pytest

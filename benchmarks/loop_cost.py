@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -249,7 +248,7 @@ def main() -> None:
     )
     for title, model, batch_size, share in (("784-10-10-10, batch 32", mlp, 32, 1), ("CNN, batch 128", cnn, 128, 10)):
         print(f"\n{title}, {arguments.rounds} rounds of {arguments.steps // share} steps\n")
-        partial(measure, model, batch_size, arguments.steps // share, arguments.rounds)()
+        measure(model, batch_size, arguments.steps // share, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,13 @@ class Checkpoint:
             name, _, slot = key.rpartition(".")
             states.setdefault(name, {})[slot] = tensor
         optimizer = trainer.optimizer.optimizer
+        # torch keeps the step count on the CPU unless the optimizer is fused or capturable.
+        on_device = any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))
         for name, parameter in _parameters_and_buffers(trainer).items():
             if name in states:
                 optimizer.state[parameter] = {
-                    slot: _placed_like(parameter, slot, tensor) for slot, tensor in states[name].items()
+                    slot: tensor if slot == "step" and not on_device else _placed_like(parameter, tensor)
+                    for slot, tensor in states[name].items()
                 }
 
 
@@ -88,8 +91,6 @@ def save_checkpoint(trainer: Trainer, step: int) -> None:
     The main process gathers and writes everything.
     """
     plan, accelerator = trainer.plan, trainer.accelerator
-    if trainer.uses_deepspeed:
-        raise UsageError("checkpoints under DeepSpeed are not there yet: remove --save_every")
     folder = Path(plan.config.output_dir) / "checkpoints"
     weights = dict(full_weights(trainer))
     slots = dict(_full_optimizer_state(trainer))
@@ -141,9 +142,12 @@ def _whole(trainer: Trainer, tensor: Tensor) -> Tensor:
     if hasattr(tensor, "full_tensor"):  # DTensor, whose import takes 0.7 s
         return tensor.full_tensor()
     if trainer.uses_deepspeed and isinstance(tensor, nn.Parameter):
-        from deepspeed.utils import safe_get_full_fp32_param
+        import deepspeed
 
-        return safe_get_full_fp32_param(tensor)
+        if tensor.requires_grad:
+            return deepspeed.utils.safe_get_full_fp32_param(tensor)
+        with deepspeed.zero.GatheredParameters([tensor]):  # no float32 original is kept of a frozen one
+            return tensor.detach().float().clone()
     return tensor
 
 
@@ -156,13 +160,12 @@ def _full_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name}.{slot}", value.detach().cpu().contiguous().clone()
 
 
-def _placed_like(parameter: Tensor, slot: str, value: Tensor) -> Any:
+def _placed_like(parameter: Tensor, value: Tensor) -> Tensor:
     if hasattr(parameter, "placements") and value.shape == parameter.shape:
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-    # torch keeps the step count on the CPU unless the optimizer is fused or capturable.
-    return value if slot == "step" and value.ndim == 0 else value.to(parameter.device)
+    return value.to(parameter.device)
 
 
 def _checkpoints(plan: Plan) -> list[Path]:

@@ -72,6 +72,8 @@ class RunConfig:
                 raise UsageError(f"--{field.name} {value}: expected a finite number")
             if minimum is not None and value < minimum:
                 raise UsageError(f"--{field.name} {value}: expected {minimum} or more")
+            if field.name == "seed" and value >= 2**31:
+                raise UsageError(f"--seed {value}: expected less than 2147483648")
             if above is not None and value <= above:
                 raise UsageError(f"--{field.name} {value}: expected more than {above}")
 
@@ -146,7 +148,7 @@ def _options(hint: Any, name: str) -> dict[str, Any]:
     if isinstance(hint, types.UnionType):  # `int | None`: not giving the flag is how to say None
         hint = next(arm for arm in typing.get_args(hint) if arm is not types.NoneType)
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_true"}
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     return {"type": _converter(hint), "metavar": {int: "N", float: "X"}.get(hint, name.upper())}

@@ -20,12 +20,14 @@ Batch = dict[str, torch.Tensor]
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raises UsageError unless `dataset` is map-style: `len(dataset)` and `dataset[index]` work."""
+    """Raises UsageError unless `dataset` has samples and is map-style: `dataset[index]` works."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"{type(dataset).__name__} is not a map-style dataset: a run that resumes exactly needs "
             "len(dataset) and dataset[index]; load it as one (for `datasets`: without streaming=True)"
         )
+    if len(dataset) == 0:
+        raise UsageError(f"{type(dataset).__name__} is empty: training and evaluation need samples")
 
 
 def batches(

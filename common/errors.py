@@ -1,4 +1,8 @@
-"""The ways a run may end other than by finishing, each with its exit code."""
+"""The ways a run may end other than by finishing, each with its exit code, and which process was first."""
+
+import json
+import os
+from pathlib import Path
 
 
 class RunError(Exception):
@@ -6,7 +10,6 @@ class RunError(Exception):
 
     exit_code = 1
     label = "stopped"  # the word that its line begins with
-    status = "failed"  # in the run card
 
 
 class UsageError(RunError):
@@ -20,3 +23,32 @@ class NonFiniteError(RunError):
     """A loss or a gradient that is infinite or not a number."""
 
     exit_code = 3
+
+
+def first_failure(error: BaseException) -> tuple[bool, int, str]:
+    """Claims to be the first process of this machine that fails, as the others mostly fail because it did.
+
+    Returns:
+        (whether this process was the first, exit code and line of the one that was)
+    """
+    if isinstance(error, RunError):
+        exit_code, line = error.exit_code, f"{error.label}: {error}"
+    elif isinstance(error, KeyboardInterrupt):
+        exit_code, line = 130, "interrupted"
+    else:
+        exit_code, line = 1, f"{type(error).__name__}: {error}"
+    mine = (True, exit_code, line)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <one folder per attempt>/<local rank>/error.json
+    if error_file is None:
+        return mine
+    claim = Path(error_file).parents[1] / "first_failure.json"
+    own = claim.with_name(f"failure_{os.getpid()}.json")
+    try:
+        own.write_text(json.dumps([os.getpid(), exit_code, line]))
+        os.link(own, claim)  # unlike a rename, fails where another process was before
+    except FileExistsError:
+        pid, *first = json.loads(claim.read_text())
+        return (pid == os.getpid(), *first)
+    except OSError:
+        pass
+    return mine

@@ -45,7 +45,7 @@ def fit(
         summarize: means over the evaluation set -> what is reported.
 
     Returns:
-        The last evaluation.
+        The last evaluation; nothing where a resumed run was finished already.
 
     Raises:
         UsageError: sizes that do not fit together, or an output_dir that cannot be used.
@@ -81,6 +81,8 @@ def fit(
                 recorder.add(result)
                 if plan.logs(step):
                     recorder.training(step, learning_rate, result)
+                elif plan.evaluates(step) or plan.saves(step):
+                    recorder.check_finite(step, result)
                 if plan.evaluates(step):
                     recorder.pause()
                     metrics = summarize(evaluate(accelerator, trainer.model, forward_step, eval_set, plan))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import shutil
@@ -18,7 +19,7 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.errors import NonFiniteError, RunError, UsageError
+from common.errors import NonFiniteError, UsageError, first_failure
 from common.plan import Plan
 from common.start import parallelism, precision
 from common.step import StepResult
@@ -47,23 +48,17 @@ class OutputDir:
                 raise UsageError(
                     f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
                 ) from None
-            self._start_over_or_resume()
+            holds_checkpoints = any((self.path / "checkpoints").glob("step_*"))
+            if holds_checkpoints and not (self.config.resume_from_checkpoint or self.config.overwrite_output_dir):
+                raise UsageError(
+                    f"{self.path} holds checkpoints of an earlier run: type --resume_from_checkpoint latest to go on, "
+                    "--overwrite_output_dir to start over, or another --output_dir"
+                )
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self.is_main:
             self._lock.release()
-
-    def _start_over_or_resume(self) -> None:
-        checkpoints = self.path / "checkpoints"
-        if self.config.resume_from_checkpoint or not any(checkpoints.glob("step_*")):
-            return
-        if not self.config.overwrite_output_dir:
-            raise UsageError(
-                f"{self.path} holds checkpoints of an earlier run: type --resume_from_checkpoint latest to go on, "
-                "--overwrite_output_dir to start over, or another --output_dir"
-            )
-        shutil.rmtree(checkpoints)
 
 
 class Recorder:
@@ -78,8 +73,8 @@ class Recorder:
         self.path = Path(plan.config.output_dir)
         self.last_metrics: dict[str, float] = {}
         self.num_skipped = 0
-        self._loss_sum: torch.Tensor | float = 0.0
-        self._weight: torch.Tensor | float = 0.0
+        self._losses: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor | float] = []
         self._num_steps = 0
         self._seconds = 0.0
 
@@ -87,7 +82,11 @@ class Recorder:
         self._started = self._resumed = time.perf_counter()
         self.attempt = self._attempt()
         if self.accelerator.is_main_process:
+            self._facts = {"versions": _versions(), "git_commit": _git_commit(), "hardware": _hardware()}
             kept = self._records_up_to(self.first_step)
+            if self.first_step == 0:
+                for leftover in ("checkpoints", "model"):
+                    shutil.rmtree(self.path / leftover, ignore_errors=True)
             self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)
             self._metrics.writelines(kept)
         self._write_card("running", None)
@@ -104,15 +103,14 @@ class Recorder:
             self._metrics.close()
         if error is None:
             self._write_card("done", 0)
-        elif isinstance(error, RunError):
-            self._write_card(error.status, error.exit_code, str(error))
-        else:
-            self._write_card("failed", 1, f"{kind.__name__}: {error}")
+        else:  # that another process failed first, shows here as a broken connection
+            _, exit_code, line = first_failure(error)
+            self._write_card("failed", exit_code, line)
 
     def add(self, result: StepResult) -> None:
         """Takes in one optimizer step."""
-        self._loss_sum = self._loss_sum + result.loss_sum
-        self._weight = self._weight + result.weight
+        self._losses += result.losses
+        self._weights.append(result.weight)
         self._num_steps += 1
         self.num_skipped += result.skipped
         if self._bar is not None:
@@ -124,27 +122,36 @@ class Recorder:
         Raises:
             NonFiniteError: loss or gradient norm is infinite or not a number.
         """
-        device = self.accelerator.device
-        sums = [torch.as_tensor(total, dtype=torch.float64, device=device) for total in (self._loss_sum, self._weight)]
-        loss_sum, weight = self.accelerator.reduce(torch.stack(sums), "sum").tolist()
-        grad_norm = float(result.grad_norm) if result.grad_norm is not None else None
+        loss, grad_norm = self.check_finite(step, result)
         self.pause()
         record = {
             "step": step + 1,
             "epoch": round((step + 1) / self.plan.steps_per_epoch, 4),
-            "train/loss": loss_sum / weight,
+            "train/loss": loss,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
             "samples_per_second": round(self._num_steps * self.plan.config.batch_size / self._seconds, 1),
         }
-        self._loss_sum, self._weight, self._num_steps, self._seconds = 0.0, 0.0, 0, 0.0
-        for name in ("train/loss", "grad_norm"):
-            value = record[name]
-            if value is not None and not abs(value) < float("inf") and not (name == "grad_norm" and result.skipped):
-                raise NonFiniteError(f"{name} is {value} at step {step + 1}: try a lower --learning_rate")
+        self._losses, self._weights, self._num_steps, self._seconds = [], [], 0, 0.0
         self._write(record)
         self._show(record)
         self.resume()
+
+    def check_finite(self, step: int, result: StepResult) -> tuple[float, float | None]:
+        """Mean loss since the last record, over all processes, and the gradient norm of this step.
+
+        Raises:
+            NonFiniteError: one of them is infinite or not a number, other than the norm of a step
+                that the loss scaler skipped for that reason.
+        """
+        weight = torch.as_tensor(sum(self._weights), device=self.accelerator.device)
+        sums = torch.stack([torch.stack(self._losses).double().sum(), weight.double()])
+        loss_sum, weight_sum = self.accelerator.reduce(sums, "sum").tolist()
+        grad_norm = float(result.grad_norm) if result.grad_norm is not None and not result.skipped else None
+        for name, value in (("train/loss", loss_sum / weight_sum), ("grad_norm", grad_norm)):
+            if value is not None and not math.isfinite(value):
+                raise NonFiniteError(f"{name} is {value} at step {step + 1}: try a lower --learning_rate")
+        return loss_sum / weight_sum, grad_norm
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Writes an evaluation record after optimizer step `step` (counted from 0)."""
@@ -163,7 +170,9 @@ class Recorder:
     def _write(self, record: dict[str, Any]) -> None:
         self.last_metrics |= {name: value for name, value in record.items() if value is not None}
         if self.accelerator.is_main_process:
-            self._metrics.write(json.dumps(record) + "\n")
+            # JSON has no infinity, which a metric may well be.
+            finite = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
+            self._metrics.write(json.dumps(finite) + "\n")
 
     def _show(self, record: dict[str, Any]) -> None:
         numbers = {name: _short(value) for name, value in record.items() if value is not None and name != "step"}
@@ -208,9 +217,7 @@ class Recorder:
             "skipped_steps": self.num_skipped,
             "last_metrics": self.last_metrics,
             "wall_seconds": round(time.perf_counter() - self._started, 2),
-            "versions": _versions(),
-            "git_commit": _git_commit(),
-            "hardware": _hardware(),
+            **self._facts,
         }
         part = self.path / "run.json.part"
         part.write_text(json.dumps(card, indent=2) + "\n")

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import sysconfig
 import time
 import traceback
 import warnings
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from common.config import ConfigT, RunConfig, parse
-from common.errors import RunError, UsageError
+from common.errors import RunError, UsageError, first_failure
 from common.plan import split_batch
 
 
@@ -39,7 +40,7 @@ def start(config: RunConfig) -> Accelerator:
     _quiet()
     _check_launch(config)
     _set_num_threads()
-    rehearses = not torch.accelerator.is_available() or _is_true("ACCELERATE_USE_CPU")
+    rehearses = not _has_gpu()
     if rehearses:
         _prepare_rehearsal()
     try:
@@ -47,6 +48,8 @@ def start(config: RunConfig) -> Accelerator:
     except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
     _check_applied(accelerator)
+    if accelerator.mixed_precision == "no":
+        torch.backends.cudnn.allow_tf32 = False  # the default, which rounds what goes into convolutions to 10 bits
     _set_reduction_precision(accelerator)
     set_seed(config.seed)  # the same in every process: each builds the same model
     accelerator.print(_banner(accelerator, config, rehearses))
@@ -60,59 +63,38 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     else. Of several processes on a machine that fail, the first prints: the others mostly fail
     because it did.
     """
-    failures = _Failures()
     try:
-        record(lambda: main(parse(config_class)), error_handler=failures)()
-    except KeyboardInterrupt:
-        failures.end(130, "interrupted")
-    except RunError as error:
-        failures.end(error.exit_code, f"{error.label}: {error}")
-    except Exception:
-        failures.end(1, traceback.format_exc())
+        record(lambda: main(parse(config_class)), error_handler=_ReportedErrors())()
+    except (Exception, KeyboardInterrupt) as error:
+        _end(error)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(0)
 
 
-class _Failures(ErrorHandler):
-    """Ends a process that failed, and tells torchrun's report what it would otherwise show as a
-    traceback of ours: our line, or that another process failed first."""
-
-    _FOLLOWS = "ended because another process on this machine failed first"
-
-    def __init__(self) -> None:
-        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <one folder per attempt>/<local rank>/error.json
-        self.error_file = Path(error_file) if error_file else None
-        self.is_first: bool | None = None
+class _ReportedErrors(ErrorHandler):
+    """Puts into torchrun's report our line, or that of the process that failed first, instead of a
+    traceback of ours; a bug keeps its traceback."""
 
     def record_exception(self, e: BaseException) -> None:
-        is_first = self._claim()
-        if self.error_file is None:
-            return
+        is_first, _, line = first_failure(e)
         if is_first and not isinstance(e, RunError):
             super().record_exception(e)
-            return
-        line = f"{e.label}: {e}" if is_first or isinstance(e, RunError) else self._FOLLOWS
-        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        self.error_file.write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+        elif error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
-    def end(self, exit_code: int, message: str) -> NoReturn:
-        if self._claim():
-            sys.stdout.flush()
-            print(message, file=sys.stderr, flush=True)
-        # Not sys.exit: to take down the process group here would wait for processes that may wait for us.
-        os._exit(exit_code)
 
-    def _claim(self) -> bool:
-        """Whether this is the first process of this machine that fails."""
-        if self.is_first is None:
-            try:
-                if self.error_file is not None:
-                    (self.error_file.parents[1] / "first_failure").touch(exist_ok=False)
-                self.is_first = True
-            except FileExistsError:
-                self.is_first = False
-        return self.is_first
+def _end(error: BaseException) -> NoReturn:
+    is_first, exit_code, line = first_failure(error)
+    sys.stdout.flush()
+    if is_first:
+        is_ours = isinstance(error, RunError | KeyboardInterrupt)
+        print(line if is_ours else "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(1)  # as soon as one process ends, torchrun ends the others: let the first write its run card
+    # Not sys.exit: to take down the process group here would wait for processes that may wait for us.
+    os._exit(exit_code)
 
 
 def _quiet() -> None:
@@ -124,6 +106,12 @@ def _quiet() -> None:
 
 def _is_true(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
+
+
+def _has_gpu() -> bool:
+    # Apple's has no float64 and no way to work with others.
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type != "mps" and not _is_true("ACCELERATE_USE_CPU")
 
 
 def _uses_deepspeed() -> bool:
@@ -142,14 +130,19 @@ def _check_launch(config: RunConfig) -> None:
             f"WORLD_SIZE is {_world_size()} but LOCAL_RANK is not set, so that each process would train alone: "
             "start with accelerate launch or torchrun, or unset WORLD_SIZE"
         )
-    if not launched and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if not launched and by_accelerate and "MASTER_PORT" in os.environ and not _launcher_was_given("MASTER_PORT"):
         # Accelerate's launcher sets the address only if it was asked for more than one process.
         raise UsageError(
             "accelerate launch was asked for several processes but starts one under this config (its "
             "distributed_type is NO or MULTI_CPU): type --config_file accelerate_configs/ddp.yaml, or "
             "--num_processes 1"
         )
-    check_num_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())
+    if _has_gpu():
+        check_num_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count())
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if dynamo.lower() != "no":
+        raise UsageError(f"--dynamo_backend {dynamo}: these recipes do not compile yet; remove it")
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if accumulation not in ("auto", "1"):
         raise UsageError(
@@ -163,10 +156,11 @@ def _check_launch(config: RunConfig) -> None:
 
 
 def check_num_gpus(num_processes: int, num_gpus: int) -> None:
-    """Raises UsageError for more processes on a machine than it has GPUs, unless it has none."""
-    if 0 < num_gpus < num_processes:
+    """Raises UsageError for more processes on a machine than it has GPUs."""
+    if num_gpus < num_processes:
+        gpus = f"{num_gpus} GPU" + "s" * (num_gpus > 1)
         raise UsageError(
-            f"{num_processes} processes but {num_gpus} GPUs on this machine: type --num_processes {num_gpus}, or "
+            f"{num_processes} processes but {gpus} on this machine: type --num_processes {num_gpus}, or "
             "put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU"
         )
 
@@ -187,6 +181,13 @@ def _check_deepspeed() -> None:
                 f"DeepSpeed compiles a part of itself on first use and needs {package}: no {program} found"
             )
 
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise UsageError(
+            f"DeepSpeed compiles a part of itself and needs Python's headers (Debian: apt-get install python3-dev): "
+            f"no {header}"
+        )
+
 
 def _set_num_threads() -> None:
     """Divides the cores among this machine's processes: launchers set one thread each."""
@@ -204,8 +205,13 @@ def _user_chose_threads() -> bool:
     if not launched or threads != "1":
         return True
     # "1" is what launchers set by themselves; it is a choice if the launcher itself was given it.
+    return _launcher_was_given("OMP_NUM_THREADS")
+
+
+def _launcher_was_given(variable: str) -> bool:
+    """Whether the process that started this one has the variable from its own start."""
     try:
-        return "OMP_NUM_THREADS" in psutil.Process().parent().environ()
+        return variable in psutil.Process().parent().environ()
     except (psutil.Error, AttributeError):
         return False
 
@@ -218,11 +224,12 @@ def _prepare_rehearsal() -> None:
         if os.environ.get("RANK", "0") == "0":
             print("fp16 needs a GPU: this rehearsal runs in float32")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+    if _uses_deepspeed() or _is_true("ACCELERATE_USE_FSDP"):
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if _uses_deepspeed():
         with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", in every process
             PartialState(backend="gloo")
     elif _is_true("ACCELERATE_USE_FSDP"):
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         PartialState(backend="gloo").distributed_type = DistributedType.MULTI_GPU
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -289,4 +296,6 @@ def _banner(accelerator: Accelerator, config: RunConfig, rehearses: bool) -> str
         line += " (no GPU: a rehearsal, in which gloo processes on the CPU stand in for GPUs)"
     elif rehearses:
         line += " (on the CPU)"
+    elif (idle := torch.accelerator.device_count() - num_processes // num_machines) > 0:
+        line += f" ({idle} GPUs idle: --num_processes {torch.accelerator.device_count() * num_machines} uses all)"
     return line

@@ -23,7 +23,7 @@ class StepResult:
     """One optimizer step, seen by this process. Tensors stay on the device: to read them stops it.
 
     Attributes:
-        loss_sum: sum over this process's samples of weight × loss, 0-dim.
+        losses: sum over this process's samples of weight × loss, 0-dim, for each micro-batch.
         weight: sum over this process's samples of their weights; their number where a batch has
             no "weight".
         grad_norm: L2 norm of the gradient of the whole model over the global batch, before
@@ -31,7 +31,7 @@ class StepResult:
         skipped: the loss scaler met an overflow and the weights were not changed.
     """
 
-    loss_sum: Tensor
+    losses: list[Tensor]
     weight: Tensor | float
     grad_norm: Tensor | float | None
     skipped: bool = False
@@ -46,6 +46,10 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     forward_step: ForwardStep
     plan: Plan
+
+    def __post_init__(self) -> None:
+        share = self.plan.num_shares / self.plan.config.batch_size
+        self.mean_scale = torch.tensor(share, device=self.accelerator.device)  # made once: a copy would stop a GPU
 
     @property
     def module(self) -> nn.Module:
@@ -81,15 +85,17 @@ def prepare(
     """Hands model and optimizer to the parallelism of the config.
 
     Raises:
-        UsageError: the model lacks a layer class that the config names, or the DeepSpeed section
-            sets what the command line decides.
+        UsageError: the model lacks a layer class that the config names, the DeepSpeed section sets
+            what the command line decides, or the optimizer does not go with the precision.
     """
     _warn_of_batch_norm(accelerator, model, plan)
     if accelerator.distributed_type == DistributedType.FSDP:
         _check_wrap_classes(accelerator, model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _configure_deepspeed(accelerator, model, optimizer, plan)
-    if accelerator.mixed_precision == "bf16":
+    if accelerator.scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
+        raise UsageError("fused=True hides from the loss scaling of fp16 which steps were skipped: remove it")
+    if accelerator.mixed_precision != "no":
         _cast_inputs_and_outputs(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
     for group in optimizer.param_groups:
@@ -101,20 +107,20 @@ def accelerate_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm
     """One process, DDP and FSDP2."""
     accelerator, optimizer, max_norm = trainer.accelerator, trainer.optimizer, trainer.plan.config.max_grad_norm
     scale, weight = _loss_scale(trainer, micro_batches)
-    loss_sum: Tensor | float = 0.0
+    losses = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         with nullcontext() if is_last else accelerator.no_sync(trainer.model):
-            micro_sum = _loss_sum(trainer, batch)
-            accelerator.backward(micro_sum * scale)
-        loss_sum = loss_sum + micro_sum.detach()
+            loss = _loss_sum(trainer, batch)
+            accelerator.backward(loss, gradient=scale.to(loss))  # as backward(loss * scale), an operation less
+        losses.append(loss.detach())
     grad_norm = _clip(trainer, max_norm or torch.inf) if max_norm or wants_norm else None
     # Without a loss scaler Accelerate's wrapper adds nothing to a step but time.
     inner = optimizer if accelerator.scaler is not None else optimizer.optimizer
     inner.step()
     inner.zero_grad()
     skipped = accelerator.scaler is not None and optimizer.step_was_skipped
-    return StepResult(loss_sum, weight, grad_norm, skipped)
+    return StepResult(losses, weight, grad_norm, skipped)
 
 
 def _clip(trainer: Trainer, max_norm: float) -> Tensor:
@@ -134,17 +140,17 @@ def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm:
     """
     engine = trainer.model
     scale, weight = _loss_scale(trainer, micro_batches)
-    loss_sum: Tensor | float = 0.0
+    losses = []
     for index, batch in enumerate(micro_batches):
         engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-        micro_sum = _loss_sum(trainer, batch)
-        engine.backward(micro_sum * (scale * len(micro_batches)))
-        loss_sum = loss_sum + micro_sum.detach()
+        loss = _loss_sum(trainer, batch)
+        engine.backward(loss * (scale * len(micro_batches)))
+        losses.append(loss.detach())
     engine.step()
     skipped = not engine.was_step_applied()
     if skipped and trainer.accelerator.mixed_precision != "fp16":
         raise NonFiniteError("a gradient is not finite: try a lower --learning_rate")
-    return StepResult(loss_sum, weight, engine.get_global_grad_norm(), skipped)
+    return StepResult(losses, weight, engine.get_global_grad_norm(), skipped)
 
 
 def _loss_sum(trainer: Trainer, batch: Batch) -> Tensor:
@@ -152,12 +158,12 @@ def _loss_sum(trainer: Trainer, batch: Batch) -> Tensor:
     return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
 
 
-def _loss_scale(trainer: Trainer, micro_batches: Sequence[Batch]) -> tuple[Tensor | float, Tensor | float]:
+def _loss_scale(trainer: Trainer, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
     """(factor that makes the sum of a process's losses its part of the global mean, where
     gradients are averaged over processes; this process's total weight)"""
     plan = trainer.plan
     if "weight" not in micro_batches[0]:
-        return plan.num_shares / plan.config.batch_size, plan.config.batch_size / plan.num_shares
+        return trainer.mean_scale, plan.config.batch_size / plan.num_shares
     weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
     return plan.num_shares / trainer.accelerator.reduce(weight, "sum"), weight
 
@@ -191,6 +197,8 @@ def _configure_deepspeed(
 ) -> None:
     """Writes what the command line decides into DeepSpeed's config, which would otherwise clip at
     1.0 and accumulate as its own section says."""
+    if plan.config.save_every:
+        raise UsageError("checkpoints under DeepSpeed are not there yet: remove --save_every")
     section = accelerator.deepspeed_plugin.deepspeed_config
     decided = {
         "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "--micro_batch_size"),
@@ -212,7 +220,7 @@ def _configure_deepspeed(
 def _cast_inputs_and_outputs(accelerator: Accelerator, model: nn.Module) -> None:
     """Under DDP, Accelerate's autocast takes float32 inputs and returns float32 outputs. Makes the
     others the same: FSDP2 casts no outputs, DeepSpeed neither."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.mixed_precision == "bf16":
         model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         model.register_forward_hook(lambda module, args, output: _cast(output, torch.float32))

@@ -48,7 +48,8 @@ class Run:
 
 def environment(**changes: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not INHERITED.match(name)}
-    return inherited | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | changes
+    # Rehearsals on the CPU, on a machine with GPUs, too.
+    return inherited | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | changes
 
 
 def execute(command: list[str], cwd: Path, output_dir: Path, env: dict[str, str] | None = None) -> Run:

@@ -123,7 +123,7 @@ def test_cores_are_divided_among_processes_unless_the_user_chose(tmp_path: Path)
 
 @needs_real_data
 def test_real_mnist_reaches_99_2_percent(tmp_path: Path) -> None:
-    # The command of the README.
-    arguments = f"--data {REAL_DATA}/mnist --epochs 2 --batch_size 128"
+    command = re.search(r"recipes/mnist.py (--data path/to/mnist .*)", (ROOT / "README.md").read_text())[1]
+    arguments = command.replace("path/to/mnist", f"{REAL_DATA}/mnist")
     run = launch(tmp_path / "run", "ddp", "recipes/mnist.py", arguments)
     assert run.column("eval/accuracy")[-1] >= 0.992

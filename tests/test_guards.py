@@ -73,6 +73,7 @@ def test_sizes_that_do_not_fit_together(tmp_path: Path, arguments: str, expected
         ("--epochs two", "--epochs: expected a whole number, got 'two'"),
         ("--lr_schedule banana", "--lr_schedule: invalid choice: 'banana'"),
         ("--epoch 2", "--epoch: no such flag; did you mean --epochs?"),
+        ("--seed 3000000000", "--seed 3000000000: expected less than 2147483648"),
         ("stray", "stray: no such flag; --help lists them"),
     ],
 )
@@ -123,7 +124,8 @@ def test_mistake_of_one_process_ends_all(tmp_path: Path) -> None:
 def test_crash_of_one_process_shows_its_own_traceback_once(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "ddp", MISFIT, "--case crash --max_steps 3", succeeds=False)
     before_report = run.stderr.split("torch/distributed/elastic")[0]
-    assert run.stderr.count("ZeroDivisionError: a bug in a recipe") == 2  # ours, and the launcher's report of it
+    assert before_report.count("\nZeroDivisionError: a bug in a recipe") == 1
+    assert "ZeroDivisionError: a bug in a recipe" in run.stderr.split("Root Cause")[1]
     assert "Connection closed by peer" not in before_report
     assert run.card["status"] == "failed" and run.card["exit_code"] == 1
 
@@ -141,8 +143,9 @@ def test_world_size_without_a_launcher(tmp_path: Path) -> None:
 
 
 def test_more_processes_than_gpus() -> None:
-    check_num_gpus(num_processes=2, num_gpus=0)  # a rehearsal
     check_num_gpus(num_processes=2, num_gpus=8)
+    with pytest.raises(UsageError, match="2 processes but 1 GPU on this machine: type --num_processes 1"):
+        check_num_gpus(num_processes=2, num_gpus=1)
     with pytest.raises(UsageError, match="4 processes but 2 GPUs on this machine: type --num_processes 2"):
         check_num_gpus(num_processes=4, num_gpus=2)
 
@@ -230,6 +233,34 @@ def test_non_finite_loss(tmp_path: Path, config: str, expected: str) -> None:
 def test_fsdp_without_layers_to_gather_says_so(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "fsdp2", MISFIT, "--max_steps 2")
     assert run.stdout.count("Sequential names no layers in _no_split_modules") == 1
+
+
+def test_nothing_is_saved_or_evaluated_after_a_non_finite_loss(tmp_path: Path) -> None:
+    arguments = "--case nan --log_every 10 --save_every 1 --eval_every 1"
+    run = launch(tmp_path / "run", "ddp", MISFIT, arguments, succeeds=False)
+    assert run.card["exit_code"] == 3 and run.records == []
+    assert not (run.output_dir / "checkpoints").exists()
+
+
+def test_failure_of_another_process_is_what_the_card_says(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", MISFIT, "--case late --max_steps 3", succeeds=False)
+    assert refused(run) == "error: this process alone has a problem later"
+    assert (run.card["exit_code"], run.card["error"]) == (2, refused(run))
+
+
+def test_compiling_by_config_is_refused(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", MNIST, options="--dynamo_backend inductor", succeeds=False)
+    assert "--dynamo_backend INDUCTOR: these recipes do not compile yet" in refused(run)
+
+
+def test_checkpoints_under_deepspeed_are_refused_at_the_door(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "deepspeed_zero2", MNIST, "--save_every 5", succeeds=False)
+    assert "remove --save_every" in refused(run) and not (run.output_dir / "metrics.jsonl").exists()
+
+
+def test_address_of_a_cluster_does_not_stop_a_single_process(tmp_path: Path) -> None:
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    assert launch(tmp_path / "run", "single", MNIST, "--max_steps 1", env=env).card["num_processes"] == 1
 
 
 def test_output_dir_in_use(tmp_path: Path) -> None:

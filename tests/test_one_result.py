@@ -81,9 +81,16 @@ def test_processes_and_accumulation_only_divide_the_batch(
     assert_same_result(run, reference(script, arguments))
 
 
-def test_accumulation_under_fsdp2(tmp_path: Path, reference: Callable[..., Run]) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        "fsdp2",
+        *(pytest.param(f"deepspeed_{kind}", marks=pytest.mark.full) for kind in ("zero1", "zero3", "zero3_offload")),
+    ],
+)
+def test_accumulation_when_sharded(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
     script, arguments = RECIPES["mnist cnn"]
-    run = launch(tmp_path / "run", "fsdp2", script, f"{arguments} --micro_batch_size 8", num_processes=4)
+    run = launch(tmp_path / "run", config, script, f"{arguments} --micro_batch_size 8", num_processes=4)
     assert_same_result(run, reference(script, arguments))
 
 
@@ -103,11 +110,20 @@ def test_bf16_is_close_to_bf16_on_one_process(tmp_path: Path, reference: Callabl
     assert abs(run.column("train/loss")[0] / in_float32 - 1) > TOLERANCE
 
 
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
+def test_frozen_weights_are_exported(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    script, arguments = "tests/scripts/misfit.py", "--case frozen --max_steps 3 --log_every 1"
+    expected = reference(script, arguments)
+    run = launch(tmp_path / "run", config, script, arguments)
+    assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= TOLERANCE
+    assert weight_distance(run, expected) <= TOLERANCE
+
+
 def test_learning_rate_follows_the_schedule(reference: Callable[..., Run]) -> None:
     script, arguments = RECIPES["mnist cnn"]
     rates = reference(script, arguments).column("learning_rate")
-    assert rates == [3e-3 * learning_rate_factor("cosine", step, 20, 3) for step in range(20)]
-    assert rates[:4] == pytest.approx([3e-3 * share for share in (0.25, 0.5, 0.75, 1.0)])
+    assert rates == [1e-2 * learning_rate_factor("cosine", step, 20, 3) for step in range(20)]
+    assert rates[:4] == pytest.approx([1e-2 * share for share in (0.25, 0.5, 0.75, 1.0)])
     assert learning_rate_factor("cosine", 20, 20, 3) == pytest.approx(0)
     assert learning_rate_factor("linear", 19, 20, 3) == pytest.approx(1 / 17)
     assert {learning_rate_factor("constant", step, 20, 0) for step in range(20)} == {1.0}

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from common import RunConfig, fit, flag, run, start
+from common import RunConfig, UsageError, fit, flag, run, start
 from common.data import Batch, ImageDataset
+
+Case = Literal["none", "iterable", "batch_norm", "nan", "crash", "one_process", "late", "frozen"]
 
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    case: Literal["none", "iterable", "batch_norm", "nan", "crash", "one_process"] = flag("none", "what is wrong")
+    case: Case = flag("none", "what is wrong")
 
 
 class Stream(IterableDataset):
@@ -29,12 +31,15 @@ def main(config: Config) -> None:
     middle = nn.BatchNorm1d(8) if config.case == "batch_norm" else nn.ReLU()
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), middle, nn.Linear(8, 2))
     if config.case == "one_process" and accelerator.process_index == 1:
-        from common import UsageError
-
         raise UsageError("this process alone has a problem")
+
+    if config.case == "frozen":
+        model[1].requires_grad_(False)
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
+        if config.case == "late" and accelerator.process_index == 1:
+            raise UsageError("this process alone has a problem later")
         if config.case == "crash" and accelerator.process_index == 1:
             raise ZeroDivisionError("a bug in a recipe")
         return {"loss": loss * torch.nan if config.case == "nan" else loss}
