@@ -3,10 +3,11 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py
 
 The default data, scikit-learn's 1,797 digits, is embedded. Your own copy of MNIST (the four IDX
-files, or parquet) and any image-classification set of the Hub go in by name. Expect 98 % on the
+files, or parquet) and any image-classification set of the Hub go in by name. Expect 99 % on the
 digits after a few seconds and 99.2 % on MNIST after half a minute, on two CPU cores:
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --data path/to/mnist --epochs 2 --batch_size 128
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --data path/to/mnist \\
+        --epochs 2 --batch_size 128 --learning_rate 1e-2 --warmup_steps 180
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --data ylecun/mnist
 """
 
@@ -28,8 +29,8 @@ class Config(RunConfig):
     data: str = "digits"
     epochs: int = 8
     batch_size: int = 64
-    learning_rate: float = 1e-2
-    warmup_steps: int = 20
+    learning_rate: float = 5e-3
+    warmup_steps: int = 40
     lr_schedule: str = "linear"
     model: Literal["cnn", "mlp"] = flag("cnn", "convolutional net, or the classic tutorial's two hidden layers of 10")
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
@@ -56,7 +57,8 @@ class ConvNet(nn.Module):
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int):
         super().__init__()
-        self.stem = nn.Conv2d(image_shape[0], 16, kernel_size=5, stride=2, padding=2)
+        stride = 2 if min(image_shape[1:]) > 16 else 1  # tiny images have no pixels to lose
+        self.stem = nn.Conv2d(image_shape[0], 16, kernel_size=5, stride=stride, padding=2)
         self.blocks = nn.Sequential(nn.GroupNorm(8, 16), nn.ReLU(), Block(16, 32), Block(32, 64))
         num_features = self.blocks(self.stem(torch.zeros(1, *image_shape))).numel()
         self.head = nn.Linear(num_features, num_classes)

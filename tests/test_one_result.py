@@ -22,7 +22,7 @@ FLOAT32_CONFIGS = [
 BF16_CONFIGS = ["ddp_bf16", "fsdp2_bf16", "deepspeed_zero2_bf16"]
 
 # 20 steps without dropout; cosine, so that the learning rate differs at each step.
-STEPS = "--max_steps 20 --log_every 1 --eval_every 10 --lr_schedule cosine --warmup_steps 3 "
+STEPS = "--max_steps 20 --log_every 1 --eval_every 10 --lr_schedule cosine --warmup_steps 3 --learning_rate 1e-2 "
 RECIPES = {"mnist cnn": ("recipes/mnist.py", STEPS), "mnist mlp": ("recipes/mnist.py", STEPS + "--model mlp")}
 
 TOLERANCE = 1e-5

@@ -97,7 +97,9 @@ def test_plan_starts_at_any_step() -> None:
 
 
 def test_twin_written_by_hand_gives_the_same_losses(tmp_path: Path) -> None:
-    arguments = "--model mlp --optimizer sgd --learning_rate 0.5 --max_grad_norm 0 --lr_schedule constant"
+    arguments = (
+        "--warmup_steps 0 --model mlp --optimizer sgd --learning_rate 0.5 --max_grad_norm 0 --lr_schedule constant"
+    )
     run = launch(tmp_path / "run", "ddp", "recipes/mnist.py", f"{arguments} --max_steps 20 --log_every 1")
     script = str(ROOT / "tests/scripts/twin.py")
     twin = execute(["torchrun", "--standalone", "--nproc_per_node", "2", script, "20", "0.5"], tmp_path, tmp_path)

@@ -11,12 +11,12 @@ from torch.utils.data import IterableDataset
 from common import RunConfig, UsageError, fit, flag, run, start
 from common.data import Batch, ImageDataset
 
-Case = Literal["none", "iterable", "batch_norm", "nan", "crash", "one_process", "late", "frozen"]
+CASES = ("none", "iterable", "batch_norm", "nan", "crash", "one_process", "late", "frozen")
 
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    case: Case = flag("none", "what is wrong")
+    case: Literal[CASES] = flag("none", "what is wrong")
 
 
 class Stream(IterableDataset):
