@@ -10,11 +10,14 @@ export PATH := $(BIN):$(PATH)
 train: $(VENV)/installed
 	CUDA_VISIBLE_DEVICES= accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --overwrite_output_dir
 
+# Two at a time, as starting processes leaves cores idle; the files apart, as the commands of the README share a port.
+PYTEST = pytest -n 2 --dist loadfile
+
 test: $(VENV)/installed lint
-	pytest
+	$(PYTEST)
 
 test-full: $(VENV)/installed lint
-	pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 lint: $(VENV)/installed
 	ruff check .

@@ -38,7 +38,7 @@ def start(config: RunConfig) -> Accelerator:
         UsageError: the config asks for what this machine or Accelerate cannot do.
     """
     _quiet()
-    _check_launch(config)
+    _check_launch()
     _set_num_threads()
     rehearses = not _has_gpu()
     if rehearses:
@@ -122,7 +122,7 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _check_launch(config: RunConfig) -> None:
+def _check_launch() -> None:
     """What can be known to be wrong before the processes meet. Raises UsageError."""
     launched = "LOCAL_RANK" in os.environ
     if not launched and _world_size() > 1:
@@ -180,7 +180,6 @@ def _check_deepspeed() -> None:
             raise UsageError(
                 f"DeepSpeed compiles a part of itself on first use and needs {package}: no {program} found"
             )
-
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         raise UsageError(
