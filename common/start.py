@@ -166,8 +166,9 @@ def check_num_gpus(num_processes: int, num_gpus: int) -> None:
 
 
 def _check_deepspeed() -> None:
-    if find_spec("deepspeed") is None:
-        raise UsageError("this config needs deepspeed: type pip install 'accelerate-recipes[deepspeed]'")
+    for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads the latter's version
+        if find_spec(package) is None:
+            raise UsageError(f"this config needs {package}: type pip install 'accelerate-recipes[deepspeed]'")
     offloads = "cpu" in (
         os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
         os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
