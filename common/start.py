@@ -168,7 +168,7 @@ def check_num_gpus(num_processes: int, num_gpus: int) -> None:
 def _check_deepspeed() -> None:
     for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads the latter's version
         if find_spec(package) is None:
-            raise UsageError(f"this config needs {package}: type pip install 'accelerate-recipes[deepspeed]'")
+            raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
     offloads = "cpu" in (
         os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
         os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),

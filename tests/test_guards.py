@@ -197,7 +197,7 @@ def test_missing_deepspeed(tmp_path: Path) -> None:
     env = {"PYTHONPATH": f"{links}{os.pathsep}{ROOT}", "ACCELERATE_USE_DEEPSPEED": "true"}
     run = execute([sys.executable, "-S", str(ROOT / MNIST)], tmp_path, tmp_path, env)
     assert run.exit_code == 2
-    assert "type pip install 'accelerate-recipes[deepspeed]'" in refused(run)
+    assert "type pip install -e '.[deepspeed]'" in refused(run)
 
 
 def test_missing_compiler(tmp_path: Path) -> None:
