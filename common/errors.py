@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
@@ -25,11 +26,25 @@ class NonFiniteError(RunError):
     exit_code = 3
 
 
-def first_failure(error: BaseException) -> tuple[bool, int, str]:
+@dataclass(frozen=True)
+class Failure:
+    """How a run failed: the process of this machine that was first, its exit code and its line."""
+
+    pid: int
+    exit_code: int
+    line: str
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process was the first."""
+        return self.pid == os.getpid()
+
+
+def first_failure(error: BaseException) -> Failure:
     """Claims to be the first process of this machine that fails, as the others mostly fail because it did.
 
     Returns:
-        (whether this process was the first, exit code and line of the one that was)
+        What the first process claimed, this one or another.
     """
     if isinstance(error, RunError):
         exit_code, line = error.exit_code, f"{error.label}: {error}"
@@ -37,18 +52,17 @@ def first_failure(error: BaseException) -> tuple[bool, int, str]:
         exit_code, line = 130, "interrupted"
     else:
         exit_code, line = 1, f"{type(error).__name__}: {error}"
-    mine = (True, exit_code, line)
+    mine = Failure(os.getpid(), exit_code, line)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <one folder per attempt>/<local rank>/error.json
     if error_file is None:
         return mine
     claim = Path(error_file).parents[1] / "first_failure.json"
     own = claim.with_name(f"failure_{os.getpid()}.json")
     try:
-        own.write_text(json.dumps([os.getpid(), exit_code, line]))
+        own.write_text(json.dumps(asdict(mine)))
         os.link(own, claim)  # unlike a rename, fails where another process was before
     except FileExistsError:
-        pid, *first = json.loads(claim.read_text())
-        return (pid == os.getpid(), *first)
+        return Failure(**json.loads(claim.read_text()))
     except OSError:
         pass
     return mine

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.errors import NonFiniteError, UsageError, first_failure
+from common.errors import Failure, NonFiniteError, UsageError, first_failure
 from common.plan import Plan
 from common.start import parallelism, precision
 from common.step import StepResult
@@ -65,7 +65,7 @@ class Recorder:
     """Sums up what the steps give, and writes and shows it when a record is due.
 
     Between records nothing is read from the device. Records and the run card are written by the
-    main process.
+    main process; the failure of another also by that one.
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan, first_step: int):
@@ -89,7 +89,8 @@ class Recorder:
                     shutil.rmtree(self.path / leftover, ignore_errors=True)
             self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)
             self._metrics.writelines(kept)
-        self._write_card("running", None)
+            self._write_card({"status": "running", "exit_code": None, "error": None})
+        self.accelerator.wait_for_everyone()  # whichever process fails finds the card
         terminal = self.accelerator.is_main_process and sys.stderr.isatty()
         self._bar = tqdm(total=self.plan.num_steps, initial=self.first_step, unit="step") if terminal else None
         return self
@@ -101,11 +102,10 @@ class Recorder:
             self._bar.close()
         if self.accelerator.is_main_process:
             self._metrics.close()
-        if error is None:
-            self._write_card("done", 0)
-        else:  # that another process failed first, shows here as a broken connection
-            _, exit_code, line = first_failure(error)
-            self._write_card("failed", exit_code, line)
+            if error is None:
+                self._write_card({"status": "done", "exit_code": 0, "error": None})
+        if error is not None:  # that another process failed first, shows here as a broken connection
+            self._fail_card(first_failure(error))
 
     def add(self, result: StepResult) -> None:
         """Takes in one optimizer step."""
@@ -197,29 +197,38 @@ class Recorder:
             return 1
         return json.loads(path.read_text()).get("attempt", 0) + 1
 
-    def _write_card(self, status: str, exit_code: int | None, error: str | None = None) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        card = {
-            "status": status,
-            "exit_code": exit_code,
-            "error": error,
-            "attempt": self.attempt,
-            "command": " ".join(sys.argv),
-            "config": dataclasses.asdict(self.plan.config),
-            "parallelism": parallelism(self.accelerator),
-            "precision": precision(self.accelerator),
-            "num_processes": self.accelerator.num_processes,
-            "threads_per_process": torch.get_num_threads(),
-            "micro_batch_size": self.plan.micro_batch_size,
-            "gradient_accumulation_steps": self.plan.accumulation,
-            "num_steps": self.plan.num_steps,
-            "skipped_steps": self.num_skipped,
-            "last_metrics": self.last_metrics,
-            "wall_seconds": round(time.perf_counter() - self._started, 2),
-            **self._facts,
-        }
-        part = self.path / "run.json.part"
+    def _fail_card(self, failure: Failure) -> None:
+        ending = {"status": "failed", "exit_code": failure.exit_code, "error": failure.line}
+        if self.accelerator.is_main_process:
+            self._write_card(ending)
+        elif failure.is_mine:
+            # The launcher ends the main process as soon as it sees this one gone: it may not come to write.
+            card = json.loads((self.path / "run.json").read_text())
+            self._replace_card(card | ending)
+
+    def _write_card(self, status: dict[str, Any]) -> None:
+        self._replace_card(
+            {
+                **status,
+                "attempt": self.attempt,
+                "command": " ".join(sys.argv),
+                "config": dataclasses.asdict(self.plan.config),
+                "parallelism": parallelism(self.accelerator),
+                "precision": precision(self.accelerator),
+                "num_processes": self.accelerator.num_processes,
+                "threads_per_process": torch.get_num_threads(),
+                "micro_batch_size": self.plan.micro_batch_size,
+                "gradient_accumulation_steps": self.plan.accumulation,
+                "num_steps": self.plan.num_steps,
+                "skipped_steps": self.num_skipped,
+                "last_metrics": self.last_metrics,
+                "wall_seconds": round(time.perf_counter() - self._started, 2),
+                **self._facts,
+            }
+        )
+
+    def _replace_card(self, card: dict[str, Any]) -> None:
+        part = self.path / f"run.json.{os.getpid()}"
         part.write_text(json.dumps(card, indent=2) + "\n")
         part.rename(self.path / "run.json")  # a reader never meets half a card
 

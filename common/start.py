@@ -77,24 +77,26 @@ class _ReportedErrors(ErrorHandler):
     traceback of ours; a bug keeps its traceback."""
 
     def record_exception(self, e: BaseException) -> None:
-        is_first, _, line = first_failure(e)
-        if is_first and not isinstance(e, RunError):
+        failure = first_failure(e)
+        if failure.is_mine and not isinstance(e, RunError):
             super().record_exception(e)
         elif error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+            extra = {"py_callstack": failure.line, "timestamp": str(int(time.time()))}
+            Path(error_file).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": extra}}))
 
 
 def _end(error: BaseException) -> NoReturn:
-    is_first, exit_code, line = first_failure(error)
+    failure = first_failure(error)
     sys.stdout.flush()
-    if is_first:
+    if failure.is_mine:
         is_ours = isinstance(error, RunError | KeyboardInterrupt)
-        print(line if is_ours else "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(1)  # as soon as one process ends, torchrun ends the others: let the first write its run card
+        print(failure.line if is_ours else "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    else:
+        # As soon as one process ends, torchrun ends the others: let the first say what happened.
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(failure.pid).wait(timeout=10)
     # Not sys.exit: to take down the process group here would wait for processes that may wait for us.
-    os._exit(exit_code)
+    os._exit(failure.exit_code)
 
 
 def _quiet() -> None:

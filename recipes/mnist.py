@@ -1,4 +1,4 @@
-"""Classify images: handwritten digits with a small convolutional net (34,000 weights).
+"""Classify images: handwritten digits with a small convolutional net (30,000 weights).
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py
 
@@ -7,7 +7,7 @@ files, or parquet) and any image-classification set of the Hub go in by name. Ex
 digits after a few seconds and 99.2 % on MNIST after half a minute, on two CPU cores:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --data path/to/mnist \\
-        --epochs 2 --batch_size 128 --learning_rate 1e-2 --warmup_steps 180
+        --epochs 2 --batch_size 96 --learning_rate 1e-2 --warmup_steps 180 --eval_every 1250
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --data ylecun/mnist
 """
 
@@ -36,18 +36,29 @@ class Config(RunConfig):
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
 
 
+class PooledConv(nn.Conv2d):
+    """Convolution and 2 x 2 mean pooling in one, by pooling the kernel: 2.25 times fewer operations."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = F.pad(self.weight, (1, 1, 1, 1))
+        columns = rows[..., 1:, :] + rows[..., :-1, :]
+        kernel = (columns[..., 1:] + columns[..., :-1]) / 4
+        return F.conv2d(images, kernel, self.bias, stride=2, padding=self.padding)
+
+
 class Block(nn.Module):
-    """Convolution and max pooling, normalisation, ReLU; halves height and width."""
+    """Pooled convolution, normalisation, SiLU; halves height and width."""
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
-        self.convolution = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1)
+        # Smooth throughout: max pooling and ReLU turn a rounding difference, as between numbers of
+        # processes, into another choice now and then, and that into another run.
+        self.convolution = PooledConv(in_channels, out_channels, kernel_size=3, padding=1)
         # Not BatchNorm: it sees one process's samples, so its result depends on the number of processes.
         self.norm = nn.GroupNorm(8, out_channels)
 
     def forward(self, images: Tensor) -> Tensor:
-        # Pooling first leaves a quarter of the work to the norm; ceil_mode lets small images through.
-        return F.relu(self.norm(F.max_pool2d(self.convolution(images), 2, ceil_mode=True)))
+        return F.silu(self.norm(self.convolution(images)))
 
 
 class ConvNet(nn.Module):
@@ -59,12 +70,12 @@ class ConvNet(nn.Module):
         super().__init__()
         stride = 2 if min(image_shape[1:]) > 16 else 1  # tiny images have no pixels to lose
         self.stem = nn.Conv2d(image_shape[0], 16, kernel_size=5, stride=stride, padding=2)
-        self.blocks = nn.Sequential(nn.GroupNorm(8, 16), nn.ReLU(), Block(16, 32), Block(32, 64))
+        self.blocks = nn.Sequential(nn.GroupNorm(8, 16), nn.SiLU(), Block(16, 32), Block(32, 64))
         num_features = self.blocks(self.stem(torch.zeros(1, *image_shape))).numel()
         self.head = nn.Linear(num_features, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        # Channels last in memory: the order in which CPUs and tensor cores convolve and pool fastest.
+        # Channels last in memory: the order in which CPUs and tensor cores convolve fastest.
         features = self.stem(images).contiguous(memory_format=torch.channels_last)
         return self.head(self.blocks(features).flatten(1))
 
