@@ -31,7 +31,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from common.config import RunConfig
-from common.data import Batch, ImageDataset
+from common.data import Batch
+from common.images import ImageDataset
 from common.loop import fit
 
 MAX_NORM = 1.0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# Reads the digits as common.data does, without importing scikit-learn: data imports are left out.
+# Reads the digits as common.images does, without importing scikit-learn: data imports are left out.
 RAW = """
 import gzip, os, sys
 from importlib.util import find_spec

@@ -1,8 +1,10 @@
 """The shared loop of the recipes: `start`, `fit`, `evaluate`, `run` and the config they take."""
 
+from common.checkpoint import load_exported
 from common.config import RunConfig, flag
 from common.errors import UsageError
 from common.loop import evaluate, fit
+from common.optimizer import parameter_groups
 from common.start import run, start
 
-__all__ = ["RunConfig", "UsageError", "evaluate", "fit", "flag", "run", "start"]
+__all__ = ["RunConfig", "UsageError", "evaluate", "fit", "flag", "load_exported", "parameter_groups", "run", "start"]

@@ -119,6 +119,11 @@ def export_model(trainer: Trainer, folder: Path) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
+def load_exported(output_dir: str | Path) -> dict[str, Tensor]:
+    """{name: tensor} of the model that `export_model` wrote."""
+    return load_file(Path(output_dir) / "model" / "model.safetensors")
+
+
 def full_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor on the CPU) of parameters and saved buffers, in the main process.
 

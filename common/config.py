@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import json
 import math
 import os
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from common.errors import UsageError
+from common.schedule import SCHEDULES
 
 
 def flag(default: Any, help: str, minimum: float | None = None, above: float | None = None) -> Any:
@@ -43,10 +45,11 @@ class RunConfig:
     )
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
     warmup_steps: int = flag(0, "optimizer steps over which the learning rate rises to its peak", minimum=0)
-    lr_schedule: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "course of the learning rate after warm-up; linear and cosine end at zero"
+    lr_schedule: Literal[SCHEDULES] = flag(
+        "constant",
+        "course of the learning rate after warm-up; wsd falls over the last fifth, one_cycle also rises by itself",
     )
-    weight_decay: float = flag(0.0, "decoupled weight decay", minimum=0)
+    weight_decay: float = flag(0.0, "weight decay, of weights that multiply: no biases, norms, embeddings", minimum=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0 does not clip", minimum=0)
     seed: int = flag(0, "seed of the weights, the order of the samples and all random numbers", minimum=0)
     num_workers: int = flag(0, "processes that load data, per training process; for sets that decode", minimum=0)
@@ -60,6 +63,13 @@ class RunConfig:
         None, "'latest' (the newest in output_dir, a fresh start if there is none) or the path of one checkpoint"
     )
     overwrite_output_dir: bool = flag(False, "start over where checkpoints of an earlier run lie")
+    report_to: str = flag(
+        "", "trackers, joined by commas: tensorboard, trackio, wandb, ... (all that Accelerate knows)"
+    )
+    profile: bool = flag(False, "trace 3 steps with torch's profiler, to <output_dir>/profile/")
+    repeat: str | None = flag(
+        None, "run card (run.json) of an earlier run whose flags to repeat; others given here win"
+    )
 
     def validate(self) -> None:
         """Raises UsageError for a value out of range."""
@@ -96,10 +106,27 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
     """
     script = Path(sys.argv[0]).stem or "recipe"
     parser = _Parser(config_class, script)
-    config = config_class(**parser.parse(sys.argv[1:] if arguments is None else arguments))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    values = parser.parse(arguments)
+    if values.get("repeat"):
+        values = parser.parse([*_flags_of_run(values["repeat"]), *arguments])
+    config = config_class(**values)
     config.output_dir = config.output_dir or f"outputs/{script}"
     config.validate()
     return config
+
+
+# What belongs to one run and not to what it computes.
+_NOT_REPEATED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "repeat")
+
+
+def _flags_of_run(card: str) -> list[str]:
+    try:
+        config = json.loads(Path(card).read_text())["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"--repeat {card} is no run card: type the path of the run.json of an earlier run") from None
+    given = {name: value for name, value in config.items() if name not in _NOT_REPEATED and value not in (None, False)}
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
 
 
 class _Parser(argparse.ArgumentParser):

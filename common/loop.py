@@ -13,6 +13,7 @@ from common.checkpoint import export_model, find_checkpoint, save_checkpoint
 from common.config import RunConfig
 from common.data import batches, check_dataset
 from common.plan import Plan
+from common.profile import profile
 from common.record import OutputDir, Recorder
 from common.schedule import learning_rate_factor
 from common.step import ForwardStep, prepare
@@ -70,7 +71,10 @@ def fit(
         stream = batches(train_set, plan.micro_batches(first_step), accelerator.device, config.num_workers)
         metrics: Metrics = {}
         trainer.model.train()
-        with Recorder(accelerator, plan, first_step) as recorder:
+        with (
+            Recorder(accelerator, plan, first_step) as recorder,
+            profile(accelerator, plan, plan.num_steps - first_step) as step_profiler,
+        ):
             for step in range(first_step, plan.num_steps):
                 # A step that the loss scaler skips does not advance the schedule.
                 position = step - recorder.num_skipped
@@ -79,6 +83,7 @@ def fit(
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 result = trainer.step(micro_batches, wants_norm=plan.logs(step))
                 recorder.add(result)
+                step_profiler()
                 if plan.logs(step):
                     recorder.training(step, learning_rate, result)
                 elif plan.evaluates(step) or plan.saves(step):

@@ -77,12 +77,14 @@ class Recorder:
         self._weights: list[torch.Tensor | float] = []
         self._num_steps = 0
         self._seconds = 0.0
+        self._line: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         self._started = self._resumed = time.perf_counter()
         self.attempt = self._attempt()
         if self.accelerator.is_main_process:
             self._facts = {"versions": _versions(), "git_commit": _git_commit(), "hardware": _hardware()}
+            self._start_trackers()
             kept = self._records_up_to(self.first_step)
             if self.first_step == 0:
                 for leftover in ("checkpoints", "model"):
@@ -104,6 +106,7 @@ class Recorder:
             self._metrics.close()
             if error is None:
                 self._write_card({"status": "done", "exit_code": 0, "error": None})
+            self._finish_trackers()
         if error is not None:  # that another process failed first, shows here as a broken connection
             self._fail_card(first_failure(error))
 
@@ -134,7 +137,7 @@ class Recorder:
         }
         self._losses, self._weights, self._num_steps, self._seconds = [], [], 0, 0.0
         self._write(record)
-        self._show(record)
+        self._show(record, ends_line=not self.plan.evaluates(step))
         self.resume()
 
     def check_finite(self, step: int, result: StepResult) -> tuple[float, float | None]:
@@ -173,17 +176,40 @@ class Recorder:
             # JSON has no infinity, which a metric may well be.
             finite = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
             self._metrics.write(json.dumps(finite) + "\n")
+            numbers = {name: value for name, value in record.items() if value is not None and name != "step"}
+            self.accelerator.log(numbers, step=record["step"])
 
-    def _show(self, record: dict[str, Any]) -> None:
+    def _show(self, record: dict[str, Any], ends_line: bool = True) -> None:
         numbers = {name: _short(value) for name, value in record.items() if value is not None and name != "step"}
         if self._bar is None:
-            line = "  ".join(f"{name} {value}" for name, value in numbers.items())
-            if self.accelerator.is_main_process:
+            self._line |= numbers
+            if ends_line and self.accelerator.is_main_process:
+                line = "  ".join(f"{name} {value}" for name, value in self._line.items())
                 print(f"step {record['step']}/{self.plan.num_steps}  {line}", flush=True)
+                self._line = {}
         elif "train/loss" in record:
             self._bar.set_postfix_str(f"loss {numbers['train/loss']}, {numbers['samples_per_second']} samples/s")
         else:
             self._bar.write(f"step {record['step']}: " + "  ".join(f"{k} {v}" for k, v in numbers.items()))
+
+    def _start_trackers(self) -> None:
+        config = dataclasses.asdict(self.plan.config) | self._facts["versions"]
+        config |= {"parallelism": parallelism(self.accelerator), "precision": precision(self.accelerator)}
+        config = {name: "" if value is None else value for name, value in config.items()}
+        try:
+            self.accelerator.init_trackers(Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(self.path)}})
+        except Exception as error:  # each tracker has its own kinds
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            advice = " (without a network: WANDB_MODE=offline)" if "wandb" in self.plan.config.report_to else ""
+            raise UsageError(f"--report_to {self.plan.config.report_to} did not start: {reason}{advice}") from None
+
+    def _finish_trackers(self) -> None:
+        last = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}
+        last |= {"wall_seconds": time.perf_counter() - self._started, "skipped_steps": self.num_skipped}
+        summary = {f"summary/{name}": value for name, value in last.items()}
+        self.accelerator.log(summary, step=self.last_metrics.get("step"))
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def _records_up_to(self, step: int) -> list[str]:
         path = self.path / "metrics.jsonl"

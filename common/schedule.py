@@ -2,26 +2,48 @@
 
 import math
 
+SCHEDULES = ("constant", "linear", "cosine", "wsd", "one_cycle")
+DECAY_SHARE = 0.2  # of the run, at the end of wsd
+RISE_SHARE = 0.3  # of the run, at the start of one_cycle
+START_FACTOR, END_FACTOR = 1 / 25, 1 / 25e4  # of the peak, one_cycle
+
 
 def learning_rate_factor(schedule: str, step: int, num_steps: int, warmup_steps: int) -> float:
     """The share of the peak learning rate that optimizer step `step` uses.
 
     Warm-up rises linearly and reaches the peak at step `warmup_steps`. `linear` and `cosine` then
     fall so that they would reach zero at step `num_steps`, the first one not taken: no step is
-    spent on a rate of zero.
+    spent on a rate of zero. `wsd` (warm-up, stable, decay: Hu et al. 2024, MiniCPM) stays at the
+    peak and falls linearly over the last fifth of the run. `one_cycle` (Smith and Topin 2017, as
+    torch's OneCycleLR without its cycle of momentum) rises along a cosine from 1/25 of the peak,
+    for `warmup_steps` or, where that is 0, 30 % of the run, and falls along another to nearly zero.
 
     Args:
-        schedule: "constant", "linear" or "cosine".
+        schedule: one of `SCHEDULES`.
         step: optimizer steps already taken, from 0 to num_steps - 1.
         num_steps: optimizer steps of the whole run.
         warmup_steps: steps below the peak at the start.
     """
+    if schedule == "one_cycle":
+        return _one_cycle(step, num_steps, warmup_steps or RISE_SHARE * num_steps - 1)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    left = (num_steps - step) / max(1, num_steps - warmup_steps)
     if schedule == "linear":
-        return 1 - progress
+        return left
     if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
+        return 0.5 * (1 - math.cos(math.pi * left))
+    if schedule == "wsd":
+        return min(1.0, (num_steps - step) / (DECAY_SHARE * num_steps))
     assert schedule == "constant", schedule
     return 1.0
+
+
+def _one_cycle(step: int, num_steps: int, peak: float) -> float:
+    if step <= peak:
+        return _along_cosine(START_FACTOR, 1.0, step / peak)
+    return _along_cosine(1.0, END_FACTOR, (step - peak) / max(1, num_steps - 1 - peak))
+
+
+def _along_cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -19,7 +19,7 @@ from typing import NoReturn
 import psutil
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, LoggerType, ProjectConfiguration, set_seed
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
@@ -39,12 +39,17 @@ def start(config: RunConfig) -> Accelerator:
     """
     _quiet()
     _check_launch()
+    trackers = _trackers(config)
     _set_num_threads()
     rehearses = not _has_gpu()
     if rehearses:
         _prepare_rehearsal()
     try:
-        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+        accelerator = Accelerator(
+            log_with=trackers,
+            project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
     except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
     _check_applied(accelerator)
@@ -155,6 +160,17 @@ def _check_launch() -> None:
         raise UsageError("fsdp_version: 1 in the config file: type fsdp_version: 2 there")
     if _uses_deepspeed():
         _check_deepspeed()
+
+
+def _trackers(config: RunConfig) -> list[str]:
+    known = [name for name in LoggerType.list() if name != "all"]
+    names = [name.strip() for name in config.report_to.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--report_to {name}: no such tracker; type one of {', '.join(sorted(known))}")
+        if find_spec(name) is None:  # Accelerate would leave it out without a word
+            raise UsageError(f"--report_to {name} needs {name}: type pip install {name.replace('_', '-')}")
+    return names
 
 
 def check_num_gpus(num_processes: int, num_gpus: int) -> None:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common import RunConfig, fit, flag, run, start
-from common.data import Batch, load_images
+from common import RunConfig, fit, flag, parameter_groups, run, start
+from common.data import Batch
+from common.images import load_images
 
 
 @dataclass(kw_only=True)
@@ -107,7 +108,7 @@ def main(config: Config) -> None:
     network = {"cnn": ConvNet, "mlp": MLP}[config.model]
     model = network(train_set.image_shape, train_set.num_classes)
     optimizer_class = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
-    optimizer = optimizer_class(model.parameters(), config.learning_rate, weight_decay=config.weight_decay)
+    optimizer = optimizer_class(parameter_groups(model, config.weight_decay), config.learning_rate)
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config)
 
 

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from common.data import load_images
+from common.images import load_images
 from launching import ROOT, environment, execute, launch
 from small_mnist import write_mnist
 

@@ -34,6 +34,8 @@ def test_readme_command(tmp_path: Path, command: str) -> None:
     for folder in ("recipes", "accelerate_configs", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     write_mnist(tmp_path / "path" / "to" / "mnist")
+    rows = [f"{x},{x * x % 7},{x + 1}" for x in range(100)]
+    (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
     words = shlex.split(command)
     env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     run = execute([word for word in words if not re.match(r"[A-Z_]+=", word)], tmp_path, tmp_path / "outputs", env)
@@ -74,7 +76,8 @@ def test_loop_names_no_parallelism() -> None:
 
 
 def test_imports_of_common_point_one_way() -> None:
-    layers = ["loop", "checkpoint", "record", "step", "data", "start", "plan", "schedule", "config", "errors"]
+    top = ["loop", "checkpoint", "record", "step", "images", "tables", "data", "profile", "start"]
+    layers = [*top, "plan", "config", "optimizer", "schedule", "errors"]
     modules = {path.stem: path for path in (ROOT / "common").glob("*.py") if path.stem != "__init__"}
     assert modules.keys() == set(layers)
     for name, path in modules.items():

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from small_mnist import write_idx, write_mnist
 
 MNIST = "recipes/mnist.py"
 MISFIT = "tests/scripts/misfit.py"
+LINEAR = runpy.run_path(str(ROOT / "recipes/linear_regression.py"))
+LinearConfig, load_table = LINEAR["Config"], LINEAR["load_table"]
 
 
 def refused(run: Run) -> str:
@@ -76,6 +79,7 @@ def test_sizes_that_do_not_fit_together(tmp_path: Path, arguments: str, expected
         ("--epoch 2", "--epoch: no such flag; did you mean --epochs?"),
         ("--seed 3000000000", "--seed 3000000000: expected less than 2147483648"),
         ("stray", "stray: no such flag; --help lists them"),
+        ("--repeat nowhere/run.json", "--repeat nowhere/run.json is no run card"),
     ],
 )
 def test_command_line(arguments: str, expected: str) -> None:
@@ -96,6 +100,8 @@ def test_command_line_takes_dashes_and_underscores() -> None:
         ("--data some-owner/some-set", "--data digits for the embedded set, or --data FOLDER for local"),
         ("--output_dir /dev/null/run", "--output_dir /dev/null/run cannot be written (Not a directory)"),
         ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no checkpoint there; type latest"),
+        ("--report_to aim", "--report_to aim needs aim: type pip install aim"),
+        ("--report_to paper", "--report_to paper: no such tracker; type one of aim, "),
     ],
 )
 def test_one_process_alone(tmp_path: Path, arguments: str, expected: str) -> None:
@@ -103,12 +109,36 @@ def test_one_process_alone(tmp_path: Path, arguments: str, expected: str) -> Non
     assert not list(tmp_path.glob("outputs/*/run.json")), "a mistake at the door writes nothing"
 
 
+@pytest.mark.parametrize(
+    ("content", "arguments", "expected"),
+    [
+        ("a,b\n1,2\n3,4\n", "", "needs --target, the column to predict: type one of a, b"),
+        ("a,b\n1,2\n3,4\n", "--target c", "--target c: no such column in"),
+        ("a,b\n1,2\n3,nan\n", "--target a", "column b, row 2 below the header: expected a number, got 'nan'"),
+        ("a,b\n1,2\nred,4\n", "--target b", "column a, row 2 below the header: expected a number, got 'red'"),
+        ("a,b\n1,2\n3,\n", "--target a", "column b, row 2 below the header: expected a number, got ''"),
+        ("a,b\n1,2\n1,3\n", "--target a", "--target a has the same value in each row"),
+        ("a,b\n", "--target a", "has 0 rows and 2 columns"),
+        ("", "--target a", "cannot be read as CSV"),
+        (b"\x89PNG\x00\xff\xfe", "--target a", "cannot be read as CSV"),
+        (None, "--target a", "cannot be read as CSV (No such file or directory)"),
+    ],
+)
+def test_tables(tmp_path: Path, content: str | bytes | None, arguments: str, expected: str) -> None:
+    path = tmp_path / "file.csv"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    config = parse(LinearConfig, ["--data", str(path), *arguments.split()])
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        load_table(config)
+
+
 def test_help_explains_each_flag_once(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "ddp", MNIST, "--help")
     assert run.stdout.count("usage: mnist.py") == 1
     for field in dataclasses.fields(RunConfig):
         assert re.search(rf"  --{field.name}\b[^\n]*\s+\w+", run.stdout), field.name
-    assert "(default: digits)" in run.stdout and "{constant,linear,cosine}" in run.stdout
+    assert "(default: digits)" in run.stdout and "{constant,linear,cosine,wsd,one_cycle}" in run.stdout
 
 
 def test_output_dir_that_only_the_main_process_finds_unwritable(tmp_path: Path) -> None:

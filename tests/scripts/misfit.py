@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from common import RunConfig, UsageError, fit, flag, run, start
-from common.data import Batch, ImageDataset
+from common.data import Batch
+from common.images import ImageDataset
 
 CASES = ("none", "iterable", "batch_norm", "nan", "crash", "one_process", "late", "frozen")
 
