@@ -122,11 +122,12 @@ _NOT_REPEATED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint",
 
 def _flags_of_run(card: str) -> list[str]:
     try:
-        config = json.loads(Path(card).read_text())["config"]
-    except (OSError, ValueError, KeyError, TypeError):
+        config = json.loads(Path(card).read_text())["config"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no such file, not JSON, or other JSON
         raise UsageError(f"--repeat {card} is no run card: type the path of the run.json of an earlier run") from None
-    given = {name: value for name, value in config.items() if name not in _NOT_REPEATED and value not in (None, False)}
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
+    # 0 is a value, though it equals False; a flag without a value is left out to say no.
+    given = [(name, value) for name, value in config if name not in _NOT_REPEATED and value is not None]
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given if value is not False]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -72,8 +72,9 @@ def fit(
         metrics: Metrics = {}
         trainer.model.train()
         with (
-            Recorder(accelerator, plan, first_step) as recorder,
+            # First, as it may refuse, and the recorder clears what an earlier run left behind.
             profile(accelerator, plan, plan.num_steps - first_step) as step_profiler,
+            Recorder(accelerator, plan, first_step) as recorder,
         ):
             for step in range(first_step, plan.num_steps):
                 # A step that the loss scaler skips does not advance the schedule.

@@ -87,6 +87,13 @@ def test_command_line(arguments: str, expected: str) -> None:
         parse(RunConfig, arguments.split())
 
 
+@pytest.mark.parametrize("content", ["no JSON", "3", "[]", "{}", '{"config": 3}'])
+def test_repeat_of_what_is_no_run_card(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UsageError, match=r"run\.json is no run card"):
+        parse(RunConfig, ["--repeat", str(tmp_path / "run.json")])
+
+
 def test_command_line_takes_dashes_and_underscores() -> None:
     config = parse(RunConfig, ["--batch-size=8", "--max_steps", "3", "--overwrite-output-dir"])
     assert (config.batch_size, config.max_steps, config.overwrite_output_dir) == (8, 3, True)

@@ -59,8 +59,16 @@ def test_profile_traces_three_steps_of_each_process(tmp_path: Path) -> None:
         assert "aten::linear" in names and any("allreduce" in name for name in names)
 
 
+def test_too_few_steps_for_a_trace_lose_nothing(tmp_path: Path) -> None:
+    first = launch(tmp_path / "run", "single", LINEAR, "--max_steps 3")
+    second = launch(tmp_path / "run", "single", LINEAR, "--max_steps 3 --profile", succeeds=False)
+    assert "error: --profile needs 6 steps, there are 3: type --max_steps" in second.stderr
+    assert second.card == first.card and second.weights.keys() == {"weight", "bias"}
+
+
 def test_run_card_repeats_the_run(tmp_path: Path) -> None:
-    first = launch(tmp_path / "first", "ddp", LINEAR, f"{SHORT} --seed 3 --learning_rate 0.02 --micro_batch_size 16")
+    arguments = f"{SHORT} --seed 3 --learning_rate 0.02 --micro_batch_size 16 --momentum 0"
+    first = launch(tmp_path / "first", "ddp", LINEAR, arguments)
     again = launch(tmp_path / "again", "ddp", LINEAR, f"--repeat {first.output_dir / 'run.json'}")
     assert losses(again) == losses(first) and len(losses(first)) == 4
     assert again.card["gradient_accumulation_steps"] == 2
