@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -26,17 +27,37 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from common.config import RunConfig
 from common.data import Batch
 from common.images import ImageDataset
 from common.loop import fit
+from common.step import ForwardStep
+from common.text import TokenDataset
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3
+
+
+@dataclass
+class Task:
+    """The same training for each loop: ours takes `dataset` and `forward_step`, the others tensors and `loss`."""
+
+    title: str
+    make_model: Callable[[], nn.Module]
+    dataset: Dataset
+    forward_step: ForwardStep
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    batch_size: int
+    steps_share: int  # of --steps
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All inputs and labels."""
+        return tuple(self.dataset.__getitems__(list(range(len(self.dataset)))).values())
 
 
 def mlp() -> nn.Module:
@@ -46,10 +67,21 @@ def mlp() -> nn.Module:
 
 def cnn() -> nn.Module:
     """The net of recipes/mnist.py."""
+    return recipe("mnist")["ConvNet"]((1, 28, 28), 10)
+
+
+def transformer() -> nn.Module:
+    """The net of recipes/transformer.py, which returns losses."""
+    from common.language_models import with_losses
+
+    module = recipe("transformer")
+    return with_losses(module["build"](module["Config"]())[0])
+
+
+def recipe(name: str) -> dict:
     import runpy
 
-    recipe = runpy.run_path(str(Path(__file__).parents[1] / "recipes" / "mnist.py"))
-    return recipe["ConvNet"]((1, 28, 28), 10)
+    return runpy.run_path(str(Path(__file__).parents[1] / "recipes" / f"{name}.py"))
 
 
 def images(num_samples: int) -> ImageDataset:
@@ -59,8 +91,41 @@ def images(num_samples: int) -> ImageDataset:
     return ImageDataset(pixels, torch.randint(0, 10, (num_samples,), generator=generator), num_classes=10)
 
 
-def as_tensors(dataset: ImageDataset) -> TensorDataset:
-    return TensorDataset(dataset.images.float() / 255, dataset.labels)
+def text(num_samples: int, context: int) -> TokenDataset:
+    """Random bytes."""
+    tokens = torch.randint(0, 256, (num_samples * context + 1,), generator=torch.Generator().manual_seed(0))
+    return TokenDataset(tokens, context, drop_last=True)
+
+
+def classify(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The `forward_step` of recipes/mnist.py."""
+    logits = model(batch["image"])
+    return {
+        "loss": F.cross_entropy(logits, batch["label"], reduction="none"),
+        "accuracy": (logits.argmax(-1) == batch["label"]).float(),
+    }
+
+
+def classification_loss(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(pixels), labels)
+
+
+def tasks() -> list[Task]:
+    """What is measured."""
+    pictures = images(4096)
+    return [
+        Task("784-10-10-10, batch 32", mlp, pictures, classify, classification_loss, 32, 1),
+        Task("CNN, batch 128", cnn, pictures, classify, classification_loss, 128, 10),
+        Task(
+            "transformer, batch 12 of 64 tokens",
+            transformer,
+            text(4096, 64),
+            lambda model, batch: {"loss": model(batch["tokens"], batch["labels"])},
+            lambda model, tokens, labels: model(tokens, labels).mean(),
+            12,
+            20,
+        ),
+    ]
 
 
 class Clock:
@@ -79,13 +144,13 @@ class Clock:
             self.seconds = (time.perf_counter() - self.started) / (self.num_steps - self.warmup)
 
 
-def train_raw(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
+def train_raw(model: nn.Module, task: Task, clock: Clock) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
-    loader = DataLoader(as_tensors(dataset), batch_size, shuffle=True, drop_last=True)
+    loader = DataLoader(TensorDataset(*task.tensors), task.batch_size, shuffle=True, drop_last=True)
     while True:
-        for pixels, labels in loader:
+        for inputs, labels in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(pixels), labels)
+            loss = task.loss(model, inputs, labels)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
@@ -94,15 +159,15 @@ def train_raw(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: C
                 return
 
 
-def train_accelerate(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
+def train_accelerate(model: nn.Module, task: Task, clock: Clock) -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
-    loader = DataLoader(as_tensors(dataset), batch_size, shuffle=True, drop_last=True)
+    loader = DataLoader(TensorDataset(*task.tensors), task.batch_size, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     while True:
-        for pixels, labels in loader:
+        for inputs, labels in loader:
             with accelerator.accumulate(model):
-                loss = F.cross_entropy(model(pixels), labels)
+                loss = task.loss(model, inputs, labels)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -113,37 +178,36 @@ def train_accelerate(model: nn.Module, dataset: ImageDataset, batch_size: int, c
                 return
 
 
-def train_trainer(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
+def train_trainer(model: nn.Module, task: Task, clock: Clock) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Classifier(nn.Module):
+    class WithLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net = model
 
-        def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            logits = self.net(pixels)
-            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+        def forward(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            return {"loss": task.loss(self.net, inputs, targets)}
 
     class Tick(TrainerCallback):
         def on_step_end(self, *args: object, **kwargs: object) -> None:
             clock.tick()
 
-    class Samples(torch.utils.data.Dataset):
+    class Samples(Dataset):
         def __init__(self) -> None:
-            self.pixels, self.labels = as_tensors(dataset).tensors
+            self.inputs, self.targets = task.tensors
 
         def __len__(self) -> int:
-            return len(self.labels)
+            return len(self.targets)
 
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            return {"pixels": self.pixels[index], "labels": self.labels[index]}
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"inputs": self.inputs[index], "targets": self.targets[index]}
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         arguments = TrainingArguments(
             folder,
             max_steps=clock.num_steps,
-            per_device_train_batch_size=batch_size,
+            per_device_train_batch_size=task.batch_size,
             dataloader_drop_last=True,
             learning_rate=LEARNING_RATE,
             max_grad_norm=MAX_NORM,
@@ -154,20 +218,22 @@ def train_trainer(model: nn.Module, dataset: ImageDataset, batch_size: int, cloc
             use_cpu=True,
             disable_tqdm=True,
         )
-        Trainer(Classifier(), arguments, train_dataset=Samples(), callbacks=[Tick()]).train()
+        Trainer(WithLoss(), arguments, train_dataset=Samples(), callbacks=[Tick()]).train()
 
 
-def train_fabric(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
+def train_fabric(model: nn.Module, task: Task, clock: Clock) -> None:
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
     model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(as_tensors(dataset), batch_size, shuffle=True, drop_last=True))
+    loader = fabric.setup_dataloaders(
+        DataLoader(TensorDataset(*task.tensors), task.batch_size, shuffle=True, drop_last=True)
+    )
     while True:
-        for pixels, labels in loader:
+        for inputs, labels in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(pixels), labels)
+            loss = task.loss(model, inputs, labels)
             fabric.backward(loss)
             fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
             optimizer.step()
@@ -176,32 +242,25 @@ def train_fabric(model: nn.Module, dataset: ImageDataset, batch_size: int, clock
                 return
 
 
-def train_ours(model: nn.Module, dataset: ImageDataset, batch_size: int, clock: Clock) -> None:
-    def forward_step(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        logits = model(batch["image"])
-        return {
-            "loss": F.cross_entropy(logits, batch["label"], reduction="none"),
-            "accuracy": (logits.argmax(-1) == batch["label"]).float(),
-        }
-
+def train_ours(model: nn.Module, task: Task, clock: Clock) -> None:
     class Ticking(torch.optim.AdamW):
         def step(self, closure: None = None) -> None:
             super().step(closure)
             clock.tick()
 
-    few = ImageDataset(dataset.images[:1], dataset.labels[:1], 10)  # there must be an evaluation set
+    few = Subset(task.dataset, range(1))  # there must be an evaluation set
     optimizer = Ticking(model.parameters(), LEARNING_RATE, weight_decay=0.0)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         # log_every is that of the recipes; evaluation comes after the last step.
         config = RunConfig(
-            batch_size=batch_size,
+            batch_size=task.batch_size,
             max_steps=clock.num_steps,
             eval_every=clock.num_steps,
             learning_rate=LEARNING_RATE,
             max_grad_norm=MAX_NORM,
             output_dir=folder,
         )
-        fit(Accelerator(cpu=True), model, optimizer, forward_step, dataset, few, config)
+        fit(Accelerator(cpu=True), model, optimizer, task.forward_step, task.dataset, few, config)
 
 
 LOOPS: dict[str, tuple[Callable[..., None], str | None]] = {
@@ -213,16 +272,15 @@ LOOPS: dict[str, tuple[Callable[..., None], str | None]] = {
 }
 
 
-def measure(make_model: Callable[[], nn.Module], batch_size: int, num_steps: int, rounds: int) -> None:
+def measure(task: Task, num_steps: int, rounds: int) -> None:
     loops = {name: loop for name, (loop, package) in LOOPS.items() if package is None or find_spec(package)}
-    dataset = images(max(4096, batch_size))
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for index in range(rounds):
         names = list(loops)
         for name in names[index % len(names) :] + names[: index % len(names)]:
             torch.manual_seed(0)
             clock = Clock(num_steps, warmup=num_steps // 5)
-            loops[name](make_model(), dataset, batch_size, clock)
+            loops[name](task.make_model(), task, clock)
             seconds[name].append(clock.seconds)
     print("| loop | µs per step, median (min to max) | ratio to raw, median (min to max) |")
     print("| --- | ---: | ---: |")
@@ -247,9 +305,10 @@ def main() -> None:
         f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s), "
         + ", ".join(f"{package} {version(package)}" for package in packages)
     )
-    for title, model, batch_size, share in (("784-10-10-10, batch 32", mlp, 32, 1), ("CNN, batch 128", cnn, 128, 10)):
-        print(f"\n{title}, {arguments.rounds} rounds of {arguments.steps // share} steps\n")
-        measure(model, batch_size, arguments.steps // share, arguments.rounds)
+    for task in tasks():
+        num_steps = arguments.steps // task.steps_share
+        print(f"\n{task.title}, {arguments.rounds} rounds of {num_steps} steps\n")
+        measure(task, num_steps, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
     python benchmarks/startup.py
 
-Both train the same small net on two processes with DDP on scikit-learn's digits; theirs under
-torchrun, ours under `accelerate launch`. They take turns; the ratio is taken within a pair.
+First table: both train the same small net on two processes with DDP on scikit-learn's digits;
+theirs under torchrun, ours under `accelerate launch`. They take turns; the ratio is taken within a
+pair. Second table: each recipe with its own model and data, with and without a launcher, and how
+many modules one process imports and how long that takes (`python -X importtime`).
 """
 
 import argparse
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -64,34 +67,65 @@ def seconds_to_first_step(command: list[str]) -> float:
     return seconds
 
 
+def imports(command: list[str]) -> tuple[int, float]:
+    """(modules, seconds) that a recipe in one process imports."""
+    command = [sys.executable, "-X", "importtime", *command]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    micro = [
+        int(line.removeprefix("import time:").split("|")[0]) for line in lines if re.match(r"import time: +\d", line)
+    ]
+    return len(micro), sum(micro) / 1e6
+
+
+def in_turns(commands: dict[str, list[str]], rounds: int) -> dict[str, list[float]]:
+    """{name: seconds of each round}; the order of the commands rotates."""
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    for index in range(rounds):
+        names = list(commands)
+        start = index % len(names)
+        for name in names[start:] + names[:start]:
+            seconds[name].append(seconds_to_first_step(commands[name]))
+    return seconds
+
+
+def spread(values: list[float]) -> str:
+    """median (min to max)"""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
+    config = str(ROOT / "accelerate_configs" / "ddp.yaml")
+    launchers = {
+        "accelerate launch": ["accelerate", "launch", "--config_file", config],
+        "torchrun": ["torchrun", "--standalone", "--nproc_per_node", "2"],
+        "python": [sys.executable],
+    }
     with tempfile.TemporaryDirectory() as folder:
         raw_script = Path(folder) / "raw.py"
         raw_script.write_text(RAW)
-        recipe = str(ROOT / "recipes" / "mnist.py")
-        arguments = ["--model", "mlp", "--max_steps", "1", "--output_dir", folder]
-        config = str(ROOT / "accelerate_configs" / "ddp.yaml")
-        commands = {
-            "torchrun, by hand": ["torchrun", "--standalone", "--nproc_per_node", "2", str(raw_script)],
-            "accelerate launch, ours": ["accelerate", "launch", "--config_file", config, recipe, *arguments],
-            "torchrun, ours": ["torchrun", "--standalone", "--nproc_per_node", "2", recipe, *arguments],
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in commands}
-        for index in range(rounds):
-            names = list(commands)
-            for name in names[index % 3 :] + names[: index % 3]:
-                seconds[name].append(seconds_to_first_step(commands[name]))
-    print("| start | seconds to the first step, median (min to max) | ratio, median (min to max) |")
-    print("| --- | ---: | ---: |")
-    for name, times in seconds.items():
-        ratios = [mine / raw for mine, raw in zip(times, seconds["torchrun, by hand"])]
-        print(
-            f"| {name} | {statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f}) "
-            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
-        )
+        # The first step is shown as soon as it is taken; the evaluation after the second is not counted.
+        arguments = ["--max_steps", "2", "--log_every", "1", "--eval_every", "2", "--output_dir", folder]
+        mlp = [str(ROOT / "recipes" / "mnist.py"), "--model", "mlp", *arguments]
+        by_hand = "torchrun, by hand"
+        commands = {by_hand: [*launchers["torchrun"], str(raw_script)]}
+        commands |= {f"{name}, ours": launchers[name] + mlp for name in ("accelerate launch", "torchrun")}
+        seconds = in_turns(commands, rounds)
+        print("| start | seconds to the first step, median (min to max) | ratio, median (min to max) |")
+        print("| --- | ---: | ---: |")
+        for name, times in seconds.items():
+            ratios = [mine / raw for mine, raw in zip(times, seconds[by_hand])]
+            print(f"| {name} | {spread(times)} | {spread(ratios)} |")
+        print("\n| recipe | " + " | ".join(launchers) + " | modules imported | seconds to import them |")
+        print("| --- |" + " ---: |" * (len(launchers) + 2))
+        for script in sorted((ROOT / "recipes").glob("*.py")):
+            recipe = [str(script), *arguments, *(["--sample_tokens", "0"] if script.stem == "transformer" else [])]
+            times = in_turns({name: launcher + recipe for name, launcher in launchers.items()}, rounds)
+            num_modules, import_seconds = imports(recipe)
+            columns = [*(spread(values) for values in times.values()), str(num_modules), f"{import_seconds:.2f}"]
+            print(f"| {script.name} | " + " | ".join(columns) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,12 @@ from common.step import Trainer
 
 @dataclass
 class Checkpoint:
-    """A checkpoint found on disk; `step` optimizer steps were taken before it."""
+    """A checkpoint found on disk; `step` optimizer steps were taken before it, `num_averaged` of them
+    went into the averages of `--ema_decay`."""
 
     path: Path
     step: int
+    num_averaged: int
 
     def load_weights(self, model: nn.Module) -> None:
         """Loads the weights into the bare module, before `prepare`. Raises UsageError for another model."""
@@ -40,7 +41,7 @@ class Checkpoint:
         model.load_state_dict(weights)
 
     def load_optimizer(self, trainer: Trainer) -> None:
-        """Loads the optimizer's state, after `prepare`."""
+        """Loads the optimizer's state and the averages of the weights, after `prepare`."""
         slots = load_file(self.path / "optimizer.safetensors")
         states: dict[str, dict[str, Tensor]] = {}
         for key, tensor in slots.items():
@@ -55,6 +56,12 @@ class Checkpoint:
                     slot: tensor if slot == "step" and not on_device else _placed_like(parameter, tensor)
                     for slot, tensor in states[name].items()
                 }
+        if trainer.average is not None:
+            averages = load_file(self.path / "average.safetensors")
+            trainer.average.num_updates = self.num_averaged
+            for name, parameter in _parameters_and_buffers(trainer).items():
+                if name in averages:
+                    trainer.average.averages[parameter] = _placed_like(parameter, averages[name])
 
 
 def find_checkpoint(accelerator: Accelerator, plan: Plan) -> Checkpoint | None:
@@ -82,7 +89,7 @@ def find_checkpoint(accelerator: Accelerator, plan: Plan) -> Checkpoint | None:
     for name, value in _identity(plan).items():
         if state["identity"][name] != value:
             raise UsageError(f"{path} was made with {name} {state['identity'][name]}, this run has {value}")
-    return Checkpoint(path, state["step"])
+    return Checkpoint(path, state["step"], state["num_averaged"])
 
 
 def save_checkpoint(trainer: Trainer, step: int) -> None:
@@ -92,15 +99,19 @@ def save_checkpoint(trainer: Trainer, step: int) -> None:
     """
     plan, accelerator = trainer.plan, trainer.accelerator
     folder = Path(plan.config.output_dir) / "checkpoints"
-    weights = dict(full_weights(trainer))
-    slots = dict(_full_optimizer_state(trainer))
+    files = {
+        "model": full_weights(trainer),
+        "optimizer": _gather(trainer, _optimizer_state(trainer)),
+        "average": _gather(trainer, _averages(trainer)),
+    }
     if accelerator.is_main_process:
         aside = folder / "unfinished"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        save_file(weights, aside / "model.safetensors")
-        save_file(slots, aside / "optimizer.safetensors")
-        state = {"step": step + 1, "identity": _identity(plan)}
+        for name, tensors in files.items():
+            save_file(tensors, aside / f"{name}.safetensors")
+        num_averaged = 0 if trainer.average is None else trainer.average.num_updates
+        state = {"step": step + 1, "num_averaged": num_averaged, "identity": _identity(plan)}
         (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
         final = folder / f"step_{step + 1:08d}"
         shutil.rmtree(final, ignore_errors=True)
@@ -111,11 +122,14 @@ def save_checkpoint(trainer: Trainer, step: int) -> None:
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:
-    """Writes the weights, float32, under the module's own names: `<folder>/model.safetensors`."""
-    weights = dict(full_weights(trainer))
+    """Writes the weights, float32, under the module's own names: `<folder>/model.safetensors`; and
+    `config.json` of a transformers model, so that `from_pretrained(folder)` loads it."""
+    weights = full_weights(trainer)
     if trainer.accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / "model.safetensors")
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})  # transformers asks for it
+        if hasattr(config := getattr(trainer.module, "config", None), "save_pretrained"):
+            config.save_pretrained(folder)
     trainer.accelerator.wait_for_everyone()
 
 
@@ -124,16 +138,22 @@ def load_exported(output_dir: str | Path) -> dict[str, Tensor]:
     return load_file(Path(output_dir) / "model" / "model.safetensors")
 
 
-def full_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor on the CPU) of parameters and saved buffers, in the main process.
+def full_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Parameters and saved buffers, whole and on the CPU, in the main process.
 
-    All processes must go through it together; the others gather and get nothing.
+    All processes must call it together; the others gather and get nothing.
     """
-    for name, tensor in _parameters_and_buffers(trainer).items():
+    return _gather(trainer, _parameters_and_buffers(trainer))
+
+
+def _gather(trainer: Trainer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    gathered = {}
+    for name, tensor in tensors.items():
         tensor = _whole(trainer, tensor)
         if trainer.accelerator.is_main_process:
             # A copy of its own: safetensors takes no tensors that share memory, as tied weights do.
-            yield name, tensor.detach().cpu().contiguous().clone()
+            gathered[name] = tensor.detach().cpu().contiguous().clone()
+    return gathered
 
 
 def _parameters_and_buffers(trainer: Trainer) -> dict[str, Tensor]:
@@ -156,13 +176,17 @@ def _whole(trainer: Trainer, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _full_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+def _optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
+    """{"<name of the weight>.<slot>": tensor}"""
     state = trainer.optimizer.optimizer.state
-    for name, parameter in _parameters_and_buffers(trainer).items():
-        for slot, value in state.get(parameter, {}).items():
-            value = _whole(trainer, value)
-            if trainer.accelerator.is_main_process:
-                yield f"{name}.{slot}", value.detach().cpu().contiguous().clone()
+    weights = _parameters_and_buffers(trainer).items()
+    return {f"{name}.{slot}": value for name, weight in weights for slot, value in state.get(weight, {}).items()}
+
+
+def _averages(trainer: Trainer) -> dict[str, Tensor]:
+    averages = {} if trainer.average is None else trainer.average.averages
+    weights = _parameters_and_buffers(trainer).items()
+    return {name: averages[weight] for name, weight in weights if weight in averages}
 
 
 def _placed_like(parameter: Tensor, value: Tensor) -> Tensor:
@@ -181,4 +205,6 @@ def _checkpoints(plan: Plan) -> list[Path]:
 def _identity(plan: Plan) -> dict[str, Any]:
     """What must be the same for a run to go on as itself."""
     config = asdict(plan.config)
-    return {name: config[name] for name in ("seed", "batch_size", "data")} | {"num_samples": plan.num_samples}
+    return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
+        "num_samples": plan.num_samples
+    }

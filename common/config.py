@@ -18,7 +18,9 @@ from common.errors import UsageError
 from common.schedule import SCHEDULES
 
 
-def flag(default: Any, help: str, minimum: float | None = None, above: float | None = None) -> Any:
+def flag(
+    default: Any, help: str, minimum: float | None = None, above: float | None = None, below: float | None = None
+) -> Any:
     """A field of a config that is also a command-line flag.
 
     Args:
@@ -27,8 +29,10 @@ def flag(default: Any, help: str, minimum: float | None = None, above: float | N
         help: what `--help` prints.
         minimum: smallest value that is accepted.
         above: bound that the value must exceed.
+        below: bound that the value must not reach.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum, "above": above})
+    metadata = {"help": help, "minimum": minimum, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(kw_only=True)
@@ -51,7 +55,7 @@ class RunConfig:
     )
     weight_decay: float = flag(0.0, "weight decay, of weights that multiply: no biases, norms, embeddings", minimum=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0 does not clip", minimum=0)
-    seed: int = flag(0, "seed of the weights, the order of the samples and all random numbers", minimum=0)
+    seed: int = flag(0, "seed of the weights, the order of the samples and all random numbers", minimum=0, below=2**31)
     num_workers: int = flag(0, "processes that load data, per training process; for sets that decode", minimum=0)
     log_every: int = flag(10, "optimizer steps between training records", minimum=1)
     eval_every: int | None = flag(
@@ -66,6 +70,13 @@ class RunConfig:
     report_to: str = flag(
         "", "trackers, joined by commas: tensorboard, trackio, wandb, ... (all that Accelerate knows)"
     )
+    ema_decay: float = flag(
+        0.0,
+        "evaluate and export a moving average of the weights with this decay, such as 0.999; 0 does not",
+        minimum=0,
+        below=1,
+    )
+    compile: bool = flag(False, "compile the model with torch.compile: a slow start, faster steps")
     profile: bool = flag(False, "trace 3 steps with torch's profiler, to <output_dir>/profile/")
     repeat: str | None = flag(
         None, "run card (run.json) of an earlier run whose flags to repeat; others given here win"
@@ -77,15 +88,15 @@ class RunConfig:
             metadata, value = _declaration(type(self), field.name)[1], getattr(self, field.name)
             if value is None or isinstance(value, str | bool):
                 continue
-            minimum, above = metadata.get("minimum"), metadata.get("above")
+            minimum, above, below = (metadata.get(bound) for bound in ("minimum", "above", "below"))
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"--{field.name} {value}: expected a finite number")
             if minimum is not None and value < minimum:
                 raise UsageError(f"--{field.name} {value}: expected {minimum} or more")
-            if field.name == "seed" and value >= 2**31:
-                raise UsageError(f"--seed {value}: expected less than 2147483648")
             if above is not None and value <= above:
                 raise UsageError(f"--{field.name} {value}: expected more than {above}")
+            if below is not None and value >= below:
+                raise UsageError(f"--{field.name} {value}: expected less than {below}")
 
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy
 import psutil
 import torch
-from accelerate import PartialState
 from torch.utils.data import Dataset
 
-from common.data import Batch, sklearn_file
+from common.data import Batch, load_splits, sklearn_file
 from common.errors import UsageError
 
 
@@ -156,35 +155,14 @@ def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
 
 def _load_hub(data: str) -> tuple[ImageDataset, ImageDataset]:
     """A Hub id, or a folder laid out as the Hub stores one."""
-    # The first process of each machine downloads or converts; the others then find it in the cache.
-    with PartialState().local_main_process_first():
-        splits = _load_splits(data)
-    if "train" not in splits:
-        raise UsageError(f"--data {data} has no train split but {', '.join(splits)}")
-    evaluation = next((name for name in ("test", "validation", "valid") if name in splits), None)
-    parts = [_decode(data, splits[name]) for name in ("train", evaluation) if name]
+    advice = "type --data digits for the embedded set, or --data FOLDER for local MNIST IDX or parquet files"
+    parts = [_decode(data, split) for split in load_splits(data, advice)]
     if len({part.image_shape for part in parts}) > 1:
         raise UsageError(f"--data {data}: the splits differ in image size: expected one size")
     if len(parts) == 1:
         return _hold_out(parts[0])
     num_classes = max(part.num_classes for part in parts)
     return tuple(ImageDataset(part.images, part.labels, num_classes) for part in parts)
-
-
-def _load_splits(data: str) -> dict[str, Any]:
-    import datasets  # here, because the import takes seconds
-
-    datasets.disable_progress_bars()
-    try:
-        return datasets.load_dataset(data)
-    except Exception as error:  # the library raises dozens of kinds, its network stack more
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        if Path(data).is_dir():
-            raise UsageError(f"--data {data}: the files cannot be read ({reason})") from None
-        raise UsageError(
-            f"--data {data}: not a folder here, and the Hub gave no such set ({reason}); type --data digits "
-            "for the embedded set, or --data FOLDER for local MNIST IDX or parquet files"
-        ) from None
 
 
 def _decode(data: str, split: Any) -> ImageDataset:

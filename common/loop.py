@@ -30,6 +30,8 @@ def fit(
     eval_set: Dataset,
     config: RunConfig,
     summarize: Callable[[Metrics], Metrics] = dict,
+    tokens_per_sample: int | None = None,
+    flops_per_sample: float | None = None,
 ) -> Metrics:
     """Trains, evaluates, records, and exports the model to `<output_dir>/model/`.
 
@@ -44,6 +46,9 @@ def fit(
         eval_set: the same; every sample of it is counted exactly once.
         config: the knobs.
         summarize: means over the evaluation set -> what is reported.
+        tokens_per_sample: where samples are sequences; records then have `tokens_per_second`, too.
+        flops_per_sample: floating-point operations of forward and backward pass; records then have
+            `mfu`, the share of what the GPUs could do, where it is known of them.
 
     Returns:
         The last evaluation; nothing where a resumed run was finished already.
@@ -74,7 +79,7 @@ def fit(
         with (
             # First, as it may refuse, and the recorder clears what an earlier run left behind.
             profile(accelerator, plan, plan.num_steps - first_step) as step_profiler,
-            Recorder(accelerator, plan, first_step) as recorder,
+            Recorder(accelerator, plan, first_step, tokens_per_sample, flops_per_sample) as recorder,
         ):
             for step in range(first_step, plan.num_steps):
                 # A step that the loss scaler skips does not advance the schedule.
@@ -91,14 +96,16 @@ def fit(
                     recorder.check_finite(step, result)
                 if plan.evaluates(step):
                     recorder.pause()
-                    metrics = summarize(evaluate(accelerator, trainer.model, forward_step, eval_set, plan))
+                    with trainer.averaged_weights():
+                        metrics = summarize(evaluate(accelerator, trainer.model, forward_step, eval_set, plan))
                     recorder.evaluation(step, metrics)
                     recorder.resume()
                 if plan.saves(step):
                     recorder.pause()
                     save_checkpoint(trainer, step)
                     recorder.resume()
-            export_model(trainer, Path(config.output_dir) / "model")
+            with trainer.averaged_weights():
+                export_model(trainer, Path(config.output_dir) / "model")
     return metrics
 
 

@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from common.errors import Failure, NonFiniteError, UsageError, first_failure
+from common.hardware import hardware, peak_flops
 from common.plan import Plan
 from common.start import parallelism, precision
 from common.step import StepResult
@@ -68,8 +69,19 @@ class Recorder:
     main process; the failure of another also by that one.
     """
 
-    def __init__(self, accelerator: Accelerator, plan: Plan, first_step: int):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        plan: Plan,
+        first_step: int,
+        tokens_per_sample: int | None,
+        flops_per_sample: float | None,
+    ):
         self.accelerator, self.plan, self.first_step = accelerator, plan, first_step
+        self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
+        is_gpu = accelerator.device.type == "cuda"
+        gpu = torch.cuda.get_device_name(accelerator.device) if is_gpu else ""
+        self._peak_flops = peak_flops(gpu, precision(accelerator))
         self.path = Path(plan.config.output_dir)
         self.last_metrics: dict[str, float] = {}
         self.num_skipped = 0
@@ -83,7 +95,7 @@ class Recorder:
         self._started = self._resumed = time.perf_counter()
         self.attempt = self._attempt()
         if self.accelerator.is_main_process:
-            self._facts = {"versions": _versions(), "git_commit": _git_commit(), "hardware": _hardware()}
+            self._facts = {"versions": _versions(), "git_commit": _git_commit(), "hardware": hardware()}
             self._start_trackers()
             kept = self._records_up_to(self.first_step)
             if self.first_step == 0:
@@ -127,14 +139,20 @@ class Recorder:
         """
         loss, grad_norm = self.check_finite(step, result)
         self.pause()
+        samples_per_second = self._num_steps * self.plan.config.batch_size / self._seconds
         record = {
             "step": step + 1,
             "epoch": round((step + 1) / self.plan.steps_per_epoch, 4),
             "train/loss": loss,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
-            "samples_per_second": round(self._num_steps * self.plan.config.batch_size / self._seconds, 1),
+            "samples_per_second": round(samples_per_second, 1),
         }
+        if self.tokens_per_sample:
+            record["tokens_per_second"] = round(samples_per_second * self.tokens_per_sample, 1)
+        if self.flops_per_sample and self._peak_flops:
+            peak = self._peak_flops * self.accelerator.num_processes
+            record["mfu"] = round(samples_per_second * self.flops_per_sample / peak, 4)
         self._losses, self._weights, self._num_steps, self._seconds = [], [], 0, 0.0
         self._write(record)
         self._show(record, ends_line=not self.plan.evaluates(step))
@@ -281,8 +299,3 @@ def _git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _hardware() -> dict[str, Any]:
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpus": gpus}

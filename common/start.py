@@ -39,6 +39,8 @@ def start(config: RunConfig) -> Accelerator:
     """
     _quiet()
     _check_launch()
+    if config.compile and not _has_gpu():
+        _check_compiler("--compile", os.environ.get("CXX", "g++"))
     trackers = _trackers(config)
     _set_num_threads()
     rehearses = not _has_gpu()
@@ -56,6 +58,7 @@ def start(config: RunConfig) -> Accelerator:
     if accelerator.mixed_precision == "no":
         torch.backends.cudnn.allow_tf32 = False  # the default, which rounds what goes into convolutions to 10 bits
     _set_reduction_precision(accelerator)
+    load_models_whole(accelerator)
     set_seed(config.seed)  # the same in every process: each builds the same model
     accelerator.print(_banner(accelerator, config, rehearses))
     return accelerator
@@ -149,7 +152,7 @@ def _check_launch() -> None:
         check_num_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count())
     dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if dynamo.lower() != "no":
-        raise UsageError(f"--dynamo_backend {dynamo}: these recipes do not compile yet; remove it")
+        raise UsageError(f"--dynamo_backend {dynamo}: remove it, and type --compile after the recipe")
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if accumulation not in ("auto", "1"):
         raise UsageError(
@@ -193,17 +196,20 @@ def _check_deepspeed() -> None:
     )
     if torch.cuda.is_available() and not offloads:
         return
-    compiler = os.environ.get("CXX", "c++")
-    for program, package in ((compiler, "a C++ compiler (Debian: apt-get install g++)"), ("ninja", "ninja")):
-        if shutil.which(program) is None:
-            raise UsageError(
-                f"DeepSpeed compiles a part of itself on first use and needs {package}: no {program} found"
-            )
+    if shutil.which("ninja") is None:
+        raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja: type pip install ninja")
+    _check_compiler("DeepSpeed", os.environ.get("CXX", "c++"))
+
+
+def _check_compiler(who: str, compiler: str) -> None:
+    if shutil.which(compiler) is None:
+        raise UsageError(
+            f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++): no {compiler} found"
+        )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         raise UsageError(
-            f"DeepSpeed compiles a part of itself and needs Python's headers (Debian: apt-get install python3-dev): "
-            f"no {header}"
+            f"{who} compiles on first use and needs Python's headers (Debian: apt-get install python3-dev): no {header}"
         )
 
 
@@ -282,6 +288,15 @@ def _set_reduction_precision(accelerator: Accelerator) -> None:
         config = accelerator.deepspeed_plugin.deepspeed_config
         config.setdefault("communication_data_type", "fp32")
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+
+def load_models_whole(accelerator: Accelerator) -> None:
+    """Stops transformers from dividing, under ZeRO-3, each model that it loads among the processes:
+    a process that loads one alone, such as the exported model, would wait for the others."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
 
 
 def parallelism(accelerator: Accelerator) -> str:

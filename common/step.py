@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,11 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common.average import WeightAverage
 from common.data import Batch
 from common.errors import NonFiniteError, UsageError
 from common.plan import Plan
+from common.start import load_models_whole
 
 ForwardStep = Callable[[nn.Module, Batch], dict[str, Tensor]]
 
@@ -46,6 +48,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     forward_step: ForwardStep
     plan: Plan
+    average: WeightAverage | None = None
 
     def __post_init__(self) -> None:
         share = self.plan.num_shares / self.plan.config.batch_size
@@ -76,7 +79,14 @@ class Trainer:
         where the batch has one, whatever the number of processes and micro-batches.
         """
         take = deepspeed_step if self.uses_deepspeed else accelerate_step
-        return take(self, micro_batches, wants_norm)
+        result = take(self, micro_batches, wants_norm)
+        if self.average is not None and not result.skipped:
+            self.average.update()
+        return result
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Within it the model has the averages of `--ema_decay` as its weights; without that flag, its own."""
+        return nullcontext() if self.average is None else self.average.applied(self.model)
 
 
 def prepare(
@@ -97,10 +107,14 @@ def prepare(
         raise UsageError("fused=True hides from the loss scaling of fp16 which steps were skipped: remove it")
     if accelerator.mixed_precision != "no":
         _cast_inputs_and_outputs(accelerator, model)
+    if plan.config.compile:
+        _compile(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
+    load_models_whole(accelerator)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    return Trainer(accelerator, model, optimizer, forward_step, plan)
+    average = WeightAverage(optimizer, plan.config.ema_decay) if plan.config.ema_decay else None
+    return Trainer(accelerator, model, optimizer, forward_step, plan, average)
 
 
 def accelerate_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
@@ -199,6 +213,11 @@ def _configure_deepspeed(
     1.0 and accumulate as its own section says."""
     if plan.config.save_every:
         raise UsageError("checkpoints under DeepSpeed are not there yet: remove --save_every")
+    if plan.config.ema_decay:
+        raise UsageError(
+            "--ema_decay does not work under DeepSpeed, which keeps the weights to itself: type "
+            "--config_file accelerate_configs/fsdp2.yaml"
+        )
     section = accelerator.deepspeed_plugin.deepspeed_config
     decided = {
         "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "--micro_batch_size"),
@@ -215,6 +234,17 @@ def _configure_deepspeed(
     # DeepSpeed's own CPU optimizer exists for Adam only; others step with torch's.
     is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     section.setdefault("zero_force_ds_cpu_optimizer", is_adam)
+
+
+def _compile(accelerator: Accelerator, model: nn.Module) -> None:
+    """Compiles in place, so that names of weights stay. Where weights are gathered layer by layer, the
+    layers are compiled each for itself: gathering is no part of a graph (as torchtitan does)."""
+    names = getattr(model, "_no_split_modules", None) or []
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP
+    for module in layers if is_sharded and layers else [model]:
+        # Not module.compile(): without a word it compiles nothing of torch's own modules, such as Sequential.
+        module.forward = torch.compile(module.forward)
 
 
 def _cast_inputs_and_outputs(accelerator: Accelerator, model: nn.Module) -> None:

@@ -60,6 +60,7 @@ def test_resuming_a_finished_run_says_so(finished: Run) -> None:
     [
         ("--seed 1", "was made with seed 0, this run has 1"),
         ("--batch_size 32", "was made with batch_size 64, this run has 32"),
+        ("--ema_decay 0.9", "was made with ema_decay 0.0, this run has 0.9"),
         ("--model mlp", "is of another model"),
     ],
 )

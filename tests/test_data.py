@@ -115,7 +115,7 @@ def test_cores_are_divided_among_processes_unless_the_user_chose(tmp_path: Path)
     """Launchers set OMP_NUM_THREADS=1 for each process, which leaves cores idle."""
     cores = len(os.sched_getaffinity(0))
     for config, num_processes in (("single", 1), ("ddp", 2)):
-        run = launch(tmp_path / config, config, "recipes/mnist.py", "--max_steps 1")
+        run = launch(tmp_path / config, config, "recipes/mnist.py", "--max_steps 1", env={})
         assert run.card["threads_per_process"] == max(1, cores // num_processes)
     chosen = launch(tmp_path / "chosen", "single", "recipes/mnist.py", "--max_steps 1", env={"OMP_NUM_THREADS": "1"})
     assert chosen.card["threads_per_process"] == 1

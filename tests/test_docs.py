@@ -11,6 +11,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from launching import CONFIGS, ROOT, execute
 from small_mnist import write_mnist
+from small_model import write_model
 
 # Set-up and test commands: they install, and run these tests.
 NOT_RUN = ("make ", "pip install", "git clone", "cd ", "python -m venv", "source ")
@@ -36,6 +37,12 @@ def test_readme_command(tmp_path: Path, command: str) -> None:
     write_mnist(tmp_path / "path" / "to" / "mnist")
     rows = [f"{x},{x * x % 7},{x + 1}" for x in range(100)]
     (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
+    for name in ("file.txt", "tinyshakespeare.txt"):
+        (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
+    if "--model_name_or_path" in command:
+        write_model(tmp_path / "path" / "to" / "model", num_positions=64)
+    if "recipes/transformer.py" in command:  # as it is, but for the minutes that its 2,000 steps take
+        command += " --max_steps 10"
     words = shlex.split(command)
     env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     run = execute([word for word in words if not re.match(r"[A-Z_]+=", word)], tmp_path, tmp_path / "outputs", env)
@@ -76,8 +83,8 @@ def test_loop_names_no_parallelism() -> None:
 
 
 def test_imports_of_common_point_one_way() -> None:
-    top = ["loop", "checkpoint", "record", "step", "images", "tables", "data", "profile", "start"]
-    layers = [*top, "plan", "config", "optimizer", "schedule", "errors"]
+    top = ["loop", "checkpoint", "record", "step", "language_models", "images", "tables", "text", "data", "profile"]
+    layers = [*top, "start", "plan", "config", "average", "optimizer", "schedule", "hardware", "errors"]
     modules = {path.stem: path for path in (ROOT / "common").glob("*.py") if path.stem != "__init__"}
     assert modules.keys() == set(layers)
     for name, path in modules.items():

@@ -77,6 +77,7 @@ def test_sizes_that_do_not_fit_together(tmp_path: Path, arguments: str, expected
         ("--epochs two", "--epochs: expected a whole number, got 'two'"),
         ("--lr_schedule banana", "--lr_schedule: invalid choice: 'banana'"),
         ("--epoch 2", "--epoch: no such flag; did you mean --epochs?"),
+        ("--ema_decay 1", "--ema_decay 1.0: expected less than 1"),
         ("--seed 3000000000", "--seed 3000000000: expected less than 2147483648"),
         ("stray", "stray: no such flag; --help lists them"),
         ("--repeat nowhere/run.json", "--repeat nowhere/run.json is no run card"),
@@ -239,8 +240,9 @@ def test_missing_deepspeed(tmp_path: Path) -> None:
 
 
 def test_missing_compiler(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "deepspeed_zero2", MNIST, env={"CXX": "no-such-compiler"}, succeeds=False)
-    assert "needs a C++ compiler (Debian: apt-get install g++): no no-such-compiler found" in refused(run)
+    for config, arguments in (("deepspeed_zero2", ""), ("single", "--compile")):
+        run = launch(tmp_path / "run", config, MNIST, arguments, env={"CXX": "no-such-compiler"}, succeeds=False)
+        assert "needs a C++ compiler (Debian: apt-get install g++): no no-such-compiler found" in refused(run)
 
 
 def test_batch_norm_is_pointed_out(tmp_path: Path) -> None:

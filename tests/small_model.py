@@ -1,0 +1,21 @@
+"""A causal model and a tokenizer of whole words, as transformers stores them."""
+
+from pathlib import Path
+
+
+def write_model(folder: Path, num_positions: int) -> None:
+    """A Llama of one small layer that knows five words; its tokenizer has no pad token."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["?", "one", "two", "three", "four"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=5, max_position_embeddings=num_positions, bos_token_id=None, eos_token_id=None, **shape
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
