@@ -10,8 +10,8 @@ export PATH := $(BIN):$(PATH)
 train: $(VENV)/installed
 	CUDA_VISIBLE_DEVICES= accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --overwrite_output_dir
 
-# Two at a time, as starting processes leaves cores idle; the files apart, as the commands of the README share a port.
-PYTEST = pytest -n 2 --dist loadfile
+# Three at a time, as starting processes leaves cores idle; what shares a port or a fixture is in one group.
+PYTEST = pytest -n 3 --dist loadgroup
 
 test: $(VENV)/installed lint
 	$(PYTEST)

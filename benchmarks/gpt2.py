@@ -67,6 +67,8 @@ def build(arguments: argparse.Namespace) -> nn.Module:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     return with_losses(GPT2LMHeadModel(shape))
 
@@ -76,7 +78,9 @@ def train_raw(arguments: argparse.Namespace, dataset: TokenDataset, clock: Clock
     model = build(arguments).to(DEVICE)
     model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)
-    loader = DataLoader(dataset, arguments.batch_size, shuffle=True, drop_last=True, pin_memory=DEVICE == "cuda")
+    settings = {"shuffle": True, "drop_last": True, "pin_memory": DEVICE == "cuda"}
+    # The dataset makes whole batches.
+    loader = DataLoader(dataset, arguments.batch_size, collate_fn=lambda batch: batch, **settings)
     while True:
         for batch in loader:
             tokens, labels = (batch[name].to(DEVICE, non_blocking=True) for name in ("tokens", "labels"))

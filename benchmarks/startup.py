@@ -56,14 +56,16 @@ def seconds_to_first_step(command: list[str]) -> float:
     """Runs a command; seconds until it prints a line that begins with "step"."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     started, seconds = time.perf_counter(), 0.0
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
         for line in process.stdout:
             if line.startswith("step") and not seconds:  # an evaluation follows
                 seconds = time.perf_counter() - started
         if process.wait() != 0:
-            raise RuntimeError(f"{command} failed")
+            errors.seek(0)
+            raise RuntimeError(f"{' '.join(command)} failed:\n{errors.read()}")
     return seconds
 
 

@@ -29,7 +29,8 @@ class WeightAverage:
         """Takes in the weights as they are after an optimizer step."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        torch._foreach_lerp_(list(self.averages.values()), list(self.averages.keys()), 1 - decay)
+        averages, weights = ([_local(tensor) for tensor in part] for part in (self.averages.values(), self.averages))
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
@@ -50,3 +51,8 @@ class WeightAverage:
         for module in model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this process holds of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

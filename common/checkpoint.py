@@ -148,6 +148,8 @@ def full_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def _gather(trainer: Trainer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     gathered = {}
+    if trainer.pipeline is not None:
+        tensors = trainer.pipeline.gather(tensors)
     for name, tensor in tensors.items():
         tensor = _whole(trainer, tensor)
         if trainer.accelerator.is_main_process:
@@ -190,11 +192,22 @@ def _averages(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _placed_like(parameter: Tensor, value: Tensor) -> Tensor:
-    if hasattr(parameter, "placements") and value.shape == parameter.shape:
-        from torch.distributed.tensor import distribute_tensor
+    """What this process holds of `value`, which is whole, if it is divided as `parameter` is."""
+    if not hasattr(parameter, "placements") or value.shape != parameter.shape:
+        return value.to(parameter.device)
+    from torch.distributed.tensor import DTensor
 
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return value.to(parameter.device)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    local = value
+    # From the last dimension of the mesh to the first, as tensor parallelism divided before FSDP2 did;
+    # torch's distribute_tensor cannot do that for one dimension that both divided.
+    for dimension in reversed(range(mesh.ndim)):
+        if placements[dimension].is_shard() or hasattr(placements[dimension], "split_factor"):
+            along, index = placements[dimension].dim, mesh.get_local_rank(dimension)
+            chunks = local.chunk(mesh.size(dimension), along)
+            local = chunks[index] if index < len(chunks) else local.narrow(along, 0, 0)
+    local = local.contiguous().to(parameter.device)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
 def _checkpoints(plan: Plan) -> list[Path]:

@@ -47,6 +47,11 @@ class RunConfig:
     micro_batch_size: int | None = flag(
         None, "samples per forward pass per process, the memory knob; accumulation is derived", minimum=1
     )
+    pipeline_stages: int = flag(
+        1, "processes that hold a part of the layers each, one after the other; the others divide the batch", minimum=1
+    )
+    pipeline_schedule: Literal["1f1b", "gpipe"] = flag("1f1b", "order of micro-batches; 1f1b holds fewer activations")
+    pipeline_split: Literal["layers", "parameters"] = flag("layers", "what the stages have equally many of")
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
     warmup_steps: int = flag(0, "optimizer steps over which the learning rate rises to its peak", minimum=0)
     lr_schedule: Literal[SCHEDULES] = flag(

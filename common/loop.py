@@ -16,6 +16,7 @@ from common.plan import Plan
 from common.profile import profile
 from common.record import OutputDir, Recorder
 from common.schedule import learning_rate_factor
+from common.start import data_shares
 from common.step import ForwardStep, prepare
 
 Metrics = dict[str, float]
@@ -59,7 +60,7 @@ def fit(
     """
     check_dataset(train_set)
     check_dataset(eval_set)
-    plan = Plan.of(config, len(train_set), accelerator.num_processes, accelerator.process_index)
+    plan = Plan.of(config, len(train_set), *data_shares(accelerator, config))
     with OutputDir(accelerator, plan):
         checkpoint = find_checkpoint(accelerator, plan)
         first_step = checkpoint.step if checkpoint else 0
@@ -72,7 +73,7 @@ def fit(
         if checkpoint:
             checkpoint.load_optimizer(trainer)
             accelerator.print(f"resumed from {checkpoint.path}")
-        set_seed(config.seed, device_specific=True)  # from here on each process draws its own dropout
+        set_seed(config.seed + plan.share)  # from here on other samples have another dropout
         stream = batches(train_set, plan.micro_batches(first_step), accelerator.device, config.num_workers)
         metrics: Metrics = {}
         trainer.model.train()

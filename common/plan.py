@@ -9,19 +9,21 @@ from common.config import RunConfig
 from common.errors import UsageError
 
 
-def split_batch(batch_size: int, micro_batch_size: int | None, num_shares: int) -> tuple[int, int]:
+def split_batch(batch_size: int, micro_batch_size: int | None, num_shares: int, num_stages: int = 1) -> tuple[int, int]:
     """Divides the samples of an optimizer step among processes and accumulation.
 
     Args:
         batch_size: samples per optimizer step over all processes.
-        micro_batch_size: samples per forward pass per process; None takes a process's whole share.
-        num_shares: processes that see different samples.
+        micro_batch_size: samples per forward pass per process; None takes a process's whole share, or of a
+            pipeline as much as keeps all stages busy.
+        num_shares: processes, or pipelines of them, that see different samples.
+        num_stages: of a pipeline.
 
     Returns:
         (samples per forward pass per process, forward passes per optimizer step)
 
     Raises:
-        UsageError: the sizes do not divide; names the nearest that do.
+        UsageError: the sizes do not divide, or make fewer micro-batches than stages; names what would do.
     """
     if batch_size % num_shares:
         raise UsageError(
@@ -29,7 +31,8 @@ def split_batch(batch_size: int, micro_batch_size: int | None, num_shares: int) 
             f"type --batch_size {_nearest_multiples(batch_size, num_shares)}"
         )
     share = batch_size // num_shares
-    micro_batch_size = micro_batch_size or share
+    if micro_batch_size is None:
+        micro_batch_size = max(size for size in range(1, max(1, share // num_stages) + 1) if share % size == 0)
     if share % micro_batch_size:
         divisors = [size for size in range(1, share + 1) if share % size == 0]
         below = max((size for size in divisors if size < micro_batch_size), default=None)
@@ -39,7 +42,13 @@ def split_batch(batch_size: int, micro_batch_size: int | None, num_shares: int) 
             f"--micro_batch_size {micro_batch_size} does not divide a process's {share} samples of "
             f"--batch_size {batch_size} ({num_shares} processes): type --micro_batch_size {choices}"
         )
-    return micro_batch_size, share // micro_batch_size
+    accumulation = share // micro_batch_size
+    if accumulation < num_stages:
+        raise UsageError(
+            f"{accumulation} micro-batches are fewer than --pipeline_stages {num_stages}, of which some would stand "
+            f"idle: type --micro_batch_size {max(1, share // num_stages)} or a larger --batch_size"
+        )
+    return micro_batch_size, accumulation
 
 
 def _nearest_multiples(size: int, divisor: int) -> str:
@@ -74,7 +83,9 @@ class Plan:
     @classmethod
     def of(cls, config: RunConfig, num_samples: int, num_shares: int, share: int) -> "Plan":
         """Raises UsageError for sizes that do not divide or a set smaller than a batch."""
-        micro_batch_size, accumulation = split_batch(config.batch_size, config.micro_batch_size, num_shares)
+        micro_batch_size, accumulation = split_batch(
+            config.batch_size, config.micro_batch_size, num_shares, config.pipeline_stages
+        )
         steps_per_epoch = num_samples // config.batch_size
         if steps_per_epoch == 0:
             smaller = num_samples // num_shares * num_shares

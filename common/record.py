@@ -212,7 +212,10 @@ class Recorder:
 
     def _start_trackers(self) -> None:
         config = dataclasses.asdict(self.plan.config) | self._facts["versions"]
-        config |= {"parallelism": parallelism(self.accelerator), "precision": precision(self.accelerator)}
+        config |= {
+            "parallelism": parallelism(self.accelerator, self.plan.config),
+            "precision": precision(self.accelerator),
+        }
         config = {name: "" if value is None else value for name, value in config.items()}
         try:
             self.accelerator.init_trackers(Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(self.path)}})
@@ -257,7 +260,7 @@ class Recorder:
                 "attempt": self.attempt,
                 "command": " ".join(sys.argv),
                 "config": dataclasses.asdict(self.plan.config),
-                "parallelism": parallelism(self.accelerator),
+                "parallelism": parallelism(self.accelerator, self.plan.config),
                 "precision": precision(self.accelerator),
                 "num_processes": self.accelerator.num_processes,
                 "threads_per_process": torch.get_num_threads(),

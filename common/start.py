@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -55,6 +56,8 @@ def start(config: RunConfig) -> Accelerator:
     except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
     _check_applied(accelerator)
+    if config.pipeline_stages > 1:
+        _check_pipeline(accelerator, config)
     if accelerator.mixed_precision == "no":
         torch.backends.cudnn.allow_tf32 = False  # the default, which rounds what goes into convolutions to 10 bits
     _set_reduction_precision(accelerator)
@@ -98,7 +101,9 @@ def _end(error: BaseException) -> NoReturn:
     sys.stdout.flush()
     if failure.is_mine:
         is_ours = isinstance(error, RunError | KeyboardInterrupt)
-        print(failure.line if is_ours else "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+        text = failure.line + "\n" if is_ours else "".join(traceback.format_exception(error))
+        sys.stderr.write(text)  # at once, where print would let another process write before the end of the line
+        sys.stderr.flush()
     else:
         # As soon as one process ends, torchrun ends the others: let the first say what happened.
         with contextlib.suppress(psutil.Error):
@@ -163,6 +168,35 @@ def _check_launch() -> None:
         raise UsageError("fsdp_version: 1 in the config file: type fsdp_version: 2 there")
     if _uses_deepspeed():
         _check_deepspeed()
+    if _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        _check_parallelism_config()
+
+
+def _check_parallelism_config() -> None:
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)) for name in names}
+    for name in ("cp_size", "sp_size"):
+        if sizes[name] > 1:
+            raise UsageError(f"parallelism_config: {name}: {sizes[name]}: these recipes do not divide sequences")
+    by_fsdp = _is_true("ACCELERATE_USE_FSDP")
+    if sizes["tp_size"] > 1 and (by_fsdp or _uses_deepspeed()):
+        raise UsageError(
+            "parallelism_config has a tp_size: type distributed_type: MULTI_GPU in the config file, as in "
+            "accelerate_configs/fsdp2_tensor_parallel.yaml"
+        )
+    if sizes["tp_size"] == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
+        raise UsageError(
+            "parallelism_config has a dp_shard_size: type distributed_type: FSDP in the config file, as in "
+            "accelerate_configs/hsdp.yaml"
+        )
+    used = {name: size for name, size in sizes.items() if size > 1}
+    product = math.prod(used.values())
+    if product != _world_size():
+        factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
+        raise UsageError(
+            f"parallelism_config has {factors} = {product} processes, there are {_world_size()}: type "
+            f"--num_processes {product}, or change the sizes in the config file"
+        )
 
 
 def _trackers(config: RunConfig) -> list[str]:
@@ -242,18 +276,19 @@ def _launcher_was_given(variable: str) -> bool:
 
 def _prepare_rehearsal() -> None:
     """Makes the config of a GPU run work on CPU: Accelerate by itself would turn FSDP into DDP
-    silently, start DeepSpeed on a backend that is not there, or run each process alone."""
+    silently, refuse tensor parallelism, start DeepSpeed on a backend that is not there, or run each process alone."""
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         if os.environ.get("RANK", "0") == "0":
             print("fp16 needs a GPU: this rehearsal runs in float32")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
-    if _uses_deepspeed() or _is_true("ACCELERATE_USE_FSDP"):
+    divides = _is_true("ACCELERATE_USE_FSDP") or _is_true("ACCELERATE_USE_PARALLELISM_CONFIG")
+    if _uses_deepspeed() or divides:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if _uses_deepspeed():
         with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", in every process
             PartialState(backend="gloo")
-    elif _is_true("ACCELERATE_USE_FSDP"):
+    elif divides:
         PartialState(backend="gloo").distributed_type = DistributedType.MULTI_GPU
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -271,6 +306,22 @@ def _check_applied(accelerator: Accelerator) -> None:
     for what, (asked, got) in expected.items():
         if asked != got:
             raise UsageError(f"the config asks for {what} {asked}, Accelerate runs {got}: see accelerate_configs/")
+
+
+def _check_pipeline(accelerator: Accelerator, config: RunConfig) -> None:
+    if accelerator.num_processes % config.pipeline_stages:
+        raise UsageError(
+            f"--pipeline_stages {config.pipeline_stages} does not divide {accelerator.num_processes} processes: type "
+            f"--num_processes {config.pipeline_stages} after accelerate launch"
+        )
+    plain = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    if not plain or accelerator.parallelism_config is not None or accelerator.mixed_precision == "fp16":
+        raise UsageError(
+            "--pipeline_stages wants plain processes, in float32 or bf16: type --config_file "
+            "accelerate_configs/pipeline_parallel.yaml"
+        )
+    if config.save_every or config.resume_from_checkpoint:
+        raise UsageError("checkpoints of a pipeline are not there yet: remove --save_every, --resume_from_checkpoint")
 
 
 def _set_reduction_precision(accelerator: Accelerator) -> None:
@@ -299,16 +350,33 @@ def load_models_whole(accelerator: Accelerator) -> None:
         unset_hf_deepspeed_config()
 
 
-def parallelism(accelerator: Accelerator) -> str:
-    """What the config does with the model, in the terms of the field."""
-    kind = accelerator.distributed_type
+def parallelism(accelerator: Accelerator, config: RunConfig) -> str:
+    """What is done with the model, in the terms of the field."""
+    kind, sizes = accelerator.distributed_type, accelerator.parallelism_config
+    if config.pipeline_stages > 1:
+        num_pipelines = accelerator.num_processes // config.pipeline_stages
+        return (f"DDP {num_pipelines} × " if num_pipelines > 1 else "") + f"pipeline of {config.pipeline_stages} stages"
     if kind == DistributedType.DEEPSPEED:
         plugin = accelerator.deepspeed_plugin
         offload = " with CPU offload" if plugin.hf_ds_config.is_offload() else ""
         return f"DeepSpeed ZeRO-{plugin.zero_stage}{offload}"
+    if sizes is not None and sizes.tp_size > 1:
+        replicas = f"{sizes.dp_replicate_size} × " if sizes.dp_replicate_size > 1 else ""
+        shards = f"FSDP2 {sizes.dp_shard_size} × " if sizes.dp_shard_size > 1 else ""
+        return f"{replicas}{shards}TP {sizes.tp_size}"
     if kind == DistributedType.FSDP:
-        return "FSDP2"
+        replicates = sizes is not None and sizes.dp_replicate_size > 1
+        return f"HSDP {sizes.dp_replicate_size} × {sizes.dp_shard_size}" if replicates else "FSDP2"
     return "no parallelism" if kind == DistributedType.NO else "DDP"
+
+
+def data_shares(accelerator: Accelerator, config: RunConfig) -> tuple[int, int]:
+    """(groups of processes that see different samples, the group of this process): the processes
+    that divide a layer, or the layers, among them see the same ones."""
+    sizes = accelerator.parallelism_config
+    group_size = config.pipeline_stages * (sizes.non_data_parallel_size if sizes is not None else 1)
+    # A group's processes are neighbours in the order of ranks.
+    return accelerator.num_processes // group_size, accelerator.process_index // group_size
 
 
 def precision(accelerator: Accelerator) -> str:
@@ -317,13 +385,15 @@ def precision(accelerator: Accelerator) -> str:
 
 
 def _banner(accelerator: Accelerator, config: RunConfig, rehearses: bool) -> str:
-    num_processes = accelerator.num_processes
-    micro_batch_size, accumulation = split_batch(config.batch_size, config.micro_batch_size, num_processes)
+    num_processes, (num_shares, _) = accelerator.num_processes, data_shares(accelerator, config)
+    micro_batch_size, accumulation = split_batch(
+        config.batch_size, config.micro_batch_size, num_shares, config.pipeline_stages
+    )
     num_machines = num_processes // int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
-    factors = f"{num_processes} × {micro_batch_size}" + (f" × {accumulation} accumulated" if accumulation > 1 else "")
+    factors = f"{num_shares} × {micro_batch_size}" + (f" × {accumulation} accumulated" if accumulation > 1 else "")
     line = (
         f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines} machine{'s' * (num_machines > 1)}, "
-        f"{parallelism(accelerator)}, {precision(accelerator)}, batch {config.batch_size} = {factors}"
+        f"{parallelism(accelerator, config)}, {precision(accelerator)}, batch {config.batch_size} = {factors}"
     )
     if rehearses and num_processes > 1:
         line += " (no GPU: a rehearsal, in which gloo processes on the CPU stand in for GPUs)"

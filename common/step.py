@@ -1,8 +1,8 @@
-"""One optimizer step, under Accelerate or DeepSpeed: the only place where they differ."""
+"""One optimizer step, under Accelerate, DeepSpeed or a pipeline: the only place where they differ."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common.average import WeightAverage
 from common.data import Batch
 from common.errors import NonFiniteError, UsageError
+from common.parallel import parallelize, sharded_layers, tensor_parallel_size
+from common.pipeline import Pipeline
 from common.plan import Plan
 from common.start import load_models_whole
 
@@ -58,8 +60,15 @@ class Trainer:
     def module(self) -> nn.Module:
         """The recipe's own module, inside what the parallelism wrapped around it."""
         # Not accelerator.unwrap_model: it imports deepspeed, which takes seconds, wherever that is installed.
+        if self.pipeline is not None:
+            return self.pipeline.model
         wraps = isinstance(self.model, DistributedDataParallel) or self.uses_deepspeed
         return self.model.module if wraps else self.model
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline, of which this process is a stage."""
+        return self.model if isinstance(self.model, Pipeline) else None
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -78,7 +87,7 @@ class Trainer:
         The gradient is that of the mean loss over all samples of the step, weighted by "weight"
         where the batch has one, whatever the number of processes and micro-batches.
         """
-        take = deepspeed_step if self.uses_deepspeed else accelerate_step
+        take = deepspeed_step if self.uses_deepspeed else pipeline_step if self.pipeline else accelerate_step
         result = take(self, micro_batches, wants_norm)
         if self.average is not None and not result.skipped:
             self.average.update()
@@ -107,10 +116,24 @@ def prepare(
         raise UsageError("fused=True hides from the loss scaling of fp16 which steps were skipped: remove it")
     if accelerator.mixed_precision != "no":
         _cast_inputs_and_outputs(accelerator, model)
+    if plan.config.pipeline_stages > 1:
+        model = Pipeline(accelerator, model, optimizer, plan)
+        if plan.config.compile:
+            _compile(accelerator, model.stage)
+        return _trainer(accelerator, model, accelerator.prepare_optimizer(optimizer), forward_step, plan)
     if plan.config.compile:
         _compile(accelerator, model)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    if tensor_parallel_size(accelerator) > 1:
+        parallelize(accelerator, model, optimizer)
+    with _says_that_it_is_divided(accelerator, model):
+        model, optimizer = accelerator.prepare(model, optimizer)
     load_models_whole(accelerator)
+    return _trainer(accelerator, model, optimizer, forward_step, plan)
+
+
+def _trainer(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, forward_step: ForwardStep, plan: Plan
+) -> Trainer:
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     average = WeightAverage(optimizer, plan.config.ema_decay) if plan.config.ema_decay else None
@@ -118,7 +141,7 @@ def prepare(
 
 
 def accelerate_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-    """One process, DDP and FSDP2."""
+    """One process, DDP, FSDP2 and tensor parallelism."""
     accelerator, optimizer, max_norm = trainer.accelerator, trainer.optimizer, trainer.plan.config.max_grad_norm
     scale, weight = _loss_scale(trainer, micro_batches)
     losses = []
@@ -139,11 +162,19 @@ def accelerate_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm
 
 def _clip(trainer: Trainer, max_norm: float) -> Tensor:
     """Clips to the norm of the gradient of the whole model, and returns that norm."""
-    if trainer.accelerator.distributed_type == DistributedType.FSDP:
-        norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), max_norm)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     trainer.accelerator.unscale_gradients(trainer.optimizer)
-    return nn.utils.clip_grad_norm_(trainer.model.parameters(), max_norm)
+    parameters = [weight for weight in trainer.model.parameters() if weight.grad is not None]
+    if not any(hasattr(weight, "device_mesh") for weight in parameters):
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    # Tensors that are divided among the same processes have a norm together; the norms make that of all.
+    gradients: dict[object, list[Tensor]] = {}
+    for weight in parameters:
+        gradients.setdefault(getattr(weight.grad, "device_mesh", None), []).append(weight.grad)
+    norms = [nn.utils.get_total_norm(group) for group in gradients.values()]
+    norm = nn.utils.get_total_norm([norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms])
+    local = [weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad for weight in parameters]
+    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # as clip_grad_norm_ does
+    return norm
 
 
 def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
@@ -167,6 +198,17 @@ def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm:
     return StepResult(losses, weight, engine.get_global_grad_norm(), skipped)
 
 
+def pipeline_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+    """A pipeline, whose last stage knows the losses."""
+    pipeline, max_norm = trainer.pipeline, trainer.plan.config.max_grad_norm
+    scale, weight = _loss_scale(trainer, micro_batches)
+    losses = pipeline.backward(trainer.forward_step, micro_batches, scale)
+    grad_norm = pipeline.clip(max_norm or torch.inf) if max_norm or wants_norm else None
+    trainer.optimizer.optimizer.step()
+    trainer.optimizer.optimizer.zero_grad()
+    return StepResult(losses, weight if pipeline.is_last else 0.0, grad_norm)
+
+
 def _loss_sum(trainer: Trainer, batch: Batch) -> Tensor:
     loss = trainer.forward_step(trainer.model, batch)["loss"]
     return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
@@ -179,7 +221,8 @@ def _loss_scale(trainer: Trainer, micro_batches: Sequence[Batch]) -> tuple[Tenso
     if "weight" not in micro_batches[0]:
         return trainer.mean_scale, plan.config.batch_size / plan.num_shares
     weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
-    return plan.num_shares / trainer.accelerator.reduce(weight, "sum"), weight
+    # Where several processes see the same samples, the sum counts these as often.
+    return trainer.accelerator.num_processes / trainer.accelerator.reduce(weight, "sum"), weight
 
 
 def _warn_of_batch_norm(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
@@ -230,6 +273,11 @@ def _configure_deepspeed(
         if given not in ("auto", value):
             raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
         section[key] = value
+    # By default its buffers have room for 500 million values each, 2 GB, however small the model is.
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    bucket_size = min(num_weights + num_weights % 2, 500_000_000)  # it wants an even one
+    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
+        section.setdefault("zero_optimization", {}).setdefault(bucket, bucket_size)
     accelerator.gradient_accumulation_steps = plan.accumulation
     # DeepSpeed's own CPU optimizer exists for Adam only; others step with torch's.
     is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
@@ -239,12 +287,28 @@ def _configure_deepspeed(
 def _compile(accelerator: Accelerator, model: nn.Module) -> None:
     """Compiles in place, so that names of weights stay. Where weights are gathered layer by layer, the
     layers are compiled each for itself: gathering is no part of a graph (as torchtitan does)."""
-    names = getattr(model, "_no_split_modules", None) or []
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    is_sharded = accelerator.distributed_type == DistributedType.FSDP
-    for module in layers if is_sharded and layers else [model]:
+    sizes = accelerator.parallelism_config
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP or (sizes is not None and sizes.dp_shard_enabled)
+    for module in (is_sharded and sharded_layers(model)) or [model]:
         # Not module.compile(): without a word it compiles nothing of torch's own modules, such as Sequential.
         module.forward = torch.compile(module.forward)
+
+
+@contextmanager
+def _says_that_it_is_divided(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Accelerate wants to read from a model how many processes divide it: from an attribute, or, of a
+    transformers model, from its config, where it must not stay and be exported."""
+    size, config = tensor_parallel_size(accelerator), getattr(model, "config", None)
+    if size == 1:
+        yield
+    elif config is None:
+        model.tp_size = size
+        yield
+    else:
+        before = getattr(config, "distributed_config", None)
+        config.distributed_config = {"tp_size": size}
+        yield
+        config.distributed_config = before
 
 
 def _cast_inputs_and_outputs(accelerator: Accelerator, model: nn.Module) -> None:

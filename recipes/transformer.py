@@ -71,7 +71,7 @@ def build(config: Config) -> tuple[nn.Module, Any]:
         shape = LlamaConfig(
             vocab_size=256,
             hidden_size=config.hidden_size,
-            intermediate_size=config.hidden_size * 8 // 3,
+            intermediate_size=-(-config.hidden_size * 8 // 3 // 32) * 32,  # 8/3, as Llama's, up to a multiple of 32
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
             max_position_embeddings=config.context,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 
-def write_model(folder: Path, num_positions: int) -> None:
-    """A Llama of one small layer that knows five words; its tokenizer has no pad token."""
+def write_model(folder: Path, num_positions: int, vocab_size: int = 5, num_layers: int = 1) -> None:
+    """A Llama of small layers with a tokenizer of five words, which has no pad token."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -13,9 +13,14 @@ def write_model(folder: Path, num_positions: int) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=5, max_position_embeddings=num_positions, bos_token_id=None, eos_token_id=None, **shape
+        vocab_size=vocab_size,
+        num_hidden_layers=num_layers,
+        max_position_embeddings=num_positions,
+        bos_token_id=None,
+        eos_token_id=None,
+        **shape,
     )
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -12,6 +12,8 @@ from test_guards import refused
 MNIST = "recipes/mnist.py"
 STEPS = "--max_steps 6 --log_every 1 --eval_every 2 --save_every 1 --keep_checkpoints 6"
 
+pytestmark = pytest.mark.xdist_group("test_average")
+
 
 def averaged_by_hand(run: Run, decay: float) -> dict:
     """From the weights after each step, as the checkpoints have them; those before the first step follow from
@@ -30,7 +32,7 @@ def expected(reference: Callable[..., Run]) -> dict:
     return averaged_by_hand(reference(MNIST, STEPS), decay=0.3)
 
 
-@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("config", [pytest.param("single", marks=pytest.mark.full), "ddp", "fsdp2"])
 def test_average_is_evaluated_exported_and_resumed(
     tmp_path: Path, reference: Callable[..., Run], expected: dict, config: str
 ) -> None:

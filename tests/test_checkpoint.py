@@ -10,6 +10,8 @@ from test_guards import refused
 MNIST = "recipes/mnist.py"
 STEPS = "--max_steps 12 --log_every 1 --eval_every 4 --save_every 4 --lr_schedule cosine"
 
+pytestmark = pytest.mark.xdist_group("test_checkpoint")
+
 
 @pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
 def test_resumed_run_goes_on_as_the_undisturbed_one(tmp_path: Path, config: str) -> None:
@@ -29,10 +31,11 @@ def test_resumed_run_goes_on_as_the_undisturbed_one(tmp_path: Path, config: str)
 
 
 def test_checkpoint_of_one_config_loads_under_another(tmp_path: Path) -> None:
-    whole = launch(tmp_path / "whole", "ddp", MNIST, STEPS)
+    steps = f"{STEPS} --model mlp"
+    whole = launch(tmp_path / "whole", "fsdp2_tensor_parallel", MNIST, steps)
     path = tmp_path / "whole" / "checkpoints" / "step_00000008"
-    for config in ("single", "fsdp2"):
-        run = launch(tmp_path / config, config, MNIST, f"{STEPS} --resume_from_checkpoint {path}")
+    for config in ("single", "hsdp", "fsdp2_tensor_parallel"):
+        run = launch(tmp_path / config, config, MNIST, f"{steps} --resume_from_checkpoint {path}")
         assert largest_difference(run.column("train/loss"), whole.column("train/loss")[8:]) <= 1e-5
         assert weight_distance(run, whole) <= 1e-5
 

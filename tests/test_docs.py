@@ -16,6 +16,8 @@ from small_model import write_model
 # Set-up and test commands: they install, and run these tests.
 NOT_RUN = ("make ", "pip install", "git clone", "cd ", "python -m venv", "source ")
 
+pytestmark = pytest.mark.xdist_group("test_docs")
+
 
 def commands_of(text: str) -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
@@ -23,15 +25,21 @@ def commands_of(text: str) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith(("#", *NOT_RUN))]
 
 
-README_COMMANDS = commands_of((ROOT / "README.md").read_text())
+COMMANDS = commands_of((ROOT / "README.md").read_text())
+# The configs that these name run in test_one_result.py, too.
+COMMANDS += [
+    pytest.param(command, marks=pytest.mark.full)
+    for path in ROOT.glob("docs/*.md")
+    for command in commands_of(path.read_text())
+]
 
 
-def test_readme_has_commands() -> None:
-    assert len(README_COMMANDS) >= 5
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) >= 20
 
 
-@pytest.mark.parametrize("command", README_COMMANDS)
-def test_readme_command(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_works(tmp_path: Path, command: str) -> None:
     for folder in ("recipes", "accelerate_configs", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     write_mnist(tmp_path / "path" / "to" / "mnist")
@@ -62,7 +70,7 @@ def test_config_has_a_header_and_no_unknown_key(path: Path) -> None:
     known = set(yaml.safe_load(text))
     assert {"compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes"} <= known
     assert "accumulation" not in text and "clipping:" not in text  # the command line decides these
-    assert config.num_processes == (1 if path.stem == "single" else 2)
+    assert config.num_processes == {"single": 1, "hsdp": 4, "fsdp2_tensor_parallel": 4}.get(path.stem, 2)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -72,7 +80,7 @@ def test_config_sections_hold_only_what_the_launcher_takes(path: Path) -> None:
 
     options = {option for action in launch_command_parser()._actions for option in action.option_strings}
     content = yaml.safe_load(path.read_text())
-    for section in ("fsdp_config", "deepspeed_config"):
+    for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
         for key in content.get(section, {}):
             assert f"--{key}" in options, f"{section}: {key}"
 
@@ -83,7 +91,20 @@ def test_loop_names_no_parallelism() -> None:
 
 
 def test_imports_of_common_point_one_way() -> None:
-    top = ["loop", "checkpoint", "record", "step", "language_models", "images", "tables", "text", "data", "profile"]
+    top = [
+        "loop",
+        "checkpoint",
+        "record",
+        "step",
+        "parallel",
+        "pipeline",
+        "language_models",
+        "images",
+        "tables",
+        "text",
+        "data",
+        "profile",
+    ]
     layers = [*top, "start", "plan", "config", "average", "optimizer", "schedule", "hardware", "errors"]
     modules = {path.stem: path for path in (ROOT / "common").glob("*.py") if path.stem != "__init__"}
     assert modules.keys() == set(layers)

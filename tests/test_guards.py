@@ -290,7 +290,7 @@ def test_failure_of_another_process_is_what_the_card_says(tmp_path: Path) -> Non
 
 def test_compiling_by_config_is_refused(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "ddp", MNIST, options="--dynamo_backend inductor", succeeds=False)
-    assert "--dynamo_backend INDUCTOR: these recipes do not compile yet" in refused(run)
+    assert "--dynamo_backend INDUCTOR: remove it, and type --compile after the recipe" in refused(run)
 
 
 def test_checkpoints_under_deepspeed_are_refused_at_the_door(tmp_path: Path) -> None:

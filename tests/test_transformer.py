@@ -53,7 +53,7 @@ def test_files_of_a_folder_and_the_last_tenth_held_out(tmp_path: Path) -> None:
     assert bytes(eval_set.tokens[:10].tolist()) == b"b" * 10
 
 
-@pytest.mark.parametrize("config", ["ddp", "deepspeed_zero3"])
+@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.full), "deepspeed_zero3"])
 def test_exported_model_is_one_of_transformers_and_writes(tmp_path: Path, config: str) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     arguments = f"--data {tmp_path / 'text.txt'} {SMALL} --max_steps 200 --learning_rate 1e-2 --warmup_steps 5"

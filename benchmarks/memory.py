@@ -1,0 +1,205 @@
+"""Bytes that each process holds of weights, gradients and optimizer state, beside the formula.
+
+    python benchmarks/memory.py
+
+Starts one small language model (float32, AdamW, about 10 million weights) under each config on 2 and
+4 processes, for real, and takes three steps. Counted is the storage of every tensor that is alive:
+weights after `prepare`; optimizer state, what a step adds for good; gradients, what is there beyond
+both when the optimizer starts (DDP never frees them). The peak is what the third step holds at its most, from the
+profiler's record of allocations (on a GPU from the allocator).
+
+The formula, for Ψ weights of which a process holds the share s: 4 Ψ s bytes of weights, as many of
+gradients, 8 Ψ s of optimizer state, with the shares that each stage divides (Rajbhandari et al.
+2020). DeepSpeed steps on a float32 copy of its share, 4 Ψ s that are there from the start, and frees
+the gradients of others before the step under ZeRO-1, too. Tensor parallelism divides what its plan
+names and leaves the norms whole.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[1]
+# config, processes, options of the launcher
+RUNS = [
+    *((config, size, []) for config in ("ddp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2")
+      for size in (2, 4)),
+    ("hsdp", 4, []),
+    ("tensor_parallel", 2, []),
+    ("tensor_parallel", 4, ["--parallelism_config_tp_size", "4"]),
+    ("fsdp2_tensor_parallel", 4, []),
+]  # fmt: skip
+CONTEXT, BATCH_SIZE, STEPS = 16, 8, 3  # few tokens, so that activations are small beside the rest
+
+
+def formula(config: str, num_processes: int, whole: int, named: int) -> tuple[float, float, float]:
+    """Bytes of (weights, gradients, optimizer state) in a process, of `whole` weights of which the plan of tensor
+    parallelism names `named`."""
+    one = 1 / num_processes
+    shares = {
+        "ddp": (1, 1, 1),
+        "deepspeed_zero1": (1 + one, one, one),
+        "deepspeed_zero2": (1 + one, one, one),
+        "deepspeed_zero3": (one + one, one, one),
+        "fsdp2": (one, one, one),
+        "hsdp": (1 / 2, 1 / 2, 1 / 2),
+    }
+    if config in shares:
+        weights, gradients, optimizer = shares[config]
+        return 4 * whole * weights, 4 * whole * gradients, 8 * whole * optimizer
+    tensor_parallel = 2 if config == "fsdp2_tensor_parallel" else num_processes
+    held = (named / tensor_parallel + whole - named) / (num_processes / tensor_parallel)
+    return 4 * held, 4 * held, 8 * held
+
+
+def live_storages() -> dict[int, int]:
+    """{address: bytes} of the storage of all tensors that are alive in this process."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None:
+                    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                    storage = local.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return storages
+
+
+def live_bytes() -> int:
+    """What they take together."""
+    return sum(live_storages().values())
+
+
+def build() -> nn.Module:
+    """A Llama whose embedding and head are two matrices, so that tensor parallelism can divide both."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from common.language_models import with_losses
+
+    shape = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        max_position_embeddings=CONTEXT,
+    )
+    return with_losses(LlamaForCausalLM(shape))
+
+
+def peak_of(step: "callable") -> int:
+    """Bytes that a step holds at its most."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated()
+    held = live_bytes()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    allocations = []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag.name == "Allocation":
+            allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
+    more = most = 0
+    for _, size in sorted(allocations):
+        more += size
+        most = max(most, more)
+    return held + most
+
+
+def worker(path: str) -> None:
+    """One process of a run; the first writes what it holds."""
+    from common.config import RunConfig
+    from common.parallel import check_plan, tensor_parallel_size
+    from common.plan import Plan
+    from common.start import data_shares, start
+    from common.step import prepare
+
+    config = RunConfig(batch_size=BATCH_SIZE, max_steps=STEPS, output_dir=path)
+    accelerator = start(config)
+    model = build()
+    whole = sum(weight.numel() for weight in model.parameters())
+    plan = check_plan(model, max(2, tensor_parallel_size(accelerator)))
+    named = sum(model.get_submodule(name).weight.numel() for name in plan)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    at_step: list[int] = []
+    gradients: set[int] = set()
+
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        at_step.append(live_bytes())
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        local = [weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad for weight in weights]
+        gradients.update(gradient.untyped_storage().data_ptr() for gradient in local)
+
+    optimizer.register_step_pre_hook(look)
+
+    def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": model(batch["tokens"], batch["labels"])}
+
+    share = Plan.of(config, BATCH_SIZE, *data_shares(accelerator, config))
+    before = live_bytes()
+    trainer = prepare(accelerator, model, optimizer, forward_step, share)
+    del model
+    weights = live_bytes()
+    tokens = torch.randint(0, 1024, (share.micro_batch_size, CONTEXT), device=accelerator.device)
+    batch = {"tokens": tokens, "labels": tokens}
+    trainer.step([batch], wants_norm=False)
+    after_first = sum(size for address, size in live_storages().items() if address not in gradients)
+    trainer.step([batch], wants_norm=False)
+    numbers = {
+        "whole": whole,
+        "named": named,
+        "before": before,
+        "weights": weights,
+        "optimizer": after_first - weights,
+        "gradients": at_step[-1] - after_first,
+        "peak": peak_of(lambda: trainer.step([batch], wants_norm=False)),
+    }
+    if accelerator.is_main_process:
+        Path(path).write_text(json.dumps(numbers))
+    accelerator.wait_for_everyone()
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    path = parser.parse_args().worker
+    if path is not None:
+        worker(path)
+        return
+    print("| config | processes | weights, MB: measured / formula | gradients | optimizer state | peak of a step |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for config, num_processes, options in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "numbers.json"
+            file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
+            command = ["accelerate", "launch", "--config_file", file, "--num_processes", str(num_processes), *options]
+            command += [__file__, "--worker", str(result)]
+            run = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if not result.exists():
+                sys.exit(run.stdout + run.stderr)
+            numbers = json.loads(result.read_text())
+        expected = formula(config, num_processes, numbers["whole"], numbers["named"])
+        columns = [
+            f"{numbers[name] / 1e6:.1f} / {bytes_ / 1e6:.1f}"
+            for name, bytes_ in zip(("weights", "gradients", "optimizer"), expected)
+        ]
+        print(f"| {config} | {num_processes} | {' | '.join(columns)} | {numbers['peak'] / 1e6:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
