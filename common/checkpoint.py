@@ -1,135 +1,210 @@
-"""Checkpoints and the exported model: safetensors and JSON, the same under every config."""
+"""Checkpoints and the exported model: when they are written, which one is taken, and what is in them."""
 
-import json
 import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
+import torch
+from accelerate.utils import set_seed
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from common.errors import UsageError
+from common.config import RunConfig
+from common.errors import RunError, UsageError
+from common.group import CpuGroup
 from common.plan import Plan
+from common.random_state import random_state, set_random_state
+from common.shards import full_weights, load_state, state_parts
+from common.state import TrainState
 from common.step import Trainer
+from common.storage import DamagedError, Part, Reader, WriteError, flush, remove, write
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint found on disk; `step` optimizer steps were taken before it, `num_averaged` of them
-    went into the averages of `--ema_decay`."""
+    """A checkpoint found on disk and verified."""
 
     path: Path
-    step: int
-    num_averaged: int
+    reader: Reader
+
+    @property
+    def state(self) -> TrainState:
+        """Where the run was."""
+        return TrainState(**self.reader.content["state"])
 
     def load_weights(self, model: nn.Module) -> None:
         """Loads the weights into the bare module, before `prepare`. Raises UsageError for another model."""
-        weights, own = load_file(self.path / "model.safetensors"), model.state_dict()
-        if weights.keys() != own.keys():
-            name = min(weights.keys() ^ own.keys())
+        own = model.state_dict()
+        shapes = {
+            name.removeprefix("model."): tensor["shape"]
+            for name, tensor in self.reader.tensors.items()
+            if name.startswith("model.")
+        }
+        if shapes.keys() != own.keys():
+            name = min(shapes.keys() ^ own.keys())
             raise UsageError(f"{self.path} is of another model: only one of the two has {name}")
-        for name, tensor in weights.items():
-            if tensor.shape != own[name].shape:
+        for name, shape in shapes.items():
+            if shape != list(own[name].shape):
                 raise UsageError(
-                    f"{self.path} is of another model: {name} is {list(tensor.shape)} there, "
-                    f"{list(own[name].shape)} here"
+                    f"{self.path} is of another model: {name} is {shape} there, {list(own[name].shape)} here"
                 )
-        model.load_state_dict(weights)
+        model.load_state_dict({name: self.reader.tensor(f"model.{name}") for name in shapes})
 
-    def load_optimizer(self, trainer: Trainer) -> None:
-        """Loads the optimizer's state and the averages of the weights, after `prepare`."""
-        slots = load_file(self.path / "optimizer.safetensors")
-        states: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in slots.items():
-            name, _, slot = key.rpartition(".")
-            states.setdefault(name, {})[slot] = tensor
-        optimizer = trainer.optimizer.optimizer
-        # torch keeps the step count on the CPU unless the optimizer is fused or capturable.
-        on_device = any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))
-        for name, parameter in _parameters_and_buffers(trainer).items():
-            if name in states:
-                optimizer.state[parameter] = {
-                    slot: tensor if slot == "step" and not on_device else _placed_like(parameter, tensor)
-                    for slot, tensor in states[name].items()
-                }
-        if trainer.average is not None:
-            averages = load_file(self.path / "average.safetensors")
-            trainer.average.num_updates = self.num_averaged
-            for name, parameter in _parameters_and_buffers(trainer).items():
-                if name in averages:
-                    trainer.average.averages[parameter] = _placed_like(parameter, averages[name])
+    def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
+        """Loads all but the weights, after `prepare`: the optimizer's state, averages, the loss scale, and
+        what each process had of its own, its random state and the sums of the record that is under way."""
+        content = self.reader.content
+        load_state(trainer, self.reader)
+        trainer.load_numbers(content["trainer"])
+        num_processes, accelerator = content["num_processes"], trainer.accelerator
+        accelerator.print(f"resumed from {self.path}")
+        if num_processes == group.size:
+            self._load_process(group.rank, state)
+            prefix = f"process_{group.rank:05d}."
+            names = [key.removeprefix(prefix) for key in self.reader.tensors if key.startswith(prefix + "random.")]
+            set_random_state({name: self._of_process(group.rank, name) for name in names})
+            return
+        if group.rank == 0:  # who has the sums makes no difference, but that they are there once
+            for rank in range(num_processes):
+                self._load_process(rank, state)
+        seed = trainer.plan.config.seed + state.step * 1009 + trainer.plan.share
+        set_seed(seed % 2**32)
+        accelerator.print(
+            f"it was saved by {num_processes} processes, here are {group.size}: samples and schedule go on, random "
+            "states (dropout) are seeded anew, with seed + 1009 × step + process"
+        )
+
+    def _load_process(self, rank: int, state: TrainState) -> None:
+        state.losses += list(self._of_process(rank, "losses"))
+        state.weights += self._of_process(rank, "weights").tolist()
+
+    def _of_process(self, rank: int, name: str) -> Tensor:
+        return self.reader.tensor(f"process_{rank:05d}.{name}")
 
 
-def find_checkpoint(accelerator: Accelerator, plan: Plan) -> Checkpoint | None:
-    """The checkpoint that `--resume_from_checkpoint` names; None for a fresh start.
+def identity(plan: Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What must be the same for a run to go on as itself."""
+    config = asdict(plan.config)
+    return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
+        "num_samples": plan.num_samples,
+        "optimizer": type(optimizer).__name__,
+    }
+
+
+def find_checkpoint(plan: Plan, identity: dict[str, Any], group: CpuGroup) -> Checkpoint | None:
+    """The checkpoint that `--resume_from_checkpoint` names, verified; None for a fresh start.
 
     Raises:
-        UsageError: no checkpoint at that path, or one of a run with another seed, batch size or data.
+        UsageError: no checkpoint at that path, a damaged one, or one of a run with another seed,
+            batch size, data or optimizer.
     """
     wanted = plan.config.resume_from_checkpoint
     if wanted is None:
         return None
     if wanted == "latest":
-        found = _checkpoints(plan)
-        if not found:
-            accelerator.print(f"no checkpoint in {plan.config.output_dir}: a fresh start")
-            return None
-        path = found[-1]
-    else:
-        path = Path(wanted)
-    if not (path / "state.json").exists():
+        return _newest(plan.config, identity, group)
+    path = Path(wanted)
+    if not path.is_dir():
         raise UsageError(f"--resume_from_checkpoint {wanted}: no checkpoint there; type latest or a path to one")
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise UsageError("resuming under DeepSpeed is not there yet: type --config_file accelerate_configs/ddp.yaml")
-    state = json.loads((path / "state.json").read_text())
-    for name, value in _identity(plan).items():
-        if state["identity"][name] != value:
-            raise UsageError(f"{path} was made with {name} {state['identity'][name]}, this run has {value}")
-    return Checkpoint(path, state["step"], state["num_averaged"])
+    try:
+        return _open(path, identity, group)
+    except DamagedError as error:
+        raise UsageError(
+            f"--resume_from_checkpoint {wanted} is no whole checkpoint ({error}): type latest for the newest whole one"
+        ) from None
 
 
-def save_checkpoint(trainer: Trainer, step: int) -> None:
-    """Writes `checkpoints/step_<steps taken>`, aside first, and removes the oldest beyond `--keep_checkpoints`.
+def _newest(config: RunConfig, identity: dict[str, Any], group: CpuGroup) -> Checkpoint | None:
+    paths = [Path(path) for path in group.broadcast([str(path) for path in _checkpoints(config)])]
+    for path in reversed(paths):
+        try:
+            return _open(path, identity, group)
+        except DamagedError as error:
+            if group.rank == 0:
+                print(f"{path} is no whole checkpoint ({error}): taking the one before it", flush=True)
+    if paths:
+        raise UsageError(f"no checkpoint in {config.output_dir} is whole: type --overwrite_output_dir to start over")
+    if group.rank == 0:
+        print(f"no checkpoint in {config.output_dir}: a fresh start", flush=True)
+    return None
 
-    The main process gathers and writes everything.
+
+def _open(path: Path, identity: dict[str, Any], group: CpuGroup) -> Checkpoint:
+    reader = Reader.verified(path, group)
+    for name, value in identity.items():
+        there = reader.content["identity"].get(name)
+        if there != value:
+            raise UsageError(f"{path} was made with {name} {there}, this run has {value}")
+    return Checkpoint(path, reader)
+
+
+def save_checkpoint(trainer: Trainer, state: TrainState, identity: dict[str, Any], group: CpuGroup) -> Path | None:
+    """Writes `checkpoints/step_<steps taken>` and then removes the oldest beyond `--keep_checkpoints`.
+
+    Returns:
+        Its path; None where it could not be written and the run shall go on: one line says so.
+
+    Raises:
+        RunError: it could not be written, with `--stop_on_save_error`.
     """
-    plan, accelerator = trainer.plan, trainer.accelerator
-    folder = Path(plan.config.output_dir) / "checkpoints"
-    files = {
-        "model": full_weights(trainer),
-        "optimizer": _gather(trainer, _optimizer_state(trainer)),
-        "average": _gather(trainer, _averages(trainer)),
+    config, accelerator = trainer.plan.config, trainer.accelerator
+    folder = Path(config.output_dir) / "checkpoints"
+    content = {
+        "num_processes": group.size,
+        "identity": identity,
+        "state": state.numbers(),
+        "trainer": trainer.numbers(),
     }
+    own = random_state() | {
+        "losses": torch.stack(state.losses) if state.losses else torch.zeros(0),
+        "weights": torch.tensor([float(weight) for weight in state.weights], dtype=torch.float64),
+    }
+    parts = [Part.whole(f"process_{group.rank:05d}.{name}", tensor) for name, tensor in own.items()]
+    path = folder / f"step_{state.step:08d}"
+    try:
+        _make_folder(folder, group)
+        write(path, state_parts(trainer) + parts, content, group)
+    except WriteError as error:
+        line = f"the checkpoint of step {state.step} could not be written ({error})"
+        if config.stop_on_save_error:
+            raise RunError(
+                f"{line}: earlier ones are whole; make room, and type --resume_from_checkpoint latest"
+            ) from None
+        accelerator.print(f"{line}: earlier ones are whole, the run goes on")
+        return None
     if accelerator.is_main_process:
-        aside = folder / "unfinished"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        for name, tensors in files.items():
-            save_file(tensors, aside / f"{name}.safetensors")
-        num_averaged = 0 if trainer.average is None else trainer.average.num_updates
-        state = {"step": step + 1, "num_averaged": num_averaged, "identity": _identity(plan)}
-        (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
-        final = folder / f"step_{step + 1:08d}"
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-        for old in _checkpoints(plan)[: -plan.config.keep_checkpoints]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
+        for old in _checkpoints(config)[: -config.keep_checkpoints]:
+            try:
+                remove(old)
+            except OSError as error:
+                print(f"{old} could not be removed ({error.strerror})", flush=True)
+    return path
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:
     """Writes the weights, float32, under the module's own names: `<folder>/model.safetensors`; and
-    `config.json` of a transformers model, so that `from_pretrained(folder)` loads it."""
+    `config.json` of a transformers model, so that `from_pretrained(folder)` loads it.
+
+    Raises:
+        RunError: they cannot be written.
+    """
     weights = full_weights(trainer)
     if trainer.accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})  # transformers asks for it
-        if hasattr(config := getattr(trainer.module, "config", None), "save_pretrained"):
-            config.save_pretrained(folder)
+        aside = folder.with_name(f"{folder.name}.unfinished")
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})  # transformers asks for it
+            if hasattr(config := getattr(trainer.module, "config", None), "save_pretrained"):
+                config.save_pretrained(aside)
+            flush(aside / "model.safetensors")
+            shutil.rmtree(folder, ignore_errors=True)
+            aside.rename(folder)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})") from None
     trainer.accelerator.wait_for_everyone()
 
 
@@ -138,86 +213,18 @@ def load_exported(output_dir: str | Path) -> dict[str, Tensor]:
     return load_file(Path(output_dir) / "model" / "model.safetensors")
 
 
-def full_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Parameters and saved buffers, whole and on the CPU, in the main process.
-
-    All processes must call it together; the others gather and get nothing.
-    """
-    return _gather(trainer, _parameters_and_buffers(trainer))
-
-
-def _gather(trainer: Trainer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    gathered = {}
-    if trainer.pipeline is not None:
-        tensors = trainer.pipeline.gather(tensors)
-    for name, tensor in tensors.items():
-        tensor = _whole(trainer, tensor)
-        if trainer.accelerator.is_main_process:
-            # A copy of its own: safetensors takes no tensors that share memory, as tied weights do.
-            gathered[name] = tensor.detach().cpu().contiguous().clone()
-    return gathered
+def _make_folder(folder: Path, group: CpuGroup) -> None:
+    reason = None
+    if group.rank == 0:
+        try:
+            folder.mkdir(exist_ok=True)  # without its parents: an output_dir that has vanished stays away
+        except OSError as error:
+            reason = str(error)
+    if reason := group.broadcast(reason):
+        raise WriteError(reason)
 
 
-def _parameters_and_buffers(trainer: Trainer) -> dict[str, Tensor]:
-    """What is saved of the module, as the optimizer knows it."""
-    # Not named_parameters: after an evaluation FSDP2 shows gathered weights there, whose memory it
-    # frees when it shards again, as it does before a state_dict.
-    return trainer.module.state_dict(keep_vars=True)
-
-
-def _whole(trainer: Trainer, tensor: Tensor) -> Tensor:
-    if hasattr(tensor, "full_tensor"):  # DTensor, whose import takes 0.7 s
-        return tensor.full_tensor()
-    if trainer.uses_deepspeed and isinstance(tensor, nn.Parameter):
-        import deepspeed
-
-        if tensor.requires_grad:
-            return deepspeed.utils.safe_get_full_fp32_param(tensor)
-        with deepspeed.zero.GatheredParameters([tensor]):  # no float32 original is kept of a frozen one
-            return tensor.detach().float().clone()
-    return tensor
-
-
-def _optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
-    """{"<name of the weight>.<slot>": tensor}"""
-    state = trainer.optimizer.optimizer.state
-    weights = _parameters_and_buffers(trainer).items()
-    return {f"{name}.{slot}": value for name, weight in weights for slot, value in state.get(weight, {}).items()}
-
-
-def _averages(trainer: Trainer) -> dict[str, Tensor]:
-    averages = {} if trainer.average is None else trainer.average.averages
-    weights = _parameters_and_buffers(trainer).items()
-    return {name: averages[weight] for name, weight in weights if weight in averages}
-
-
-def _placed_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """What this process holds of `value`, which is whole, if it is divided as `parameter` is."""
-    if not hasattr(parameter, "placements") or value.shape != parameter.shape:
-        return value.to(parameter.device)
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements
-    local = value
-    # From the last dimension of the mesh to the first, as tensor parallelism divided before FSDP2 did;
-    # torch's distribute_tensor cannot do that for one dimension that both divided.
-    for dimension in reversed(range(mesh.ndim)):
-        if placements[dimension].is_shard() or hasattr(placements[dimension], "split_factor"):
-            along, index = placements[dimension].dim, mesh.get_local_rank(dimension)
-            chunks = local.chunk(mesh.size(dimension), along)
-            local = chunks[index] if index < len(chunks) else local.narrow(along, 0, 0)
-    local = local.contiguous().to(parameter.device)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
-
-
-def _checkpoints(plan: Plan) -> list[Path]:
-    folder = Path(plan.config.output_dir) / "checkpoints"
-    return sorted(path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
-
-
-def _identity(plan: Plan) -> dict[str, Any]:
-    """What must be the same for a run to go on as itself."""
-    config = asdict(plan.config)
-    return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
-        "num_samples": plan.num_samples
-    }
+def _checkpoints(config: RunConfig) -> list[Path]:
+    folder = Path(config.output_dir) / "checkpoints"
+    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))

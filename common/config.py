@@ -68,10 +68,20 @@ class RunConfig:
     )
     save_every: int = flag(0, "optimizer steps between checkpoints; 0 saves none", minimum=0)
     keep_checkpoints: int = flag(2, "how many of the newest checkpoints to keep", minimum=1)
+    stop_on_save_error: bool = flag(False, "end the run when a checkpoint cannot be written; else it goes on")
     resume_from_checkpoint: str | None = flag(
         None, "'latest' (the newest in output_dir, a fresh start if there is none) or the path of one checkpoint"
     )
     overwrite_output_dir: bool = flag(False, "start over where checkpoints of an earlier run lie")
+    metric_for_best_model: str | None = flag(
+        None,
+        "keep the best weights by this metric of the evaluation in <output_dir>/best/, beside the last in model/; "
+        "lower is better of loss, perplexity and errors",
+    )
+    early_stopping_patience: int | None = flag(
+        None, "end after this many evaluations in a row that were no better than the best", minimum=1
+    )
+    hang_timeout: float = flag(1800.0, "seconds without a step after which the run is ended; 0 waits", minimum=0)
     report_to: str = flag(
         "", "trackers, joined by commas: tensorboard, trackio, wandb, ... (all that Accelerate knows)"
     )
@@ -102,6 +112,8 @@ class RunConfig:
                 raise UsageError(f"--{field.name} {value}: expected more than {above}")
             if below is not None and value >= below:
                 raise UsageError(f"--{field.name} {value}: expected less than {below}")
+        if self.early_stopping_patience is not None and self.metric_for_best_model is None:
+            raise UsageError("--early_stopping_patience needs a metric: type --metric_for_best_model loss")
 
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)

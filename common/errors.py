@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -26,6 +29,25 @@ class NonFiniteError(RunError):
     exit_code = 3
 
 
+class StoppedError(RunError):
+    """A signal came, and what was done is saved."""
+
+    exit_code = 75
+
+
+class HangError(RunError):
+    """No step for so long that none will come."""
+
+
+# What gloo and NCCL say when a process at the other end has ended.
+_LOST_PEER = re.compile("Connection (reset|closed) by peer|Broken pipe|remote process exited", re.IGNORECASE)
+
+
+def needs_no_traceback(error: BaseException) -> bool:
+    """Whether its line says it all: a bug in a recipe is another matter."""
+    return isinstance(error, RunError | KeyboardInterrupt) or _LOST_PEER.search(str(error)) is not None
+
+
 @dataclass(frozen=True)
 class Failure:
     """How a run failed: the process of this machine that was first, its exit code and its line."""
@@ -40,6 +62,7 @@ class Failure:
         return self.pid == os.getpid()
 
 
+@cache
 def first_failure(error: BaseException) -> Failure:
     """Claims to be the first process of this machine that fails, as the others mostly fail because it did.
 
@@ -50,6 +73,8 @@ def first_failure(error: BaseException) -> Failure:
         exit_code, line = error.exit_code, f"{error.label}: {error}"
     elif isinstance(error, KeyboardInterrupt):
         exit_code, line = 130, "interrupted"
+    elif lost := _LOST_PEER.search(str(error)):
+        exit_code, line = 1, f"stopped: another process is gone ({lost[0]}); the launcher's report says how it ended"
     else:
         exit_code, line = 1, f"{type(error).__name__}: {error}"
     mine = Failure(os.getpid(), exit_code, line)
@@ -62,7 +87,8 @@ def first_failure(error: BaseException) -> Failure:
         own.write_text(json.dumps(asdict(mine)))
         os.link(own, claim)  # unlike a rename, fails where another process was before
     except FileExistsError:
-        return Failure(**json.loads(claim.read_text()))
+        with suppress(OSError, ValueError):  # the launcher removes the folder as soon as it has seen one fail
+            return Failure(**json.loads(claim.read_text()))
     except OSError:
         pass
     return mine

@@ -7,17 +7,22 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
-from common.checkpoint import export_model, find_checkpoint, save_checkpoint
+from common.checkpoint import export_model, find_checkpoint, identity, save_checkpoint
 from common.config import RunConfig
 from common.data import batches, check_dataset
+from common.errors import UsageError
+from common.group import CpuGroup
 from common.plan import Plan
 from common.profile import profile
-from common.record import OutputDir, Recorder
+from common.random_state import random_state_kept
+from common.record import OutputDir, Recorder, is_done
 from common.schedule import learning_rate_factor
 from common.start import data_shares
-from common.step import ForwardStep, prepare
+from common.state import TrainState
+from common.step import ForwardStep, Trainer, prepare
+from common.watch import Watch
 
 Metrics = dict[str, float]
 
@@ -61,66 +66,120 @@ def fit(
     check_dataset(train_set)
     check_dataset(eval_set)
     plan = Plan.of(config, len(train_set), *data_shares(accelerator, config))
-    with OutputDir(accelerator, plan):
-        checkpoint = find_checkpoint(accelerator, plan)
-        first_step = checkpoint.step if checkpoint else 0
-        if first_step >= plan.num_steps:
-            accelerator.print(f"nothing to do: {checkpoint.path} is at step {first_step} of {plan.num_steps}")
+    group, this_run = CpuGroup(), identity(plan, optimizer)
+    with OutputDir(accelerator, plan), Watch(accelerator, plan, group) as watch:
+        checkpoint = find_checkpoint(plan, this_run, group)
+        state = checkpoint.state if checkpoint else TrainState()
+        if plan.is_over(state) and group.broadcast(is_done(config.output_dir)):
+            accelerator.print(f"nothing to do: {checkpoint.path} is at step {state.step} of {plan.num_steps}")
             return {}
         if checkpoint:
             checkpoint.load_weights(model)
         trainer = prepare(accelerator, model, optimizer, forward_step, plan)
-        if checkpoint:
-            checkpoint.load_optimizer(trainer)
-            accelerator.print(f"resumed from {checkpoint.path}")
+        stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config.num_workers)
         set_seed(config.seed + plan.share)  # from here on other samples have another dropout
-        stream = batches(train_set, plan.micro_batches(first_step), accelerator.device, config.num_workers)
+        if checkpoint:
+            checkpoint.load_rest(trainer, state, group)
+        check_metric(trainer, eval_set, summarize)
         metrics: Metrics = {}
-        trainer.model.train()
         with (
             # First, as it may refuse, and the recorder clears what an earlier run left behind.
-            profile(accelerator, plan, plan.num_steps - first_step) as step_profiler,
-            Recorder(accelerator, plan, first_step, tokens_per_sample, flops_per_sample) as recorder,
+            profile(accelerator, plan, plan.num_steps - state.step) as step_profiler,
+            Recorder(accelerator, plan, state, tokens_per_sample, flops_per_sample) as recorder,
         ):
-            for step in range(first_step, plan.num_steps):
+            if state.evaluation_due:
+                metrics = evaluation(trainer, eval_set, summarize, state, recorder, watch)
+                if watch.stops:
+                    watch.stop(checkpoint.path)
+            trainer.model.train()
+            while not plan.is_over(state):
+                step = state.step
                 # A step that the loss scaler skips does not advance the schedule.
-                position = step - recorder.num_skipped
+                position = step - state.num_skipped
                 factor = learning_rate_factor(config.lr_schedule, position, plan.num_steps, config.warmup_steps)
                 learning_rate = trainer.set_learning_rate(factor)
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
-                result = trainer.step(micro_batches, wants_norm=plan.logs(step))
+                watch.progress()
+                result = trainer.step(micro_batches, wants_norm=plan.reads(step))
                 recorder.add(result)
+                watch.step(step, result)
                 step_profiler()
                 if plan.logs(step):
                     recorder.training(step, learning_rate, result)
-                elif plan.evaluates(step) or plan.saves(step):
-                    recorder.check_finite(step, result)
                 if plan.evaluates(step):
-                    recorder.pause()
-                    with trainer.averaged_weights():
-                        metrics = summarize(evaluate(accelerator, trainer.model, forward_step, eval_set, plan))
-                    recorder.evaluation(step, metrics)
-                    recorder.resume()
-                if plan.saves(step):
-                    recorder.pause()
-                    save_checkpoint(trainer, step)
-                    recorder.resume()
+                    metrics = evaluation(trainer, eval_set, summarize, state, recorder, watch)
+                if watch.stops or plan.saves(step) or (config.save_every and plan.is_over(state)):
+                    with recorder.paused():
+                        path = save_checkpoint(trainer, state, this_run, group)
+                        watch.progress()
+                if watch.stops:
+                    watch.stop(path)
             with trainer.averaged_weights():
                 export_model(trainer, Path(config.output_dir) / "model")
     return metrics
 
 
+def evaluation(
+    trainer: Trainer,
+    eval_set: Dataset,
+    summarize: Callable[[Metrics], Metrics],
+    state: TrainState,
+    recorder: Recorder,
+    watch: Watch,
+) -> Metrics:
+    """Evaluates and records it, and keeps the weights if they are the best so far. It remains due where a
+    signal ends it; nothing is recorded then, and nothing returned."""
+    state.evaluation_due = True
+    with recorder.paused(), trainer.averaged_weights():
+        means = evaluate(trainer.accelerator, trainer.model, trainer.forward_step, eval_set, trainer.plan, watch.pulse)
+        watch.settle()
+        if means is None:
+            return {}
+        metrics = summarize(means)
+        state.evaluation_due = False
+        config = trainer.plan.config
+        name = config.metric_for_best_model
+        if name is not None and state.is_best(name, metrics[name]):
+            export_model(trainer, Path(config.output_dir) / "best")
+    recorder.evaluation(state.step - 1, metrics)
+    return metrics
+
+
+def check_metric(trainer: Trainer, eval_set: Dataset, summarize: Callable[[Metrics], Metrics]) -> None:
+    """Raises UsageError if an evaluation, tried with one sample, lacks `--metric_for_best_model`."""
+    name, plan = trainer.plan.config.metric_for_best_model, trainer.plan
+    if name is None:
+        return
+    one = Subset(eval_set, [0])
+    metrics = summarize(evaluate(trainer.accelerator, trainer.model, trainer.forward_step, one, plan))
+    if name not in metrics:
+        raise UsageError(f"--metric_for_best_model {name}: no such metric; type one of {', '.join(sorted(metrics))}")
+
+
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, forward_step: ForwardStep, eval_set: Dataset, plan: Plan
-) -> Metrics:
+    accelerator: Accelerator,
+    model: nn.Module,
+    forward_step: ForwardStep,
+    eval_set: Dataset,
+    plan: Plan,
+    stops: Callable[[], bool] = lambda: False,
+) -> Metrics | None:
     """Mean of each metric over the evaluation set, each sample counted exactly once.
 
     Every process runs the same number of forward passes, because sharded models wait for each
     other; the last ones are padded with samples that are not counted.
 
+    Args:
+        accelerator: from `start(config)`.
+        model: as `prepare` made it.
+        forward_step: as for `fit`.
+        eval_set: map-style dataset of dicts of tensors.
+        plan: of the run.
+        stops: asked before each pass, in all processes with the same answer, whether to give up.
+
     Returns:
-        {metric: mean}, the same in every process.
+        {metric: mean}, the same in every process; None where it gave up.
     """
     size, num_samples = plan.micro_batch_size, len(eval_set)
     num_passes = -(-num_samples // (size * plan.num_shares))
@@ -130,13 +189,17 @@ def evaluate(
     sums: dict[str, torch.Tensor] = {}
     total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     model.eval()
-    for start, batch in zip(starts, batches(eval_set, sample_ids, accelerator.device, plan.config.num_workers)):
-        num_real = min(max(num_samples - start, 0), size)
-        values = forward_step(model, batch)
-        weight = batch.get("weight", torch.ones(size, device=accelerator.device))[:num_real].double()
-        total += weight.sum()
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight).sum()
+    with random_state_kept():  # training goes on as if there had been no evaluation
+        for start, batch in zip(starts, batches(eval_set, sample_ids, accelerator.device, plan.config.num_workers)):
+            if stops():
+                model.train()
+                return None
+            num_real = min(max(num_samples - start, 0), size)
+            values = forward_step(model, batch)
+            weight = batch.get("weight", torch.ones(size, device=accelerator.device))[:num_real].double()
+            total += weight.sum()
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight).sum()
     model.train()
     *means, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
     return {name: mean / total for name, mean in zip(sums, means)}

@@ -7,6 +7,7 @@ import torch
 
 from common.config import RunConfig
 from common.errors import UsageError
+from common.state import TrainState
 
 
 def split_batch(batch_size: int, micro_batch_size: int | None, num_shares: int, num_stages: int = 1) -> tuple[int, int]:
@@ -138,6 +139,15 @@ class Plan:
         return (step + 1) % (self.config.eval_every or self.steps_per_epoch) == 0 or step + 1 == self.num_steps
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint follows optimizer step `step`."""
+        """Whether a checkpoint follows optimizer step `step`, as far as that is known beforehand."""
         every = self.config.save_every
         return every > 0 and ((step + 1) % every == 0 or step + 1 == self.num_steps)
+
+    def reads(self, step: int) -> bool:
+        """Whether what optimizer step `step` gave is read, evaluated or kept."""
+        return self.logs(step) or self.evaluates(step) or self.saves(step)
+
+    def is_over(self, state: TrainState) -> bool:
+        """Whether all steps are taken, or the best evaluation is too long ago."""
+        patience = self.config.early_stopping_patience
+        return state.step >= self.num_steps or (patience is not None and state.num_not_better >= patience)

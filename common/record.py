@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +21,11 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.errors import Failure, NonFiniteError, UsageError, first_failure
+from common.errors import Failure, StoppedError, UsageError, first_failure
 from common.hardware import hardware, peak_flops
 from common.plan import Plan
 from common.start import parallelism, precision
+from common.state import TrainState
 from common.step import StepResult
 
 
@@ -73,22 +76,17 @@ class Recorder:
         self,
         accelerator: Accelerator,
         plan: Plan,
-        first_step: int,
+        state: TrainState,
         tokens_per_sample: int | None,
         flops_per_sample: float | None,
     ):
-        self.accelerator, self.plan, self.first_step = accelerator, plan, first_step
+        self.accelerator, self.plan, self.state = accelerator, plan, state
         self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
         is_gpu = accelerator.device.type == "cuda"
         gpu = torch.cuda.get_device_name(accelerator.device) if is_gpu else ""
         self._peak_flops = peak_flops(gpu, precision(accelerator))
         self.path = Path(plan.config.output_dir)
         self.last_metrics: dict[str, float] = {}
-        self.num_skipped = 0
-        self._losses: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor | float] = []
-        self._num_steps = 0
-        self._seconds = 0.0
         self._line: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -97,16 +95,14 @@ class Recorder:
         if self.accelerator.is_main_process:
             self._facts = {"versions": _versions(), "git_commit": _git_commit(), "hardware": hardware()}
             self._start_trackers()
-            kept = self._records_up_to(self.first_step)
-            if self.first_step == 0:
-                for leftover in ("checkpoints", "model"):
-                    shutil.rmtree(self.path / leftover, ignore_errors=True)
+            kept = self._records_up_to(self.state.step)
+            self._clear()
             self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)
             self._metrics.writelines(kept)
             self._write_card({"status": "running", "exit_code": None, "error": None})
         self.accelerator.wait_for_everyone()  # whichever process fails finds the card
         terminal = self.accelerator.is_main_process and sys.stderr.isatty()
-        self._bar = tqdm(total=self.plan.num_steps, initial=self.first_step, unit="step") if terminal else None
+        self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step") if terminal else None
         return self
 
     def __exit__(
@@ -124,26 +120,30 @@ class Recorder:
 
     def add(self, result: StepResult) -> None:
         """Takes in one optimizer step."""
-        self._losses += result.losses
-        self._weights.append(result.weight)
-        self._num_steps += 1
-        self.num_skipped += result.skipped
+        state = self.state
+        state.step, state.num_steps, state.num_skipped = (
+            state.step + 1,
+            state.num_steps + 1,
+            state.num_skipped + result.skipped,
+        )
+        state.losses += result.losses
+        state.weights.append(result.weight)
         if self._bar is not None:
             self._bar.update()
 
     def training(self, step: int, learning_rate: float, result: StepResult) -> None:
-        """Writes a training record after optimizer step `step` (counted from 0).
-
-        Raises:
-            NonFiniteError: loss or gradient norm is infinite or not a number.
-        """
-        loss, grad_norm = self.check_finite(step, result)
-        self.pause()
-        samples_per_second = self._num_steps * self.plan.config.batch_size / self._seconds
+        """Writes a training record after optimizer step `step` (counted from 0)."""
+        state = self.state
+        weight = torch.as_tensor(sum(state.weights), device=self.accelerator.device)
+        sums = torch.stack([torch.stack(state.losses).double().sum(), weight.double()])
+        loss_sum, weight_sum = self.accelerator.reduce(sums, "sum").tolist()
+        grad_norm = float(result.grad_norm) if result.grad_norm is not None and not result.skipped else None
+        self._count_seconds()
+        samples_per_second = state.num_steps * self.plan.config.batch_size / state.seconds
         record = {
             "step": step + 1,
             "epoch": round((step + 1) / self.plan.steps_per_epoch, 4),
-            "train/loss": loss,
+            "train/loss": loss_sum / weight_sum,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
             "samples_per_second": round(samples_per_second, 1),
@@ -153,26 +153,11 @@ class Recorder:
         if self.flops_per_sample and self._peak_flops:
             peak = self._peak_flops * self.accelerator.num_processes
             record["mfu"] = round(samples_per_second * self.flops_per_sample / peak, 4)
-        self._losses, self._weights, self._num_steps, self._seconds = [], [], 0, 0.0
+        if self.accelerator.scaler is not None:
+            record["skipped_steps"] = state.num_skipped
+        state.losses, state.weights, state.num_steps, state.seconds = [], [], 0, 0.0
         self._write(record)
         self._show(record, ends_line=not self.plan.evaluates(step))
-        self.resume()
-
-    def check_finite(self, step: int, result: StepResult) -> tuple[float, float | None]:
-        """Mean loss since the last record, over all processes, and the gradient norm of this step.
-
-        Raises:
-            NonFiniteError: one of them is infinite or not a number, other than the norm of a step
-                that the loss scaler skipped for that reason.
-        """
-        weight = torch.as_tensor(sum(self._weights), device=self.accelerator.device)
-        sums = torch.stack([torch.stack(self._losses).double().sum(), weight.double()])
-        loss_sum, weight_sum = self.accelerator.reduce(sums, "sum").tolist()
-        grad_norm = float(result.grad_norm) if result.grad_norm is not None and not result.skipped else None
-        for name, value in (("train/loss", loss_sum / weight_sum), ("grad_norm", grad_norm)):
-            if value is not None and not math.isfinite(value):
-                raise NonFiniteError(f"{name} is {value} at step {step + 1}: try a lower --learning_rate")
-        return loss_sum / weight_sum, grad_norm
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Writes an evaluation record after optimizer step `step` (counted from 0)."""
@@ -180,20 +165,27 @@ class Recorder:
         self._write(record)
         self._show(record)
 
-    def pause(self) -> None:
-        """Stops the clock of samples_per_second, before what is not training."""
-        self._seconds += time.perf_counter() - self._resumed
-
-    def resume(self) -> None:
-        """Starts it again."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock of samples_per_second for what is not training."""
+        self._count_seconds()
+        yield
         self._resumed = time.perf_counter()
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self.state.seconds += now - self._resumed
+        self._resumed = now
 
     def _write(self, record: dict[str, Any]) -> None:
         self.last_metrics |= {name: value for name, value in record.items() if value is not None}
         if self.accelerator.is_main_process:
             # JSON has no infinity, which a metric may well be.
             finite = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
-            self._metrics.write(json.dumps(finite) + "\n")
+            try:
+                self._metrics.write(json.dumps(finite) + "\n")
+            except OSError as error:
+                print(f"{self._metrics.name} could not be written ({error.strerror})", file=sys.stderr, flush=True)
             numbers = {name: value for name, value in record.items() if value is not None and name != "step"}
             self.accelerator.log(numbers, step=record["step"])
 
@@ -226,7 +218,7 @@ class Recorder:
 
     def _finish_trackers(self) -> None:
         last = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}
-        last |= {"wall_seconds": time.perf_counter() - self._started, "skipped_steps": self.num_skipped}
+        last |= {"wall_seconds": time.perf_counter() - self._started, "skipped_steps": self.state.num_skipped}
         summary = {f"summary/{name}": value for name, value in last.items()}
         self.accelerator.log(summary, step=self.last_metrics.get("step"))
         for tracker in self.accelerator.trackers:
@@ -238,23 +230,29 @@ class Recorder:
             return []
         return [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
 
+    def _clear(self) -> None:
+        """Removes what an earlier run left that this one does not go on from."""
+        leftovers = [self.path / "best", self.path / "model"] if self.state.step == 0 else []
+        for checkpoint in self.path.glob("checkpoints/step_*"):
+            if self.state.step == 0 or int(checkpoint.name.removeprefix("step_")) > self.state.step:
+                leftovers.append(checkpoint)  # of another course, or damaged
+        for leftover in leftovers:
+            shutil.rmtree(leftover, ignore_errors=True)
+
     def _attempt(self) -> int:
-        path = self.path / "run.json"
-        if self.first_step == 0 or not path.exists():
-            return 1
-        return json.loads(path.read_text()).get("attempt", 0) + 1
+        card = read_card(self.path)
+        return card.get("attempt", 0) + 1 if self.plan.config.resume_from_checkpoint else 1
 
     def _fail_card(self, failure: Failure) -> None:
-        ending = {"status": "failed", "exit_code": failure.exit_code, "error": failure.line}
         if self.accelerator.is_main_process:
-            self._write_card(ending)
+            self._write_card(_ending(failure))
         elif failure.is_mine:
             # The launcher ends the main process as soon as it sees this one gone: it may not come to write.
-            card = json.loads((self.path / "run.json").read_text())
-            self._replace_card(card | ending)
+            write_failure(self.path, failure)
 
     def _write_card(self, status: dict[str, Any]) -> None:
-        self._replace_card(
+        _replace_card(
+            self.path,
             {
                 **status,
                 "attempt": self.attempt,
@@ -267,17 +265,44 @@ class Recorder:
                 "micro_batch_size": self.plan.micro_batch_size,
                 "gradient_accumulation_steps": self.plan.accumulation,
                 "num_steps": self.plan.num_steps,
-                "skipped_steps": self.num_skipped,
+                "skipped_steps": self.state.num_skipped,
                 "last_metrics": self.last_metrics,
                 "wall_seconds": round(time.perf_counter() - self._started, 2),
                 **self._facts,
-            }
+            },
         )
 
-    def _replace_card(self, card: dict[str, Any]) -> None:
-        part = self.path / f"run.json.{os.getpid()}"
+
+def is_done(output_dir: str | Path) -> bool:
+    """Whether the run in this folder came to its end."""
+    return read_card(Path(output_dir)).get("status") == "done"
+
+
+def read_card(output_dir: Path) -> dict[str, Any]:
+    """The run card; empty where there is none."""
+    try:
+        return json.loads((output_dir / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def write_failure(output_dir: Path, failure: Failure) -> None:
+    """Notes in the run card how the run ended, from any process or thread."""
+    _replace_card(output_dir, read_card(output_dir) | _ending(failure))
+
+
+def _ending(failure: Failure) -> dict[str, Any]:
+    status = "stopped" if failure.exit_code == StoppedError.exit_code else "failed"
+    return {"status": status, "exit_code": failure.exit_code, "error": failure.line}
+
+
+def _replace_card(output_dir: Path, card: dict[str, Any]) -> None:
+    part = output_dir / f"run.json.{os.getpid()}"
+    try:
         part.write_text(json.dumps(card, indent=2) + "\n")
-        part.rename(self.path / "run.json")  # a reader never meets half a card
+        part.rename(output_dir / "run.json")  # a reader never meets half a card
+    except OSError as error:
+        print(f"{output_dir}/run.json could not be written ({error.strerror})", file=sys.stderr, flush=True)
 
 
 def _short(value: float) -> str:

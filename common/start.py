@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from common.config import ConfigT, RunConfig, parse
-from common.errors import RunError, UsageError, first_failure
+from common.errors import UsageError, first_failure, needs_no_traceback
 from common.plan import split_batch
 
 
@@ -39,12 +39,15 @@ def start(config: RunConfig) -> Accelerator:
         UsageError: the config asks for what this machine or Accelerate cannot do.
     """
     _quiet()
+    _resume_after_restart(config)
     _check_launch()
     if config.compile and not _has_gpu():
         _check_compiler("--compile", os.environ.get("CXX", "g++"))
     trackers = _trackers(config)
     _set_num_threads()
     rehearses = not _has_gpu()
+    if _num_restarts() > 0:
+        _join_after_restart("gloo" if rehearses else "nccl")
     if rehearses:
         _prepare_rehearsal()
     try:
@@ -77,10 +80,15 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     try:
         record(lambda: main(parse(config_class)), error_handler=_ReportedErrors())()
     except (Exception, KeyboardInterrupt) as error:
-        _end(error)
+        end(error)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(0)
+
+
+def report(error: BaseException) -> None:
+    """Puts an error into torchrun's report, where `run` does not, as in a thread."""
+    _ReportedErrors().record_exception(error)
 
 
 class _ReportedErrors(ErrorHandler):
@@ -89,19 +97,19 @@ class _ReportedErrors(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         failure = first_failure(e)
-        if failure.is_mine and not isinstance(e, RunError):
+        if failure.is_mine and not needs_no_traceback(e):
             super().record_exception(e)
         elif error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": failure.line, "timestamp": str(int(time.time()))}
             Path(error_file).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": extra}}))
 
 
-def _end(error: BaseException) -> NoReturn:
+def end(error: BaseException) -> NoReturn:
+    """Ends this process with the exit code of an error, and says what it was if none failed before."""
     failure = first_failure(error)
     sys.stdout.flush()
     if failure.is_mine:
-        is_ours = isinstance(error, RunError | KeyboardInterrupt)
-        text = failure.line + "\n" if is_ours else "".join(traceback.format_exception(error))
+        text = failure.line + "\n" if needs_no_traceback(error) else "".join(traceback.format_exception(error))
         sys.stderr.write(text)  # at once, where print would let another process write before the end of the line
         sys.stderr.flush()
     else:
@@ -117,6 +125,28 @@ def _quiet() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")
+
+
+def _resume_after_restart(config: RunConfig) -> None:
+    """A launcher that starts the processes again (`--max_restarts`) gives them the same command line."""
+    if _num_restarts() > 0:
+        config.overwrite_output_dir = False
+        has_checkpoints = any(Path(config.output_dir).glob("checkpoints/step_*"))
+        if has_checkpoints or config.resume_from_checkpoint is None:
+            config.resume_from_checkpoint = "latest"
+
+
+def _num_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _join_after_restart(backend: str) -> None:
+    """Joins the others in a part of the launcher's store of its own: with a static rendezvous, which is that of
+    accelerate launch, the store still has the addresses of the processes that have ended."""
+    if _world_size() > 1:
+        store, rank, world_size = next(torch.distributed.rendezvous("env://"))
+        store = torch.distributed.PrefixStore(f"restart_{_num_restarts()}", store)
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def _is_true(variable: str) -> bool:
@@ -320,8 +350,6 @@ def _check_pipeline(accelerator: Accelerator, config: RunConfig) -> None:
             "--pipeline_stages wants plain processes, in float32 or bf16: type --config_file "
             "accelerate_configs/pipeline_parallel.yaml"
         )
-    if config.save_every or config.resume_from_checkpoint:
-        raise UsageError("checkpoints of a pipeline are not there yet: remove --save_every, --resume_from_checkpoint")
 
 
 def _set_reduction_precision(accelerator: Accelerator) -> None:

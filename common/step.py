@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.average import WeightAverage
 from common.data import Batch
-from common.errors import NonFiniteError, UsageError
+from common.errors import UsageError
 from common.parallel import parallelize, sharded_layers, tensor_parallel_size
 from common.pipeline import Pipeline
 from common.plan import Plan
@@ -92,6 +93,23 @@ class Trainer:
         if self.average is not None and not result.skipped:
             self.average.update()
         return result
+
+    def numbers(self) -> dict[str, Any]:
+        """What a checkpoint holds of it as JSON, beside tensors."""
+        num_averaged = 0 if self.average is None else self.average.num_updates
+        return {"num_averaged": num_averaged, "loss_scale": _loss_scale_state(self)}
+
+    def load_numbers(self, numbers: dict[str, Any]) -> None:
+        """Puts back what `numbers` gave; a loss scale only where there is one in both runs."""
+        if self.average is not None:
+            self.average.num_updates = numbers["num_averaged"]
+        if scaler := self.accelerator.scaler:
+            if "growth_factor" in numbers["loss_scale"]:
+                scaler.load_state_dict(numbers["loss_scale"])
+        elif self.uses_deepspeed:
+            for name, value in numbers["loss_scale"].items():
+                if name in _loss_scale_state(self):
+                    setattr(self.model.optimizer.loss_scaler, name, value)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Within it the model has the averages of `--ema_decay` as its weights; without that flag, its own."""
@@ -178,11 +196,7 @@ def _clip(trainer: Trainer, max_norm: float) -> Tensor:
 
 
 def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-    """ZeRO 1 to 3. The engine averages over processes and accumulation, and clips by itself.
-
-    Raises:
-        NonFiniteError: the engine skipped the step, which without loss scaling it does silently.
-    """
+    """ZeRO 1 to 3. The engine averages over processes and accumulation, and clips by itself."""
     engine = trainer.model
     scale, weight = _loss_scale(trainer, micro_batches)
     losses = []
@@ -194,7 +208,7 @@ def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm:
     engine.step()
     skipped = not engine.was_step_applied()
     if skipped and trainer.accelerator.mixed_precision != "fp16":
-        raise NonFiniteError("a gradient is not finite: try a lower --learning_rate")
+        return StepResult(losses, weight, torch.inf)  # without loss scaling it skips without a word
     return StepResult(losses, weight, engine.get_global_grad_norm(), skipped)
 
 
@@ -207,6 +221,16 @@ def pipeline_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: 
     trainer.optimizer.optimizer.step()
     trainer.optimizer.optimizer.zero_grad()
     return StepResult(losses, weight if pipeline.is_last else 0.0, grad_norm)
+
+
+def _loss_scale_state(trainer: Trainer) -> dict[str, float]:
+    """Of the loss scaling of fp16; nothing in other precisions."""
+    if trainer.accelerator.scaler is not None:
+        return trainer.accelerator.scaler.state_dict()
+    if not trainer.uses_deepspeed or trainer.accelerator.mixed_precision != "fp16":
+        return {}
+    scaler = vars(trainer.model.optimizer.loss_scaler)
+    return {name: value for name, value in scaler.items() if isinstance(value, int | float)}
 
 
 def _loss_sum(trainer: Trainer, batch: Batch) -> Tensor:
@@ -254,8 +278,6 @@ def _configure_deepspeed(
 ) -> None:
     """Writes what the command line decides into DeepSpeed's config, which would otherwise clip at
     1.0 and accumulate as its own section says."""
-    if plan.config.save_every:
-        raise UsageError("checkpoints under DeepSpeed are not there yet: remove --save_every")
     if plan.config.ema_decay:
         raise UsageError(
             "--ema_decay does not work under DeepSpeed, which keeps the weights to itself: type "

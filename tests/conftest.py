@@ -7,22 +7,34 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from launching import Run, launch
+from launching import DISTURBED, Run, launch
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[..., Run]:
-    """reference(script, arguments, options) -> that recipe on one process, run once."""
+def made_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[..., Run]:
+    """made_once(config, script, arguments, options) -> that run."""
     base = tmp_path_factory.getbasetemp()
     shared: Path = base if worker_id == "master" else base.parent  # pytest-xdist gives each process its own
 
-    def get(script: str, arguments: str, options: str = "") -> Run:
-        key = hashlib.sha256(repr((script, arguments, options)).encode()).hexdigest()[:16]
-        folder = shared / f"reference_{key}"
+    def get(config: str, script: str, arguments: str, options: str = "") -> Run:
+        key = hashlib.sha256(repr((config, script, arguments, options)).encode()).hexdigest()[:16]
+        folder = shared / f"made_once_{key}"
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
-                launch(folder.with_suffix(".unfinished") / "run", "single", script, arguments, options=options)
+                launch(folder.with_suffix(".unfinished") / "run", config, script, arguments, options=options)
                 folder.with_suffix(".unfinished").rename(folder)
         return Run(0, "", "", folder / "run")
 
     return get
+
+
+@pytest.fixture(scope="session")
+def reference(made_once: Callable[..., Run]) -> Callable[..., Run]:
+    """reference(script, arguments, options) -> that recipe on one process."""
+    return lambda script, arguments, options="": made_once("single", script, arguments, options)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(made_once: Callable[..., Run]) -> Callable[[str, str], Run]:
+    """undisturbed(config, arguments) -> the script of faults, without one."""
+    return lambda config, arguments: made_once(config, DISTURBED, arguments)

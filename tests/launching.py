@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
-TIMEOUT_S = 400  # DeepSpeed compiles on first use
+DISTURBED = "tests/scripts/disturbed.py"
+TIMEOUT_S = 900  # DeepSpeed compiles on first use, minutes on a busy machine
 # What a launcher around the tests would set, or a user who tunes threads.
 INHERITED = re.compile("ACCELERATE_|FSDP_|TORCHELASTIC_|OMP_NUM|MASTER_|WORLD_SIZE|RANK|LOCAL_|CUDA_VISIBLE")
 
@@ -36,6 +37,17 @@ class Run:
 
     def column(self, name: str) -> list[float]:
         return [record[name] for record in self.records if name in record]
+
+    @property
+    def lasting_records(self) -> list[dict]:
+        """Records without what depends on the clock."""
+        timed = ("samples_per_second", "tokens_per_second")
+        return [{name: record[name] for name in record if name not in timed} for record in self.records]
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps of those that are there."""
+        return sorted(int(path.name.removeprefix("step_")) for path in self.output_dir.glob("checkpoints/step_*"))
 
     @cached_property
     def card(self) -> dict:
@@ -99,6 +111,12 @@ def launch(
     if succeeds:
         assert run.exit_code == 0, run.stdout + run.stderr
     return run
+
+
+def assert_equal_to_the_last_bit(run: Run, reference: Run) -> None:
+    """Records and exported weights."""
+    assert run.lasting_records == reference.lasting_records
+    assert weight_distance(run, reference) == 0
 
 
 def weight_distance(run: Run, reference: Run) -> float:

@@ -21,7 +21,8 @@ def averaged_by_hand(run: Run, decay: float) -> dict:
     start = launch(run.output_dir.parent / "start", "single", MNIST, "--max_steps 1 --learning_rate 1e-30")
     averages = start.weights
     for step in range(1, 7):
-        weights = load_file(run.output_dir / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+        saved = load_file(run.output_dir / "checkpoints" / f"step_{step:08d}" / "shard_00000.safetensors")
+        weights = {name: saved[f"model.{name}"] for name in averages}
         now = min(decay, (1 + step) / (10 + step))
         averages = {name: now * averages[name] + (1 - now) * weights[name] for name in weights}
     return averages

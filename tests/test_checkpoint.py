@@ -1,43 +1,126 @@
-"""Promise: a run that was stopped goes on as if nothing had been; nothing is overwritten unasked."""
+"""Promise: a run that was killed at any moment goes on as if nothing had been, under any config; nothing is
+overwritten unasked."""
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from launching import Run, largest_difference, launch, weight_distance
+from common.group import CpuGroup
+from common.storage import Reader
+from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, largest_difference, launch, weight_distance
 from test_guards import refused
+from test_one_result import RECIPES
 
 MNIST = "recipes/mnist.py"
 STEPS = "--max_steps 12 --log_every 1 --eval_every 4 --save_every 4 --lr_schedule cosine"
-
-pytestmark = pytest.mark.xdist_group("test_checkpoint")
-
-
-@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
-def test_resumed_run_goes_on_as_the_undisturbed_one(tmp_path: Path, config: str) -> None:
-    whole = launch(tmp_path / "whole", config, MNIST, STEPS)
-    stopped = tmp_path / "whole" / "checkpoints"
-    assert sorted(path.name for path in stopped.iterdir()) == ["step_00000008", "step_00000012"]
-    resumed = launch(
-        tmp_path / "resumed", config, MNIST, f"{STEPS} --resume_from_checkpoint {stopped / 'step_00000008'}"
-    )
-    assert f"resumed from {stopped / 'step_00000008'}" in resumed.stdout
-    rest = [record for record in whole.records if record["step"] > 8]
-    timed = "samples_per_second"
-    assert [{k: v for k, v in r.items() if k != timed} for r in resumed.records] == [
-        {k: v for k, v in r.items() if k != timed} for r in rest
-    ]
-    assert weight_distance(resumed, whole) == 0
+# 4 steps an epoch, records every 3 steps, evaluations every 4: each resumed run is in the middle of something.
+COURSE = "--max_steps 14 --save_every 3"
+LATEST = "--resume_from_checkpoint latest"
 
 
-def test_checkpoint_of_one_config_loads_under_another(tmp_path: Path) -> None:
-    steps = f"{STEPS} --model mlp"
-    whole = launch(tmp_path / "whole", "fsdp2_tensor_parallel", MNIST, steps)
-    path = tmp_path / "whole" / "checkpoints" / "step_00000008"
-    for config in ("single", "hsdp", "fsdp2_tensor_parallel"):
-        run = launch(tmp_path / config, config, MNIST, f"{steps} --resume_from_checkpoint {path}")
-        assert largest_difference(run.column("train/loss"), whole.column("train/loss")[8:]) <= 1e-5
-        assert weight_distance(run, whole) <= 1e-5
+def kill_and_resume(tmp_path: Path, config: str, fault: str, step: int, process: int = 0) -> Run:
+    """Starts a run to which `fault` happens, and then again."""
+    flags = f"--fault {fault} --fault_step {step} --fault_process {process}"
+    first = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", succeeds=False)
+    assert first.exit_code != 0 and (first.output_dir / "fault_was_here").exists(), first.stdout + first.stderr
+    assert not (first.output_dir / "model").exists()
+    assert f'File "{ROOT}/common' not in first.stdout + first.stderr, "a traceback of ours"
+    for path in first.output_dir.glob("checkpoints/step_*"):
+        Reader.verified(path, CpuGroup())
+    run = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}")
+    assert run.card["status"] == "done" and run.card["attempt"] == 2
+    return run
+
+
+@pytest.mark.parametrize(
+    ("config", "fault", "step", "process"),
+    [
+        ("single", "kill", 8, 0),  # on the boundary of an epoch
+        ("ddp", "kill", 10, 1),  # in the middle of the third
+        ("fsdp2", "kill_all", 7, 0),
+        ("deepspeed_zero2", "kill", 11, 1),
+        ("ddp", "kill_launcher", 5, 0),
+        ("ddp", "write", 7, 0),
+        pytest.param("fsdp2", "write", 2, 1, marks=pytest.mark.full),
+    ],
+)
+def test_killed_run_goes_on_as_the_undisturbed_one(
+    tmp_path: Path, undisturbed: Callable[[str, str], Run], config: str, fault: str, step: int, process: int
+) -> None:
+    run = kill_and_resume(tmp_path, config, fault, step, process)
+    assert_equal_to_the_last_bit(run, undisturbed(config, COURSE))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(200))
+def test_killed_anywhere(tmp_path: Path, undisturbed: Callable[[str, str], Run], seed: int) -> None:
+    draw = random.Random(seed)
+    config = draw.choice(["single", "ddp", "fsdp2", "deepspeed_zero2"])
+    fault = draw.choice(["kill", "kill_all", "kill_launcher", "write", "write"])
+    process = 0 if config == "single" else draw.randrange(2)
+    last = {"write": 40 if process == 0 else 4}.get(fault, 13)
+    run = kill_and_resume(tmp_path, config, fault, draw.randrange(last), process)
+    assert_equal_to_the_last_bit(run, undisturbed(config, COURSE))
+
+
+def test_launcher_starts_a_killed_run_again_by_itself(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
+    arguments = f"{COURSE} --fault kill --fault_step 7 --fault_process 1"
+    run = launch(tmp_path / "run", "ddp", DISTURBED, arguments, options="--max_restarts 1")
+    assert "resumed from" in run.stdout and run.card["attempt"] == 2
+    assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
+
+
+# Each goes on where the one before it was, two steps further.
+RELAYS = {
+    "mnist mlp": "single ddp fsdp2 hsdp tensor_parallel fsdp2_tensor_parallel deepspeed_zero1 deepspeed_zero2 "
+    "deepspeed_zero3 fsdp2",
+    "transformer": "tensor_parallel pipeline_parallel deepspeed_zero3",
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer"),
+    [
+        ("mnist mlp", ""),
+        ("transformer", ""),
+        pytest.param("mnist mlp", "--optimizer sgd --learning_rate 0.1", marks=pytest.mark.full),
+    ],
+)
+def test_checkpoint_of_any_config_loads_under_any_other(
+    tmp_path: Path, reference: Callable[..., Run], recipe: str, optimizer: str
+) -> None:
+    script, arguments = RECIPES[recipe]
+    expected = reference(script, f"{arguments} {optimizer}")
+    for number, config in enumerate(RELAYS[recipe].split()):
+        flags = f"{arguments} {optimizer} --save_every 2 --keep_checkpoints 10"
+        flags += " --pipeline_stages 2" if config == "pipeline_parallel" else ""
+        if number:
+            path = tmp_path / str(number - 1) / "checkpoints" / f"step_{2 * number:08d}"
+            flags += f" --resume_from_checkpoint {path}"
+        run = launch(tmp_path / str(number), config, script, flags)
+        assert largest_difference(run.column("train/loss"), expected.column("train/loss")[2 * number :]) <= 1e-5
+        assert run.column("learning_rate") == expected.column("learning_rate")[2 * number :]
+        assert weight_distance(run, expected) <= 1e-5, config
+
+
+def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
+    path = undisturbed("ddp", COURSE).output_dir / "checkpoints" / "step_00000012"
+    run = launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} --resume_from_checkpoint {path}")
+    assert "it was saved by 2 processes, here are 1: samples and schedule go on" in run.stdout
+    assert run.column("learning_rate") == undisturbed("ddp", COURSE).column("learning_rate")[-1:]
+
+
+def test_sums_of_a_record_under_way_go_on_under_another_number_of_processes(tmp_path: Path) -> None:
+    arguments = "--max_steps 8 --log_every 4 --save_every 2 --keep_checkpoints 9 --model mlp"
+    one, two = (launch(tmp_path / config, config, MNIST, arguments) for config in ("single", "ddp"))
+    for step, config, source in ((6, "single", two), (2, "fsdp2", one)):
+        path = source.output_dir / "checkpoints" / f"step_{step:08d}"
+        run = launch(tmp_path / f"from_{step}", config, MNIST, f"{arguments} --resume_from_checkpoint {path}")
+        assert largest_difference(run.column("train/loss"), one.column("train/loss")[step // 4 :]) <= 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +147,7 @@ def test_resuming_a_finished_run_says_so(finished: Run) -> None:
         ("--seed 1", "was made with seed 0, this run has 1"),
         ("--batch_size 32", "was made with batch_size 64, this run has 32"),
         ("--ema_decay 0.9", "was made with ema_decay 0.0, this run has 0.9"),
+        ("--optimizer sgd", "was made with optimizer AdamW, this run has SGD"),
         ("--model mlp", "is of another model"),
     ],
 )
@@ -81,4 +165,83 @@ def test_overwriting_starts_over(tmp_path: Path) -> None:
     launch(tmp_path / "run", "single", MNIST, STEPS)
     run = launch(tmp_path / "run", "single", MNIST, "--max_steps 2 --log_every 1 --overwrite_output_dir")
     assert run.column("train/loss") and len(run.column("train/loss")) == 2
-    assert not (run.output_dir / "checkpoints").exists()
+    assert run.checkpoints == []
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
+    flags = f"{COURSE} --fault kill_all --fault_step 10"
+    run = launch(tmp_path / "run", "ddp", DISTURBED, flags, succeeds=False)
+    newest = run.output_dir / "checkpoints" / "step_00000009"
+    assert run.checkpoints == [6, 9]
+    damage(newest / "shard_00001.safetensors")
+    line = refused(
+        launch(run.output_dir, "ddp", DISTURBED, f"{COURSE} --resume_from_checkpoint {newest}", succeeds=False)
+    )
+    assert "is no whole checkpoint (shard_00001.safetensors was altered): type latest" in line
+    run = launch(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}")
+    assert f"{newest} is no whole checkpoint (shard_00001.safetensors was altered): taking the one" in run.stdout
+    assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
+    for path in run.output_dir.glob("checkpoints/step_*"):
+        damage(path / "manifest.json")
+    line = refused(launch(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}", succeeds=False))
+    assert "no checkpoint in" in line and "is whole: type --overwrite_output_dir" in line
+
+
+@pytest.mark.parametrize("flag", ["", "--stop_on_save_error"])
+def test_checkpoint_that_cannot_be_written(tmp_path: Path, flag: str) -> None:
+    """Where files may not grow beyond 16 KB, which is room for records and not for checkpoints."""
+    limited = tmp_path / "limited.py"
+    limited.write_text(
+        f"import resource, runpy\nresource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))\n"
+        f"runpy.run_path({str(ROOT / DISTURBED)!r}, run_name='__main__')\n"
+    )
+    run = launch(tmp_path / "run", "ddp", limited, f"{COURSE} {flag} --width 3000", succeeds=False)
+    output = run.stdout + run.stderr
+    assert run.checkpoints == [] and "the checkpoint of step 3 could not be written" in output
+    assert f'File "{ROOT}/common' not in output, "a traceback of ours"
+    assert run.records[-1]["step"] == (3 if flag else 14), output  # the export at the end fails, too
+
+
+def test_output_dir_that_vanishes(tmp_path: Path) -> None:
+    flags = f"{COURSE} --fault vanish --fault_step 7"
+    run = launch(tmp_path / "run", "ddp", DISTURBED, flags, succeeds=False)
+    assert run.stdout.count("the checkpoint of step 9 could not be written") == 1
+    assert "model cannot be written (No such file or directory)" in run.stderr
+    away = Run(0, "", "", tmp_path / "run.away")
+    assert away.checkpoints == [3, 6] and not run.output_dir.exists()
+    again = launch(away.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}")
+    assert again.column("train/loss")[-1] == away.column("train/loss")[-1]
+
+
+def test_best_weights_are_kept_and_patience_ends_a_run(tmp_path: Path) -> None:
+    arguments = "--max_steps 40 --log_every 1 --eval_every 2 --save_every 4 --learning_rate 0.3 --lr_schedule constant"
+    arguments += " --metric_for_best_model loss --early_stopping_patience 3"
+    run = launch(tmp_path / "run", "fsdp2", DISTURBED, arguments)
+    losses = run.column("eval/loss")
+    best = losses.index(min(losses))
+    assert len(losses) == best + 4 < 20 and run.card["status"] == "done"
+    kept = load_file(run.output_dir / "best" / "model.safetensors")
+    until = arguments.replace("--max_steps 40", f"--max_steps {2 * best + 2}")
+    at_best = launch(tmp_path / "best", "fsdp2", DISTURBED, until)
+    assert all(torch.equal(kept[name], weight) for name, weight in at_best.weights.items())
+    assert any(not torch.equal(kept[name], weight) for name, weight in run.weights.items())
+    again = launch(run.output_dir, "fsdp2", DISTURBED, f"{arguments} {LATEST}")
+    assert "nothing to do" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--metric_for_best_model acc", "--metric_for_best_model acc: no such metric; type one of loss"),
+        ("--early_stopping_patience 2", "--early_stopping_patience needs a metric: type --metric_for_best_model loss"),
+    ],
+)
+def test_metric_that_is_not_there(tmp_path: Path, arguments: str, expected: str) -> None:
+    run = launch(tmp_path / "run", "ddp", DISTURBED, arguments, succeeds=False)
+    assert expected in refused(run) and not (run.output_dir / "metrics.jsonl").exists()

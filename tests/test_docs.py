@@ -91,21 +91,10 @@ def test_loop_names_no_parallelism() -> None:
 
 
 def test_imports_of_common_point_one_way() -> None:
-    top = [
-        "loop",
-        "checkpoint",
-        "record",
-        "step",
-        "parallel",
-        "pipeline",
-        "language_models",
-        "images",
-        "tables",
-        "text",
-        "data",
-        "profile",
-    ]
-    layers = [*top, "start", "plan", "config", "average", "optimizer", "schedule", "hardware", "errors"]
+    order = """
+        loop checkpoint watch record shards step parallel pipeline language_models images tables text data profile
+        start signals storage group plan state random_state config average optimizer schedule hardware errors"""
+    layers = order.split()
     modules = {path.stem: path for path in (ROOT / "common").glob("*.py") if path.stem != "__init__"}
     assert modules.keys() == set(layers)
     for name, path in modules.items():

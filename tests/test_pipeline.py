@@ -21,11 +21,12 @@ FOUR_LAYERS = ARGUMENTS.replace("--num_layers 2", "--num_layers 4")
     ("arguments", "flags", "num_processes", "expected"),
     [
         (ARGUMENTS, "--pipeline_stages 2 --pipeline_schedule gpipe", 4, "DDP 2 × pipeline of 2 stages"),
-        (
+        pytest.param(
             FOUR_LAYERS,
             "--pipeline_stages 3 --pipeline_split parameters --micro_batch_size 2",
             3,
             "pipeline of 3 stages",
+            marks=pytest.mark.full,
         ),
         pytest.param(ARGUMENTS, "--pipeline_stages 2 --compile", 2, "pipeline of 2 stages", marks=pytest.mark.full),
     ],
@@ -52,6 +53,7 @@ def test_untied_embeddings_clipping_and_averaged_weights(tmp_path: Path) -> None
     assert weights.keys() == whole.weights.keys()
 
 
+@pytest.mark.full
 def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> None:
     options = "--mixed_precision bf16"
     whole = launch(tmp_path / "whole", "single", SCRIPT, ARGUMENTS, options=options)

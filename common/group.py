@@ -1,0 +1,32 @@
+"""All processes of a run as a group that talks about small things on the CPU, beside the GPUs' own traffic."""
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+
+class CpuGroup:
+    """Collectives over gloo; of one process they are nothing. All processes must call each in the same order."""
+
+    def __init__(self) -> None:
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if self.size > 1 else 0
+        # Of its own, so that what is still under way in it never holds up the default group.
+        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """What each process gave, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """What the first process gave."""
+        return self.all_gather(value if self.rank == 0 else None)[0]
+
+    def sum_async(self, vector: torch.Tensor) -> dist.Work | None:
+        """Starts to add up `vector`, on the CPU, in place; done when `wait()` on what it returns has returned."""
+        return dist.all_reduce(vector, group=self._group, async_op=True) if self.size > 1 else None

@@ -1,0 +1,47 @@
+"""The state of all random number generators that a forward pass or a dataset may draw from in this process."""
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+from torch import Tensor
+
+
+def random_state() -> dict[str, Tensor]:
+    """Of torch, on the CPU and the current GPU, Python and NumPy, as tensors."""
+    _, python, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = numpy.random.get_state()
+    state = {
+        "random.torch": torch.get_rng_state(),
+        "random.python": torch.tensor(python),
+        "random.python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
+        "random.numpy": torch.tensor([*keys.tolist(), position, has_gauss]),
+        "random.numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state["random.cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    """Puts back what `random_state` gave."""
+    torch.set_rng_state(state["random.torch"])
+    gauss = float(state["random.python_gauss"])
+    random.setstate((3, tuple(state["random.python"].tolist()), None if math.isnan(gauss) else gauss))
+    *keys, position, has_gauss = state["random.numpy"].tolist()
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, float(state["random.numpy_gauss"])))
+    if "random.cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["random.cuda"])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What is drawn within it leaves no trace."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

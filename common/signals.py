@@ -1,0 +1,63 @@
+"""Wishes to stop that come from outside: signals, and the end of the launcher."""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TWICE_S = 1.0  # from one Ctrl-C a process gets SIGINT from the terminal and, at once, from its launcher
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_received: list[str] = []
+_before: dict[int, Any] = {}  # handlers of those that are caught
+
+
+def received() -> str | None:
+    """The name of the first of these signals that came; None if none has."""
+    return _received[0] if _received else None
+
+
+def catch() -> None:
+    """From now on SIGTERM, SIGINT and SIGUSR1 are noted and do not end this process, but for a second
+    SIGINT, which ends it at once. The end of a launcher counts as SIGTERM (on Linux)."""
+    if threading.current_thread() is not threading.main_thread() or _before:
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    # A thread notes them: Python's own handlers wait until a collective that waits for another process is over.
+    threading.Thread(target=_listen, args=(reader, writer), daemon=True).start()
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    for number in STOPPING:
+        _before[number] = signal.signal(number, _ignore)
+    launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+def release() -> None:
+    """They do again what they did before `catch`: in a notebook the process lives on."""
+    if _before:
+        signal.set_wakeup_fd(-1)
+    while _before:
+        signal.signal(*_before.popitem())
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _listen(reader: socket.socket, writer: socket.socket) -> None:
+    # `writer` is an argument so that it lives as long as the thread.
+    first_interrupt = None
+    while number := reader.recv(1):
+        if number[0] == signal.SIGINT:
+            first_interrupt = first_interrupt or time.monotonic()
+            if time.monotonic() - first_interrupt > TWICE_S:
+                os._exit(130)
+        if number[0] in STOPPING:
+            _received.append(signal.Signals(number[0]).name)

@@ -1,0 +1,296 @@
+"""How checkpoints lie on disk: parts of tensors in safetensors files, and a manifest that tells whether all is there.
+
+A folder holds a file `shard_<process>.safetensors` for each process that had something to write,
+whose keys are the names of the tensors, and `manifest.json`, written last: size and SHA-256 of each
+file, shape and dtype of each tensor, and the ranges of it that the files hold.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.group import CpuGroup
+
+FORMAT = "accelerate-recipes checkpoint, version 1"
+MANIFEST = "manifest.json"
+FILE_NAME = re.compile(r"shard_\d{5,}\.safetensors")
+
+
+class DamagedError(Exception):
+    """A checkpoint that is not what was written; its message says in which way."""
+
+
+class WriteError(Exception):
+    """A checkpoint that could not be written; its message is the reason, the same in all processes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process holds of a tensor.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the whole tensor.
+        offsets: where the part begins, for each dimension.
+        sizes: of the part.
+        get: gives it. All processes call it for all their parts, in the same order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    get: Callable[[], Tensor]
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> "Part":
+        """All of a tensor."""
+        return cls(name, tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape), lambda: tensor)
+
+
+def write(folder: Path, parts: Sequence[Part], content: dict[str, Any], group: CpuGroup) -> None:
+    """Writes a folder with what all processes hold, each part by one of those that hold it.
+
+    It appears under its name when everything is on the disk, or not at all.
+
+    Args:
+        folder: that shall be; its parent exists.
+        parts: of this process.
+        content: JSON of the first process, which `Reader.content` gives back.
+        group: of all processes; they see the same file system.
+
+    Raises:
+        WriteError: a file could not be written; what was there before is as it was.
+    """
+    mine = _assigned(parts, group)
+    aside = folder.with_name("unfinished")
+    _together(group, lambda: _make_empty(aside) if group.rank == 0 else None)
+    file = aside / f"shard_{group.rank:05d}.safetensors"
+    written = _together(group, lambda: _write_shard(file, parts, mine))
+    if group.rank == 0:
+        content = {"format": FORMAT, **content, "files": {}, "tensors": {}}
+        for one in written:
+            content["files"] |= one["files"]
+            for name, tensor in one["tensors"].items():
+                known = content["tensors"].setdefault(name, tensor | {"parts": []})
+                known["parts"] += tensor["parts"]
+    _together(group, lambda: _publish(aside, folder, content) if group.rank == 0 else None)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder, its manifest first, so that what is left of it never looks whole. Raises OSError."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+class Reader:
+    """A folder that `write` made.
+
+    Raises:
+        DamagedError: no manifest, or one that is not what was written.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            self.content = json.loads((folder / MANIFEST).read_text())
+            expected = self.content.pop("sha256")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedError(f"{MANIFEST} cannot be read") from None
+        if _digest_of_json(self.content) != expected:
+            raise DamagedError(f"{MANIFEST} was altered")
+        if self.content.get("format") != FORMAT:
+            raise DamagedError(f"{MANIFEST} is of the format {self.content.get('format')}, not {FORMAT}")
+        self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
+        self._files: dict[str, Any] = {}
+
+    @classmethod
+    def verified(cls, folder: Path, group: CpuGroup) -> "Reader":
+        """Raises DamagedError, in all processes alike, unless all files are what was written and together
+        hold all of each tensor. Each process reads its share of the files."""
+        reader = reason = None
+        try:
+            reader = cls(folder)
+            for index, (name, expected) in enumerate(sorted(reader.content["files"].items())):
+                reader._check_file(name, expected, reads=index % group.size == group.rank)
+            for name, tensor in reader.tensors.items():
+                _check_coverage(name, tensor, reader.content["files"])
+        except DamagedError as error:
+            reason = str(error)
+        if found := [reason for reason in group.all_gather(reason) if reason]:
+            raise DamagedError(found[0])
+        return reader
+
+    def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """A tensor on the CPU, or of it the range of `sizes` from `offsets`."""
+        entry = self.tensors[name]
+        shape = entry["shape"]
+        offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
+        pieces = [(part, _overlap(offsets, sizes, part["offsets"], part["sizes"])) for part in entry["parts"]]
+        pieces = [(part, overlap) for part, overlap in pieces if overlap is not None]
+        if len(pieces) == 1 or not shape:
+            part, overlap = pieces[0]
+            return self._read(name, part, overlap)
+        result = torch.empty(tuple(sizes), dtype=getattr(torch, entry["dtype"]))
+        for part, (starts, ends) in pieces:
+            into = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, offsets))
+            result[into] = self._read(name, part, (starts, ends))
+        return result
+
+    def _read(self, name: str, part: dict[str, Any], overlap: tuple[list[int], list[int]]) -> Tensor:
+        if part["file"] not in self._files:
+            self._files[part["file"]] = safe_open(self.folder / part["file"], "pt")
+        file, (starts, ends) = self._files[part["file"]], overlap
+        local = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, part["offsets"]))
+        tensor = file.get_slice(name)[local] if starts else file.get_tensor(name)
+        return tensor.clone()  # what is read twice would share memory, that of the mapped file
+
+    def _check_file(self, name: str, expected: dict[str, Any], reads: bool) -> None:
+        # A name with a path in it, or a link, would lead out of the folder.
+        if not FILE_NAME.fullmatch(name):
+            raise DamagedError(f"{MANIFEST} names {name}, which is no file of a checkpoint")
+        path = self.folder / name
+        try:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedError(f"{name} is not a file")
+            if status.st_size != expected["size"]:
+                raise DamagedError(f"{name} has {status.st_size} bytes, {expected['size']} were written")
+            if reads and _digest_of_file(path) != expected["sha256"]:
+                raise DamagedError(f"{name} was altered")
+        except OSError as error:
+            raise DamagedError(f"{name}: {error.strerror}") from None
+
+
+def flush(path: Path) -> None:
+    """Returns when a file, or what a folder lists, is on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do that for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _assigned(parts: Sequence[Part], group: CpuGroup) -> set[str]:
+    """Names of those that this process writes: each part is written once, and the bytes are spread evenly."""
+    everybody = group.all_gather([(part.name, part.offsets, part.sizes) for part in parts])
+    holders: dict[tuple, list[int]] = {}
+    for rank, held in enumerate(everybody):
+        for key in held:
+            holders.setdefault(key, []).append(rank)
+    load, mine = [0] * group.size, set()
+    for key, ranks in sorted(holders.items()):
+        writer = min(ranks, key=lambda rank: (load[rank], rank))
+        load[writer] += math.prod(key[2])
+        if writer == group.rank:
+            mine.add(key[0])
+    return mine
+
+
+def _together(group: CpuGroup, do: Callable[[], Any]) -> list[Any]:
+    """What `do` returned in each process. Raises WriteError in all if it failed in one."""
+    result, reason = None, None
+    try:
+        result = do()
+    except Exception as error:  # safetensors has kinds of its own
+        reason = str(error) or type(error).__name__
+    outcomes = group.all_gather((result, reason))
+    reasons = [reason for _, reason in outcomes if reason]
+    if reasons:
+        raise WriteError(reasons[0])
+    return [result for result, _ in outcomes]
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def _write_shard(path: Path, parts: Sequence[Part], mine: set[str]) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    entries: dict[str, Any] = {}
+    storages: set[int] = set()
+    for part in parts:
+        tensor = part.get()
+        if part.name not in mine:
+            continue
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
+            tensor = tensor.clone()  # safetensors takes no tensors that share memory, as tied weights do
+        storages.add(tensor.untyped_storage().data_ptr())
+        tensors[part.name] = tensor
+        position = {"file": path.name, "offsets": part.offsets, "sizes": part.sizes}
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[part.name] = {"shape": part.shape, "dtype": dtype, "parts": [position]}
+    if not tensors:
+        return {"files": {}, "tensors": {}}
+    save_file(tensors, path)
+    flush(path)
+    file = {"size": path.stat().st_size, "sha256": _digest_of_file(path)}
+    return {"files": {path.name: file}, "tensors": entries}
+
+
+def _publish(aside: Path, folder: Path, content: dict[str, Any]) -> None:
+    content = json.loads(json.dumps(content))  # as a reader will see it
+    text = json.dumps(content | {"sha256": _digest_of_json(content)}, indent=1)
+    (aside / MANIFEST).write_text(text + "\n")
+    flush(aside / MANIFEST)
+    flush(aside)
+    if folder.exists():  # of an earlier run, or damaged
+        remove(folder)
+    aside.rename(folder)
+    flush(folder.parent)
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of_json(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _overlap(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """(starts, ends) of what two ranges share; None if nothing."""
+    starts = [max(pair) for pair in zip(offsets, other_offsets)]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes)]
+    return (starts, ends) if all(start < end for start, end in zip(starts, ends)) else None
+
+
+def _check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) -> None:
+    shape, parts = tensor["shape"], tensor["parts"]
+    whole = [0] * len(shape)
+    for part in parts:
+        if part["file"] not in files:
+            raise DamagedError(f"{name}: {part['file']} is not in {MANIFEST}")
+        ends = [offset + size for offset, size in zip(part["offsets"], part["sizes"])]
+        inside = all(offset >= 0 and end <= size for offset, end, size in zip(part["offsets"], ends, shape))
+        if not inside or not len(part["offsets"]) == len(part["sizes"]) == len(whole):
+            raise DamagedError(f"{name} has a part outside of it")
+    for one, other in combinations(parts, 2):
+        if _overlap(one["offsets"], one["sizes"], other["offsets"], other["sizes"]) is not None:
+            raise DamagedError(f"{name} has parts that overlap")
+    if sum(math.prod(part["sizes"]) for part in parts) != math.prod(shape) or not parts:
+        raise DamagedError(f"{name} is not there as a whole")

@@ -1,0 +1,136 @@
+"""A recipe whose forward pass and data draw random numbers, and which something happens to at a chosen moment."""
+
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from common import RunConfig, fit, flag, run, start
+from common.data import Batch
+
+FAULTS = ("none", "kill", "kill_all", "kill_launcher", "signal", "hang", "stop", "nan", "evaluation", "write", "vanish")
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    batch_size: int = 8
+    learning_rate: float = 1e-2
+    log_every: int = 3
+    eval_every: int | None = 4
+    lr_schedule: str = "cosine"
+    width: int = flag(33, "of the hidden layer", minimum=1)
+    optimizer: Literal["adamw", "sgd"] = flag("adamw", "kind of optimizer")
+    fault: Literal[FAULTS] = flag("none", "what happens, once")
+    fault_step: int = flag(0, "in which training step, from 0; of write, at which change to the checkpoints")
+    fault_process: int = flag(0, "to which process")
+    signal: str = flag("SIGTERM", "which signal")
+
+
+class Noisy(Dataset):
+    """36 samples with noise of three generators, on which a network has something to learn."""
+
+    def __len__(self) -> int:
+        return 36
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        noise = random.random() + random.gauss(0, 1) + numpy.random.rand() + float(torch.rand(()))
+        x = torch.tensor([index / 36, noise / 100, 1.0, 0.0])
+        return {"x": x, "y": torch.sin(6 * x[0])}
+
+
+class Net(nn.Module):
+    """With dropout."""
+
+    _no_split_modules = ["Linear"]
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 1))
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).squeeze(-1) * self.scale
+
+
+class Fault:
+    """What happens, once per output_dir."""
+
+    def __init__(self, config: Config, process: int):
+        self.config, self.count = config, 0
+        self.marker = Path(config.output_dir) / "fault_was_here"
+        self.mine = process == config.fault_process and not self.marker.exists()
+
+    def happens(self) -> bool:
+        """Once, at the moment asked for, in the process asked for; called at every such moment."""
+        self.count += 1
+        if not self.mine or self.count != self.config.fault_step + 1:
+            return False
+        self.marker.touch()
+        return True
+
+    def watch_writes(self) -> None:
+        """Kills this process at a change to the checkpoints."""
+
+        def hook(event: str, arguments: tuple) -> None:
+            writes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
+            if writes and "checkpoints" in str(arguments[0]) and self.happens():
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+
+    def strike(self) -> float:
+        """Does it; what the loss is multiplied with."""
+        kind = self.config.fault
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind in ("kill_all", "kill_launcher"):
+            launcher = psutil.Process().parent()
+            victims = [launcher, *launcher.children()] if kind == "kill_all" else [launcher]
+            for victim in victims:
+                victim.kill()
+        elif kind in ("signal", "evaluation"):
+            os.kill(os.getpid(), getattr(signal, self.config.signal))
+        elif kind == "hang":
+            time.sleep(1000)
+        elif kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "vanish":
+            Path(self.config.output_dir).rename(f"{self.config.output_dir}.away")
+        return float("nan") if kind == "nan" else 1.0
+
+
+def main(config: Config) -> None:
+    accelerator = start(config)
+    model = Net(config.width)
+    optimizers = {
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), config.learning_rate),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), config.learning_rate, momentum=0.9),
+    }
+    fault = Fault(config, accelerator.process_index)
+    if config.fault == "write":
+        fault.watch_writes()
+    trains = config.fault != "evaluation"
+
+    def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        loss = (model(batch["x"]) - batch["y"]) ** 2
+        # Not model.training, which DeepSpeed's engine leaves as it is.
+        in_training = any(module.training for module in model.modules() if isinstance(module, nn.Dropout))
+        if config.fault not in ("none", "write") and in_training == trains and fault.happens():
+            loss = loss * fault.strike()
+        return {"loss": loss}
+
+    fit(accelerator, model, optimizers[config.optimizer](), forward_step, Noisy(), Noisy(), config)
+
+
+if __name__ == "__main__":
+    run(main, Config)

@@ -1,0 +1,167 @@
+"""Promise: what was written is read back, in whole or in ranges, and what was altered is found and never run."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.group import CpuGroup
+from common.storage import DamagedError, Part, Reader, WriteError, write
+
+SHARD = "shard_00000.safetensors"
+
+
+def tensors() -> dict[str, Tensor]:
+    weight = torch.arange(30.0).view(5, 6)
+    return {
+        "float": weight,
+        "same memory": weight.view(30),
+        "transposed": weight.t(),
+        "bf16": weight.bfloat16(),
+        "integers": torch.arange(4),
+        "number": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "step", [Part.whole(*item) for item in tensors().items()], {"note": [1, 0.1]}, CpuGroup())
+    return tmp_path / "step"
+
+
+def test_what_was_written_is_read_back(folder: Path) -> None:
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step"]
+    reader = Reader.verified(folder, CpuGroup())
+    assert reader.content["note"] == [1, 0.1] and reader.tensors.keys() == tensors().keys()
+    for name, expected in tensors().items():
+        assert torch.equal(reader.tensor(name), expected) and reader.tensor(name).dtype == expected.dtype
+        reader.tensor(name).zero_()  # what is read is the reader's own
+        assert torch.equal(reader.tensor(name), expected)
+    assert torch.equal(reader.tensor("float", (1, 2), (3, 4)), tensors()["float"][1:4, 2:6])
+
+
+def in_parts(folder: Path, rows: list[tuple[int, int]]) -> None:
+    """Makes of the shard one file for each range of rows of a tensor of 5 x 6, as processes that shard it do."""
+    weight = tensors()["float"]
+    (folder / "parts").mkdir()
+    content: dict = {"files": {}, "tensors": {}}
+    for number, (start, end) in enumerate(rows):
+        part = Part("float", (5, 6), (start, 0), (end - start, 6), lambda start=start, end=end: weight[start:end])
+        write(folder / "one", [part], {}, CpuGroup())
+        name = f"shard_{number:05d}.safetensors"
+        (folder / "one" / SHARD).rename(folder / "parts" / name)
+        one = json.loads((folder / "one" / "manifest.json").read_text())
+        content["files"][name] = one["files"][SHARD]
+        position = one["tensors"]["float"]["parts"][0] | {"file": name}
+        content["tensors"].setdefault("float", one["tensors"]["float"] | {"parts": []})["parts"].append(position)
+    rewrite(folder / "parts", lambda manifest: manifest | content, one)
+
+
+def rewrite(folder: Path, change: Callable[[dict], dict], manifest: dict | None = None) -> None:
+    """Changes the manifest as somebody would who also knows how it is signed."""
+    from common.storage import _digest_of_json
+
+    path = folder / "manifest.json"
+    manifest = change(manifest or json.loads(path.read_text()))
+    manifest.pop("sha256")
+    path.write_text(json.dumps(manifest | {"sha256": _digest_of_json(manifest)}))
+
+
+def test_ranges_are_put_together_from_parts(tmp_path: Path) -> None:
+    in_parts(tmp_path, [(0, 2), (2, 3), (3, 5)])
+    reader = Reader.verified(tmp_path / "parts", CpuGroup())
+    assert torch.equal(reader.tensor("float"), tensors()["float"])
+    for start, end in ((0, 1), (1, 4), (2, 3), (4, 5)):
+        assert torch.equal(reader.tensor("float", (start, 1), (end - start, 3)), tensors()["float"][start:end, 1:4])
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(0, 2), (3, 5)], "float is not there as a whole"),
+        ([(0, 3), (2, 5)], "float has parts that overlap"),
+        ([(0, 3), (2, 4)], "float has parts that overlap"),
+    ],
+)
+def test_ranges_that_do_not_make_the_whole(tmp_path: Path, rows: list, expected: str) -> None:
+    in_parts(tmp_path, rows)
+    with pytest.raises(DamagedError, match=expected):
+        Reader.verified(tmp_path / "parts", CpuGroup())
+
+
+class Payload:
+    def __reduce__(self) -> tuple:
+        return Path.touch, (Path("/tmp/accelerate_recipes_payload_ran"),)
+
+
+def bit_flip(path: Path, where: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(where * len(data))] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", [SHARD, "manifest.json"])
+@pytest.mark.parametrize("kind", ["truncated", "flipped early", "flipped late", "deleted", "pickle", "link", "empty"])
+def test_altered_file_is_found_and_never_run(folder: Path, file: str, kind: str) -> None:
+    path, ran = folder / file, Path("/tmp/accelerate_recipes_payload_ran")
+    size = path.stat().st_size
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[: size // 2])
+    elif kind.startswith("flipped"):
+        bit_flip(path, 0.01 if "early" in kind else 0.9)
+    elif kind == "deleted":
+        path.unlink()
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Payload()))
+    elif kind == "link":
+        path.rename(folder.parent / "elsewhere")
+        path.symlink_to(folder.parent / "elsewhere")
+    else:
+        path.write_bytes(b"")
+    if kind == "link" and file == "manifest.json":  # it is what was written, wherever it lies
+        Reader.verified(folder, CpuGroup())
+        return
+    with pytest.raises(DamagedError, match=file):
+        Reader.verified(folder, CpuGroup())
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "a/../../b.safetensors", "shard_00000.pt"])
+def test_manifest_that_leads_out_of_the_folder(folder: Path, name: str) -> None:
+    def leave(manifest: dict) -> dict:
+        return json.loads(json.dumps(manifest).replace(SHARD, name))
+
+    rewrite(folder, leave)
+    with pytest.raises(DamagedError, match="is no file of a checkpoint"):
+        Reader.verified(folder, CpuGroup())
+
+
+def test_replaced_tensor_is_found(folder: Path) -> None:
+    def grow(manifest: dict) -> dict:
+        manifest["tensors"]["float"]["shape"] = [6, 6]
+        return manifest
+
+    rewrite(folder, grow)
+    with pytest.raises(DamagedError, match="float is not there as a whole"):
+        Reader.verified(folder, CpuGroup())
+
+
+def test_another_format_is_named(folder: Path) -> None:
+    rewrite(folder, lambda manifest: manifest | {"format": "something else"})
+    with pytest.raises(DamagedError, match="of the format something else"):
+        Reader.verified(folder, CpuGroup())
+
+
+def test_what_cannot_be_written_leaves_what_was_there(folder: Path) -> None:
+    def fails() -> Tensor:
+        raise OSError(28, "No space left on device")
+
+    part = Part("float", (1,), (0,), (1,), fails)
+    with pytest.raises(WriteError, match="No space left on device"):
+        write(folder, [part], {}, CpuGroup())
+    assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()

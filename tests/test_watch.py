@@ -1,0 +1,137 @@
+"""Promise: a run that is told to stop saves first, and one that cannot go on says why and ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launching import CONFIGS, DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, environment, launch
+from test_checkpoint import COURSE, LATEST
+
+
+def assert_stopped(run: Run, signal_name: str, steps: range) -> None:
+    """One checkpoint, of the same step in all processes, and one line."""
+    assert run.exit_code != 0
+    assert (run.card["status"], run.card["exit_code"]) == ("stopped", 75), run.stdout + run.stderr
+    lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: ")]
+    expected = rf"stopped: by {signal_name}: .*/step_\d+ is saved, type --resume_from_checkpoint latest to go on"
+    assert len(lines) == 1 and re.fullmatch(expected, lines[0]), run.stderr
+    assert max(run.checkpoints) in steps
+    assert not (run.output_dir / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "signal_name", "process", "fault", "step"),
+    [
+        ("single", "SIGTERM", 0, "signal", 7),
+        ("ddp", "SIGUSR1", 1, "signal", 4),
+        ("fsdp2", "SIGINT", 1, "evaluation", 1),
+        pytest.param("deepspeed_zero2", "SIGTERM", 0, "evaluation", 1, marks=pytest.mark.full),
+    ],
+)
+def test_signal_to_a_process_stops_all_at_one_step(
+    tmp_path: Path,
+    undisturbed: Callable[[str, str], Run],
+    config: str,
+    signal_name: str,
+    process: int,
+    fault: str,
+    step: int,
+) -> None:
+    """An evaluation has 5 passes: the second of the first one is in the middle of it."""
+    flags = f"--fault {fault} --fault_step {step} --fault_process {process} --signal {signal_name}"
+    run = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", succeeds=False)
+    assert_stopped(run, signal_name, range(4, 5) if fault == "evaluation" else range(step + 1, step + 4))
+    if fault == "evaluation":
+        assert run.column("eval/loss") == []
+    again = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}")
+    assert_equal_to_the_last_bit(again, undisturbed(config, COURSE))
+
+
+@pytest.mark.parametrize(
+    ("config", "signal_name", "variables"),
+    [
+        ("single", "SIGTERM", {}),
+        ("ddp", "SIGTERM", {}),
+        ("ddp", "SIGINT", {}),
+        ("ddp", "SIGUSR1", {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"}),
+    ],
+)
+def test_signal_to_the_launcher_stops_all_at_one_step(
+    tmp_path: Path, config: str, signal_name: str, variables: dict[str, str]
+) -> None:
+    output_dir = tmp_path / "run"
+    arguments = f"--output_dir {output_dir} --max_steps 1000000 --log_every 1 --eval_every 1000000".split()
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    command += ["--config_file", str(CONFIGS / f"{config}.yaml"), str(ROOT / DISTURBED), *arguments]
+    env = environment(OMP_NUM_THREADS="1", **variables)
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            metrics = output_dir / "metrics.jsonl"
+            deadline = time.monotonic() + 120
+            while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            os.kill(process.pid, getattr(signal, signal_name))
+            stdout, stderr = process.communicate(timeout=60)  # until all that write there have ended
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    run = Run(process.returncode, stdout, stderr, output_dir)
+    assert_stopped(run, signal_name, range(1, 1_000_000))
+    assert run.records[-1]["step"] == max(run.checkpoints)
+
+
+@pytest.mark.parametrize("config", [pytest.param("single", marks=pytest.mark.full), "ddp", "fsdp2", "deepspeed_zero2"])
+def test_number_that_is_not_finite_ends_the_run(tmp_path: Path, config: str) -> None:
+    process = 0 if config == "single" else 1
+    flags = f"{COURSE} --log_every 14 --fault nan --fault_step 7 --fault_process {process}"
+    run = launch(tmp_path / "run", config, DISTURBED, flags, succeeds=False)
+    lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: ")]
+    named = re.fullmatch(
+        r"stopped: train/loss is nan at step 8 in process (\d), samples ([\d, ]+): try a lower .*", lines[0]
+    )
+    assert len(lines) == 1 and named, run.stderr
+    assert int(named[1]) == process and len(named[2].split(", ")) == (8 if config == "single" else 4)
+    assert (run.card["status"], run.card["exit_code"]) == ("failed", 3)
+    assert run.checkpoints == [3, 6] and run.records[-1]["step"] == 4
+    assert not (run.output_dir / "model").exists()
+
+
+def test_first_step_that_is_not_finite_writes_nothing(tmp_path: Path) -> None:
+    flags = "--log_every 1 --save_every 1 --eval_every 1 --fault nan"
+    run = launch(tmp_path / "run", "ddp", DISTURBED, flags, succeeds=False)
+    assert run.card["exit_code"] == 3 and run.records == [] and run.checkpoints == []
+
+
+@pytest.mark.parametrize(
+    ("config", "fault", "expected"),
+    [
+        ("ddp", "hang", r"process 1 did not arrive, it is at .*/disturbed\.py:\d+ \(strike\)"),
+        ("fsdp2", "stop", r"process 1 does not answer"),
+        pytest.param("single", "hang", r"process 0 did not arrive, it is at .*/disturbed\.py", marks=pytest.mark.full),
+    ],
+)
+def test_process_that_hangs_is_named(tmp_path: Path, config: str, fault: str, expected: str) -> None:
+    process = 0 if config == "single" else 1
+    flags = f"{COURSE} --hang_timeout 6 --fault {fault} --fault_step 7 --fault_process {process}"
+    env = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+    run = launch(tmp_path / "run", config, DISTURBED, flags, env=env, succeeds=False)
+    lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: no step for 6 s: ")]
+    assert len(lines) == 1 and re.search(expected, lines[0]), run.stderr
+    assert (run.card["status"], run.card["exit_code"], run.card["error"]) == ("failed", 1, lines[0])
+    stacks = (run.output_dir / "stacks_00000.txt").read_text()
+    assert "most recent call first" in stacks and "loop.py" in stacks
