@@ -121,11 +121,9 @@ class Recorder:
     def add(self, result: StepResult) -> None:
         """Takes in one optimizer step."""
         state = self.state
-        state.step, state.num_steps, state.num_skipped = (
-            state.step + 1,
-            state.num_steps + 1,
-            state.num_skipped + result.skipped,
-        )
+        state.step += 1
+        state.num_steps += 1
+        state.num_skipped += result.skipped
         state.losses += result.losses
         state.weights.append(result.weight)
         if self._bar is not None:
