@@ -3,10 +3,11 @@
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --megabytes 10 500 4000
 
-One process, float32, AdamW: the state is weights and two averages. The two take turns, after a
+One process, float32, AdamW: the state is weights and two averages. They take turns, after a
 warm-up each. Ours is flushed to the disk, hashed, and published by a rename before the next step;
 save_state is done when it has handed its files to the operating system; so it is also timed with a
-flush of them. To delete the one before is not part of its time; of ours it is.
+flush of them. To delete the one before is not part of its time; of ours it is. With --async_save
+training stands still for a copy; what is written beside the steps that follow is timed to its end.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import accelerate
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from common import RunConfig, start
-from common.checkpoint import save_checkpoint
+from common.checkpoint import Saver
 from common.group import CpuGroup
 from common.plan import Plan
 from common.state import TrainState
@@ -48,15 +49,8 @@ def flush_all(folder: Path) -> None:
             os.close(descriptor)
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Seconds that it takes."""
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
-def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """{which: seconds of each round}"""
+def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """{which: (seconds that training stands still, seconds until it is on the disk) of each round}"""
     config = RunConfig(batch_size=1, save_every=1, keep_checkpoints=1, output_dir=str(folder / "ours"))
     accelerator = start(config)
     model = build(megabytes)
@@ -68,28 +62,38 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[float
     trainer = prepare(accelerator, model, optimizer, forward_step, Plan.of(config, 10, 1, 0))
     trainer.step([{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
     (folder / "ours").mkdir()
-    theirs, group, step = folder / "theirs", CpuGroup(), 0
+    theirs, group, state = folder / "theirs", CpuGroup(), TrainState()
+    in_front = Saver(trainer, {}, group)
+    config.async_save = True
+    beside = Saver(trainer, {}, group)
 
-    def ours() -> None:
-        nonlocal step
-        step += 1
-        assert save_checkpoint(trainer, TrainState(step=step), {}, group)
+    def save(saver: Saver) -> Callable[[], object]:
+        state.step += 1
+        saver.save(state)
+        return saver.finish
 
-    def save_state() -> None:
+    def save_state(flushes: bool) -> Callable[[], object]:
         accelerator.save_state(str(theirs))
+        if flushes:
+            flush_all(theirs)
+        return lambda: True
 
-    def save_state_flushed() -> None:
-        save_state()
-        flush_all(theirs)
-
-    actions = {"ours": ours, "save_state": save_state, "save_state, flushed": save_state_flushed}
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    actions: dict[str, Callable[[], Callable[[], object]]] = {
+        "ours": lambda: save(in_front),
+        "ours, --async_save": lambda: save(beside),
+        "save_state": lambda: save_state(False),
+        "save_state, flushed": lambda: save_state(True),
+    }
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():
             shutil.rmtree(theirs, ignore_errors=True)
-            taken = timed(action)
+            started = time.perf_counter()
+            finish = action()
+            stands_still = time.perf_counter() - started
+            assert finish()
             if number:
-                seconds[name].append(taken)
+                seconds[name].append((stands_still, time.perf_counter() - started))
     return seconds
 
 
@@ -101,22 +105,28 @@ def main() -> None:
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, accelerate {accelerate.__version__}"
     )
-    print("| state | which | seconds, median (min to max) | MB/s | ratio to save_state, flushed |")
-    print("| ---: | --- | ---: | ---: | ---: |")
+    print("| state | which | seconds that training stands still | until it is on the disk | MB/s | ratio |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: |")
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory() as folder:
             seconds = measure(megabytes, options.rounds, Path(folder))
+        base = [total for _, total in seconds["save_state, flushed"]]
         for name, taken in seconds.items():
-            ratios = [one / other for one, other in zip(taken, seconds["save_state, flushed"])]
-            median = statistics.median(taken)
+            still, total = zip(*taken)
             columns = [
                 f"{megabytes:g} MB",
                 name,
-                f"{median:.3f} ({min(taken):.3f} to {max(taken):.3f})",
-                f"{megabytes / median:.0f}",
-                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                summary(still),
+                summary(total),
+                f"{megabytes / statistics.median(total):.0f}",
+                summary([one / other for one, other in zip(still, base)], 2),
             ]
             print(f"| {' | '.join(columns)} |", flush=True)
+
+
+def summary(values: Sequence[float], digits: int = 3) -> str:
+    """Median, minimum and maximum."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 if __name__ == "__main__":

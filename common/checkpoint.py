@@ -2,9 +2,13 @@
 
 import re
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from accelerate.utils import set_seed
@@ -20,7 +24,7 @@ from common.random_state import random_state, set_random_state
 from common.shards import full_weights, load_state, state_parts
 from common.state import TrainState
 from common.step import Trainer
-from common.storage import DamagedError, Part, Reader, WriteError, flush, remove, write
+from common.storage import DamagedError, Part, Reader, Shard, WriteError, flush, own_shard, remove, write
 
 
 @dataclass
@@ -141,47 +145,82 @@ def _open(path: Path, identity: dict[str, Any], group: CpuGroup) -> Checkpoint:
     return Checkpoint(path, reader)
 
 
-def save_checkpoint(trainer: Trainer, state: TrainState, identity: dict[str, Any], group: CpuGroup) -> Path | None:
-    """Writes `checkpoints/step_<steps taken>` and then removes the oldest beyond `--keep_checkpoints`.
+class Saver:
+    """Writes checkpoints, one at a time; with `--async_save` beside the steps that follow, from a copy."""
 
-    Returns:
-        Its path; None where it could not be written and the run shall go on: one line says so.
+    def __init__(self, trainer: Trainer, identity: dict[str, Any], group: CpuGroup):
+        self._trainer, self._identity, self._group = trainer, identity, group
+        in_background = trainer.plan.config.async_save
+        # Two threads must not use one group at a time.
+        self._group_of_writer = CpuGroup() if in_background else group
+        self._buffers: dict[str, Tensor] | None = {} if in_background else None
+        self._writer = ThreadPoolExecutor(1) if in_background else None
+        self._newest: Callable[[], Path | None] = lambda: None
 
-    Raises:
-        RunError: it could not be written, with `--stop_on_save_error`.
-    """
-    config, accelerator = trainer.plan.config, trainer.accelerator
-    folder = Path(config.output_dir) / "checkpoints"
-    content = {
-        "num_processes": group.size,
-        "identity": identity,
-        "state": state.numbers(),
-        "trainer": trainer.numbers(),
-    }
-    own = random_state() | {
-        "losses": torch.stack(state.losses) if state.losses else torch.zeros(0),
-        "weights": torch.tensor([float(weight) for weight in state.weights], dtype=torch.float64),
-    }
-    parts = [Part.whole(f"process_{group.rank:05d}.{name}", tensor) for name, tensor in own.items()]
-    path = folder / f"step_{state.step:08d}"
-    try:
-        _make_folder(folder, group)
-        write(path, state_parts(trainer) + parts, content, group)
-    except WriteError as error:
-        line = f"the checkpoint of step {state.step} could not be written ({error})"
-        if config.stop_on_save_error:
-            raise RunError(
-                f"{line}: earlier ones are whole; make room, and type --resume_from_checkpoint latest"
-            ) from None
-        accelerator.print(f"{line}: earlier ones are whole, the run goes on")
-        return None
-    if accelerator.is_main_process:
-        for old in _checkpoints(config)[: -config.keep_checkpoints]:
-            try:
-                remove(old)
-            except OSError as error:
-                print(f"{old} could not be removed ({error.strerror})", flush=True)
-    return path
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with suppress(Exception) if error is not None else nullcontext():  # it failed as the run did
+            self.finish()
+        if self._writer is not None:
+            self._writer.shutdown()
+
+    def save(self, state: TrainState) -> None:
+        """Writes `checkpoints/step_<steps taken>` and then removes the oldest beyond `--keep_checkpoints`.
+
+        Raises:
+            RunError: this one, or the one before it with `--async_save`, could not be written, with
+                `--stop_on_save_error`; without that flag one line says so.
+        """
+        self.finish()
+        content = {
+            "num_processes": self._group.size,
+            "identity": self._identity,
+            "state": state.numbers(),
+            "trainer": self._trainer.numbers(),
+        }
+        own = random_state() | {
+            "losses": torch.stack(state.losses) if state.losses else torch.zeros(0),
+            "weights": torch.tensor([float(weight) for weight in state.weights], dtype=torch.float64),
+        }
+        parts = [Part.whole(f"process_{self._group.rank:05d}.{name}", tensor) for name, tensor in own.items()]
+        shard = own_shard(state_parts(self._trainer) + parts, self._group, self._buffers)
+        if self._writer is not None:
+            self._newest = self._writer.submit(self._write, shard, content).result
+        else:
+            path = self._write(shard, content)
+            self._newest = lambda: path
+
+    def finish(self) -> Path | None:
+        """Waits for what is being written. Returns the newest checkpoint; None if it could not be written.
+        Raises RunError as `save`."""
+        return self._newest()
+
+    def _write(self, shard: Shard, content: dict[str, Any]) -> Path | None:
+        config, group = self._trainer.plan.config, self._group_of_writer
+        folder, step = Path(config.output_dir) / "checkpoints", content["state"]["step"]
+        path = folder / f"step_{step:08d}"
+        try:
+            _make_folder(folder, group)
+            write(path, shard, content, group)
+        except WriteError as error:
+            line = f"the checkpoint of step {step} could not be written ({error})"
+            if config.stop_on_save_error:
+                raise RunError(
+                    f"{line}: earlier ones are whole; make room, and type --resume_from_checkpoint latest"
+                ) from None
+            self._trainer.accelerator.print(f"{line}: earlier ones are whole, the run goes on")
+            return None
+        if group.rank == 0:
+            for old in _checkpoints(config)[: -config.keep_checkpoints]:
+                try:
+                    remove(old)
+                except OSError as error:
+                    print(f"{old} could not be removed ({error.strerror})", flush=True)
+        return path
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:

@@ -68,6 +68,9 @@ class RunConfig:
     )
     save_every: int = flag(0, "optimizer steps between checkpoints; 0 saves none", minimum=0)
     keep_checkpoints: int = flag(2, "how many of the newest checkpoints to keep", minimum=1)
+    async_save: bool = flag(
+        False, "write checkpoints beside the steps that follow, from a copy in the CPU's memory: shorter stops"
+    )
     stop_on_save_error: bool = flag(False, "end the run when a checkpoint cannot be written; else it goes on")
     resume_from_checkpoint: str | None = flag(
         None, "'latest' (the newest in output_dir, a fresh start if there is none) or the path of one checkpoint"

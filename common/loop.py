@@ -9,7 +9,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
-from common.checkpoint import export_model, find_checkpoint, identity, save_checkpoint
+from common.checkpoint import Saver, export_model, find_checkpoint, identity
 from common.config import RunConfig
 from common.data import batches, check_dataset
 from common.errors import UsageError
@@ -86,6 +86,7 @@ def fit(
             # First, as it may refuse, and the recorder clears what an earlier run left behind.
             profile(accelerator, plan, plan.num_steps - state.step) as step_profiler,
             Recorder(accelerator, plan, state, tokens_per_sample, flops_per_sample) as recorder,
+            Saver(trainer, this_run, group) as saver,
         ):
             if state.evaluation_due:
                 metrics = evaluation(trainer, eval_set, summarize, state, recorder, watch)
@@ -100,7 +101,7 @@ def fit(
                 learning_rate = trainer.set_learning_rate(factor)
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
-                result = trainer.step(micro_batches, wants_norm=plan.reads(step))
+                result = trainer.step(micro_batches, wants_norm=plan.reads(step) or watch.stops)
                 recorder.add(result)
                 watch.step(step, result)
                 step_profiler()
@@ -108,12 +109,14 @@ def fit(
                     recorder.training(step, learning_rate, result)
                 if plan.evaluates(step):
                     metrics = evaluation(trainer, eval_set, summarize, state, recorder, watch)
-                if watch.stops or plan.saves(step) or (config.save_every and plan.is_over(state)):
+                # Never after a step of whose gradient nothing is known: the next one asks for its norm.
+                stops = watch.stops and result.grad_norm is not None
+                if stops or plan.saves(step) or (config.save_every and plan.is_over(state)):
                     with recorder.paused():
-                        path = save_checkpoint(trainer, state, this_run, group)
+                        saver.save(state)
                         watch.progress()
-                if watch.stops:
-                    watch.stop(path)
+                if stops:
+                    watch.stop(saver.finish())
             with trainer.averaged_weights():
                 export_model(trainer, Path(config.output_dir) / "model")
     return metrics

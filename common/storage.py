@@ -63,25 +63,56 @@ class Part:
         return cls(name, tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape), lambda: tensor)
 
 
-def write(folder: Path, parts: Sequence[Part], content: dict[str, Any], group: CpuGroup) -> None:
-    """Writes a folder with what all processes hold, each part by one of those that hold it.
+Shard = list[tuple[Part, Tensor]]
+
+
+def own_shard(parts: Sequence[Part], group: CpuGroup, buffers: dict[str, Tensor] | None = None) -> Shard:
+    """What this process is to write of what it holds: each part is written by one of those that hold it.
+
+    Args:
+        parts: of this process.
+        group: of all processes.
+        buffers: {name: tensor} for copies, kept for the next time; filled where there is none yet.
+            Without it the shard may share memory with the parts, which must not change until it is written.
+
+    Returns:
+        The parts with their tensors, on the CPU.
+    """
+    mine, shard, storages = _assigned(parts, group), [], set()
+    for part in parts:
+        tensor = part.get()
+        if part.name not in mine:
+            continue
+        tensor = tensor.detach()
+        if buffers is not None:
+            tensor = _copied(tensor, buffers, part.name)
+        else:
+            tensor = tensor.cpu().contiguous()
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
+                tensor = tensor.clone()  # safetensors takes no tensors that share memory, as tied weights do
+            storages.add(tensor.untyped_storage().data_ptr())
+        shard.append((part, tensor))
+    return shard
+
+
+def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
+    """Writes a folder with the shards of all processes.
 
     It appears under its name when everything is on the disk, or not at all.
 
     Args:
         folder: that shall be; its parent exists.
-        parts: of this process.
+        shard: of this process, from `own_shard`.
         content: JSON of the first process, which `Reader.content` gives back.
         group: of all processes; they see the same file system.
 
     Raises:
         WriteError: a file could not be written; what was there before is as it was.
     """
-    mine = _assigned(parts, group)
     aside = folder.with_name("unfinished")
     _together(group, lambda: _make_empty(aside) if group.rank == 0 else None)
     file = aside / f"shard_{group.rank:05d}.safetensors"
-    written = _together(group, lambda: _write_shard(file, parts, mine))
+    written = _together(group, lambda: _write_shard(file, shard))
     if group.rank == 0:
         content = {"format": FORMAT, **content, "files": {}, "tensors": {}}
         for one in written:
@@ -225,25 +256,24 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def _write_shard(path: Path, parts: Sequence[Part], mine: set[str]) -> dict[str, Any]:
-    tensors: dict[str, Tensor] = {}
+def _copied(tensor: Tensor, buffers: dict[str, Tensor], name: str) -> Tensor:
+    """A copy on the CPU. Fresh memory costs as much as the copy itself, hence the buffers."""
+    buffer = buffers.get(name)
+    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        buffers[name] = buffer
+    return buffer.copy_(tensor)
+
+
+def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
+    if not shard:
+        return {"files": {}, "tensors": {}}
     entries: dict[str, Any] = {}
-    storages: set[int] = set()
-    for part in parts:
-        tensor = part.get()
-        if part.name not in mine:
-            continue
-        tensor = tensor.detach().cpu().contiguous()
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
-            tensor = tensor.clone()  # safetensors takes no tensors that share memory, as tied weights do
-        storages.add(tensor.untyped_storage().data_ptr())
-        tensors[part.name] = tensor
+    for part, tensor in shard:
         position = {"file": path.name, "offsets": part.offsets, "sizes": part.sizes}
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries[part.name] = {"shape": part.shape, "dtype": dtype, "parts": [position]}
-    if not tensors:
-        return {"files": {}, "tensors": {}}
-    save_file(tensors, path)
+    save_file({part.name: tensor for part, tensor in shard}, path)
     flush(path)
     file = {"size": path.stat().st_size, "sha256": _digest_of_file(path)}
     return {"files": {path.name: file}, "tensors": entries}

@@ -22,9 +22,9 @@ COURSE = "--max_steps 14 --save_every 3"
 LATEST = "--resume_from_checkpoint latest"
 
 
-def kill_and_resume(tmp_path: Path, config: str, fault: str, step: int, process: int = 0) -> Run:
+def kill_and_resume(tmp_path: Path, config: str, fault: str, step: int, process: int, flags: str) -> Run:
     """Starts a run to which `fault` happens, and then again."""
-    flags = f"--fault {fault} --fault_step {step} --fault_process {process}"
+    flags += f" --fault {fault} --fault_step {step} --fault_process {process}"
     first = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", succeeds=False)
     assert first.exit_code != 0 and (first.output_dir / "fault_was_here").exists(), first.stdout + first.stderr
     assert not (first.output_dir / "model").exists()
@@ -37,21 +37,22 @@ def kill_and_resume(tmp_path: Path, config: str, fault: str, step: int, process:
 
 
 @pytest.mark.parametrize(
-    ("config", "fault", "step", "process"),
+    ("config", "fault", "step", "process", "flags"),
     [
-        ("single", "kill", 8, 0),  # on the boundary of an epoch
-        ("ddp", "kill", 10, 1),  # in the middle of the third
-        ("fsdp2", "kill_all", 7, 0),
-        ("deepspeed_zero2", "kill", 11, 1),
-        ("ddp", "kill_launcher", 5, 0),
-        ("ddp", "write", 7, 0),
-        pytest.param("fsdp2", "write", 2, 1, marks=pytest.mark.full),
+        ("single", "kill", 8, 0, ""),  # on the boundary of an epoch
+        ("ddp", "kill", 10, 1, ""),  # in the middle of the third
+        ("fsdp2", "kill_all", 7, 0, ""),
+        ("deepspeed_zero2", "kill", 11, 1, ""),
+        ("ddp", "kill_launcher", 5, 0, ""),
+        ("ddp", "write", 7, 0, ""),
+        ("ddp", "write", 8, 0, "--async_save"),
+        pytest.param("fsdp2", "write", 2, 1, "", marks=pytest.mark.full),
     ],
 )
 def test_killed_run_goes_on_as_the_undisturbed_one(
-    tmp_path: Path, undisturbed: Callable[[str, str], Run], config: str, fault: str, step: int, process: int
+    tmp_path: Path, undisturbed: Callable[[str, str], Run], config: str, fault: str, step: int, process: int, flags: str
 ) -> None:
-    run = kill_and_resume(tmp_path, config, fault, step, process)
+    run = kill_and_resume(tmp_path, config, fault, step, process, flags)
     assert_equal_to_the_last_bit(run, undisturbed(config, COURSE))
 
 
@@ -63,8 +64,24 @@ def test_killed_anywhere(tmp_path: Path, undisturbed: Callable[[str, str], Run],
     fault = draw.choice(["kill", "kill_all", "kill_launcher", "write", "write"])
     process = 0 if config == "single" else draw.randrange(2)
     last = {"write": 40 if process == 0 else 4}.get(fault, 13)
-    run = kill_and_resume(tmp_path, config, fault, draw.randrange(last), process)
+    run = kill_and_resume(tmp_path, config, fault, draw.randrange(last), process, draw.choice(["", "--async_save"]))
     assert_equal_to_the_last_bit(run, undisturbed(config, COURSE))
+
+
+@pytest.mark.parametrize(
+    "config", ["ddp", "fsdp2", *(pytest.param(name, marks=pytest.mark.full) for name in ("single", "deepspeed_zero2"))]
+)
+def test_steps_go_on_while_a_checkpoint_is_written(
+    tmp_path: Path, undisturbed: Callable[[str, str], Run], config: str
+) -> None:
+    run = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} --async_save --fault slow_write")
+    assert int((run.output_dir / "fault_was_here").read_text()) > 0
+    expected = undisturbed(config, COURSE)
+    assert_equal_to_the_last_bit(run, expected)
+    assert run.checkpoints == expected.checkpoints == [12, 14]
+    for step in run.checkpoints:  # of that step, though more were taken
+        ours, theirs = (Reader(one.output_dir / "checkpoints" / f"step_{step:08d}") for one in (run, expected))
+        assert ours.content["files"] == theirs.content["files"]
 
 
 def test_launcher_starts_a_killed_run_again_by_itself(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.group import CpuGroup
-from common.storage import DamagedError, Part, Reader, WriteError, write
+from common.storage import DamagedError, Part, Reader, WriteError, own_shard, write
 
 SHARD = "shard_00000.safetensors"
 
@@ -30,7 +30,8 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write(tmp_path / "step", [Part.whole(*item) for item in tensors().items()], {"note": [1, 0.1]}, CpuGroup())
+    parts = [Part.whole(*item) for item in tensors().items()]
+    write(tmp_path / "step", own_shard(parts, CpuGroup()), {"note": [1, 0.1]}, CpuGroup())
     return tmp_path / "step"
 
 
@@ -52,7 +53,7 @@ def in_parts(folder: Path, rows: list[tuple[int, int]]) -> None:
     content: dict = {"files": {}, "tensors": {}}
     for number, (start, end) in enumerate(rows):
         part = Part("float", (5, 6), (start, 0), (end - start, 6), lambda start=start, end=end: weight[start:end])
-        write(folder / "one", [part], {}, CpuGroup())
+        write(folder / "one", own_shard([part], CpuGroup()), {}, CpuGroup())
         name = f"shard_{number:05d}.safetensors"
         (folder / "one" / SHARD).rename(folder / "parts" / name)
         one = json.loads((folder / "one" / "manifest.json").read_text())
@@ -158,10 +159,8 @@ def test_another_format_is_named(folder: Path) -> None:
 
 
 def test_what_cannot_be_written_leaves_what_was_there(folder: Path) -> None:
-    def fails() -> Tensor:
-        raise OSError(28, "No space left on device")
-
-    part = Part("float", (1,), (0,), (1,), fails)
-    with pytest.raises(WriteError, match="No space left on device"):
-        write(folder, [part], {}, CpuGroup())
+    part = Part.whole("float", torch.zeros(1))
+    (folder.parent / "unfinished").touch()
+    with pytest.raises(WriteError, match="Not a directory"):
+        write(folder, own_shard([part], CpuGroup()), {}, CpuGroup())
     assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()

@@ -117,6 +117,14 @@ def test_first_step_that_is_not_finite_writes_nothing(tmp_path: Path) -> None:
     assert run.card["exit_code"] == 3 and run.records == [] and run.checkpoints == []
 
 
+def test_signal_saves_no_step_whose_gradient_nobody_looked_at(tmp_path: Path) -> None:
+    """Without clipping only logged steps have a norm: the loss is finite, the weights after the step are not."""
+    flags = f"{COURSE} --log_every 14 --eval_every 14 --save_every 14 --max_grad_norm 0 --fault spoil --fault_step 3"
+    run = launch(tmp_path / "run", "single", DISTURBED, flags, succeeds=False)
+    assert run.card["exit_code"] == 3 and "train/loss is nan at step 6" in run.stderr
+    assert run.checkpoints == []
+
+
 @pytest.mark.parametrize(
     ("config", "fault", "expected"),
     [

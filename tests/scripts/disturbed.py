@@ -18,7 +18,9 @@ from torch.utils.data import Dataset
 from common import RunConfig, fit, flag, run, start
 from common.data import Batch
 
-FAULTS = ("none", "kill", "kill_all", "kill_launcher", "signal", "hang", "stop", "nan", "evaluation", "write", "vanish")
+FAULTS = ("none", "kill", "kill_all", "kill_launcher", "signal", "hang", "stop", "nan", "evaluation", "vanish")
+FAULTS += ("spoil",)  # a signal, and in the step after it a gradient that is not finite, of a loss that is
+FAULTS += ("write", "slow_write")  # these two happen to a checkpoint
 
 
 @dataclass(kw_only=True)
@@ -68,6 +70,7 @@ class Fault:
     def __init__(self, config: Config, process: int):
         self.config, self.count = config, 0
         self.marker = Path(config.output_dir) / "fault_was_here"
+        self.spoils = False
         self.mine = process == config.fault_process and not self.marker.exists()
 
     def happens(self) -> bool:
@@ -88,6 +91,19 @@ class Fault:
 
         sys.addaudithook(hook)
 
+    def hold_back_checkpoint(self) -> None:
+        """Publishes one only when more forward passes have begun, or after 20 s; the marker says how many have."""
+        self.num_passes = 0
+
+        def hook(event: str, arguments: tuple) -> None:
+            if event == "os.rename" and Path(arguments[0]).name == "unfinished" and self.happens():
+                before, deadline = self.num_passes, time.monotonic() + 20
+                while self.num_passes == before and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                self.marker.write_text(str(self.num_passes - before))
+
+        sys.addaudithook(hook)
+
     def strike(self) -> float:
         """Does it; what the loss is multiplied with."""
         kind = self.config.fault
@@ -98,8 +114,9 @@ class Fault:
             victims = [launcher, *launcher.children()] if kind == "kill_all" else [launcher]
             for victim in victims:
                 victim.kill()
-        elif kind in ("signal", "evaluation"):
+        elif kind in ("signal", "evaluation", "spoil"):
             os.kill(os.getpid(), getattr(signal, self.config.signal))
+            self.spoils = kind == "spoil"
         elif kind == "hang":
             time.sleep(1000)
         elif kind == "stop":
@@ -119,13 +136,20 @@ def main(config: Config) -> None:
     fault = Fault(config, accelerator.process_index)
     if config.fault == "write":
         fault.watch_writes()
+    elif config.fault == "slow_write":
+        fault.hold_back_checkpoint()
     trains = config.fault != "evaluation"
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         loss = (model(batch["x"]) - batch["y"]) ** 2
         # Not model.training, which DeepSpeed's engine leaves as it is.
         in_training = any(module.training for module in model.modules() if isinstance(module, nn.Dropout))
-        if config.fault not in ("none", "write") and in_training == trains and fault.happens():
+        if fault.spoils:
+            fault.spoils = False
+            return {"loss": loss + (loss * 0).sqrt()}
+        if config.fault == "slow_write":
+            fault.num_passes += 1
+        elif config.fault not in ("none", "write") and in_training == trains and fault.happens():
             loss = loss * fault.strike()
         return {"loss": loss}
 
