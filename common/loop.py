@@ -67,7 +67,7 @@ def fit(
     check_dataset(eval_set)
     plan = Plan.of(config, len(train_set), *data_shares(accelerator, config))
     group, this_run = CpuGroup(), identity(plan, optimizer)
-    with OutputDir(accelerator, plan), Watch(accelerator, plan, group) as watch:
+    with OutputDir(plan, group), Watch(accelerator, plan, group) as watch:
         checkpoint = find_checkpoint(plan, this_run, group)
         state = checkpoint.state if checkpoint else TrainState()
         if plan.is_over(state) and group.broadcast(is_done(config.output_dir)):

@@ -22,7 +22,9 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from common.errors import Failure, StoppedError, UsageError, first_failure
+from common.group import CpuGroup
 from common.hardware import hardware, peak_flops
+from common.machines import check_shared_folder, num_machines
 from common.plan import Plan
 from common.start import parallelism, precision
 from common.state import TrainState
@@ -32,37 +34,43 @@ from common.step import StepResult
 class OutputDir:
     """The folder of a run, owned by one run at a time; the main process holds the lock.
 
-    Raises (on entering): UsageError if it cannot be written, another run owns it, or it holds
-    checkpoints and nobody said what to do with them. Nothing in it has changed then.
+    Raises (on entering): UsageError if it cannot be written, another run owns it, it holds
+    checkpoints and nobody said what to do with them, or not all machines see it. Nothing in it has
+    changed then.
     """
 
-    def __init__(self, accelerator: Accelerator, plan: Plan):
-        self.path, self.config = Path(plan.config.output_dir), plan.config
-        self.is_main = accelerator.is_main_process
+    def __init__(self, plan: Plan, group: CpuGroup):
+        self.path, self.config, self.group = Path(plan.config.output_dir), plan.config, group
 
     def __enter__(self) -> Self:
-        if self.is_main:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._lock = FileLock(self.path / ".lock")
-                self._lock.acquire(timeout=0)
-            except Timeout:
-                raise UsageError(f"another run writes to {self.path}: wait for it, or type --output_dir") from None
-            except OSError as error:
-                raise UsageError(
-                    f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
-                ) from None
-            holds_checkpoints = any((self.path / "checkpoints").glob("step_*"))
-            if holds_checkpoints and not (self.config.resume_from_checkpoint or self.config.overwrite_output_dir):
-                raise UsageError(
-                    f"{self.path} holds checkpoints of an earlier run: type --resume_from_checkpoint latest to go on, "
-                    "--overwrite_output_dir to start over, or another --output_dir"
-                )
+        problem = self.group.broadcast(self._own() if self.group.rank == 0 else None)
+        if problem is not None:
+            raise UsageError(problem)
+        if num_machines() > 1:
+            check_shared_folder(self.path, self.group)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.is_main:
+        if self.group.rank == 0:
             self._lock.release()
+
+    def _own(self) -> str | None:
+        """What is wrong with it, if anything."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self.path / ".lock")
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            return f"another run writes to {self.path}: wait for it, or type --output_dir"
+        except OSError as error:
+            return f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
+        holds_checkpoints = any((self.path / "checkpoints").glob("step_*"))
+        if holds_checkpoints and not (self.config.resume_from_checkpoint or self.config.overwrite_output_dir):
+            return (
+                f"{self.path} holds checkpoints of an earlier run: type --resume_from_checkpoint latest to go on, "
+                "--overwrite_output_dir to start over, or another --output_dir"
+            )
+        return None
 
 
 class Recorder:

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 
 from common.config import ConfigT, RunConfig, parse
 from common.errors import UsageError, first_failure, needs_no_traceback
+from common.machines import agreement, choose_interface, num_machines
 from common.plan import split_batch
 
 
@@ -40,10 +41,13 @@ def start(config: RunConfig) -> Accelerator:
     """
     _quiet()
     _resume_after_restart(config)
-    _check_launch()
-    if config.compile and not _has_gpu():
-        _check_compiler("--compile", os.environ.get("CXX", "g++"))
-    trackers = _trackers(config)
+    with agreement(config):
+        _check_launch()
+        if config.compile and not _has_gpu():
+            _check_compiler("--compile", os.environ.get("CXX", "g++"))
+        trackers = _trackers(config)
+    if num_machines() > 1:
+        choose_interface()
     _set_num_threads()
     rehearses = not _has_gpu()
     if _num_restarts() > 0:
@@ -116,6 +120,9 @@ def end(error: BaseException) -> NoReturn:
         # As soon as one process ends, torchrun ends the others: let the first say what happened.
         with contextlib.suppress(psutil.Error):
             psutil.Process(failure.pid).wait(timeout=10)
+    if code_file := os.environ.get("ACCELERATE_RECIPES_EXIT_CODE"):  # of a script that hands the true code on
+        with contextlib.suppress(OSError):
+            Path(code_file).write_text(str(failure.exit_code))
     # Not sys.exit: to take down the process group here would wait for processes that may wait for us.
     os._exit(failure.exit_code)
 
@@ -417,16 +424,15 @@ def _banner(accelerator: Accelerator, config: RunConfig, rehearses: bool) -> str
     micro_batch_size, accumulation = split_batch(
         config.batch_size, config.micro_batch_size, num_shares, config.pipeline_stages
     )
-    num_machines = num_processes // int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     factors = f"{num_shares} × {micro_batch_size}" + (f" × {accumulation} accumulated" if accumulation > 1 else "")
     line = (
-        f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines} machine{'s' * (num_machines > 1)}, "
+        f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines()} machine{'s' * (num_machines() > 1)}, "
         f"{parallelism(accelerator, config)}, {precision(accelerator)}, batch {config.batch_size} = {factors}"
     )
     if rehearses and num_processes > 1:
         line += " (no GPU: a rehearsal, in which gloo processes on the CPU stand in for GPUs)"
     elif rehearses:
         line += " (on the CPU)"
-    elif (idle := torch.accelerator.device_count() - num_processes // num_machines) > 0:
-        line += f" ({idle} GPUs idle: --num_processes {torch.accelerator.device_count() * num_machines} uses all)"
+    elif (idle := torch.accelerator.device_count() - num_processes // num_machines()) > 0:
+        line += f" ({idle} GPUs idle: --num_processes {torch.accelerator.device_count() * num_machines()} uses all)"
     return line

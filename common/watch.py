@@ -218,14 +218,18 @@ class _HangWatch:
 
     def _exchange(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """{rank: position} of the processes that answer."""
-        if self._store is None:
-            return {0: own}
-        self._store.set(f"hang/{self.group.rank}", json.dumps(own))
         found = {self.group.rank: own}
-        deadline = time.monotonic() + ANSWER_S + min(2.0, self.timeout / 2)
-        while len(found) < self.group.size and time.monotonic() < deadline:
-            for rank in set(range(self.group.size)) - found.keys():
+        if self._store is not None:
+            # In a thread of its own: where the network is gone, the store does not answer either.
+            asker = threading.Thread(target=self._ask, args=(own, found), daemon=True)
+            asker.start()
+            asker.join(ANSWER_S + min(2.0, self.timeout / 2))
+        return dict(found)
+
+    def _ask(self, own: dict[str, Any], found: dict[int, dict[str, Any]]) -> None:
+        self._store.set(f"hang/{self.group.rank}", json.dumps(own))
+        while missing := [rank for rank in range(self.group.size) if rank not in found]:
+            for rank in missing:
                 if self._store.check([f"hang/{rank}"]):
                     found[rank] = json.loads(self._store.get(f"hang/{rank}"))
             time.sleep(0.1)
-        return found

@@ -1,0 +1,80 @@
+"""How fast the processes of a job talk to each other: run it in place of a recipe, with the same launcher and config.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml launchers/network.py
+
+Prints the time of an all-reduce, the operation that averages gradients, by the size of the message, and then of each
+pair of machines, so that a slow link has a name. On GPUs through NCCL, without them through gloo. Bandwidths as
+nccl-tests define them: "algorithm" is size / time, "bus" is what each link carries, 2 (n - 1) / n times that, which can
+be held against the link's own figure (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+"""
+
+import itertools
+import os
+import socket
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import distributed as dist
+
+from common import RunConfig, flag, run, start
+from common.errors import UsageError
+from common.group import CpuGroup
+
+WARM_UP = 3
+OF_PAIRS = (4, 16 * 2**20)  # bytes
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    max_megabytes: int = flag(64, "largest message, in MiB", minimum=1)
+    repetitions: int = flag(20, "measurements of each", minimum=1)
+
+
+def row(name: str, num_bytes: int, config: Config, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """Measures all-reduces in a group, and makes a line of the table of them."""
+    numbers, seconds = torch.zeros(num_bytes // 4, device=device), []
+    for _ in range(WARM_UP + config.repetitions):
+        dist.barrier(group)
+        started = time.perf_counter()
+        dist.all_reduce(numbers, group=group)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - started)
+    seconds, size = seconds[WARM_UP:], dist.get_world_size(group)
+    median = statistics.median(seconds)
+    times = f"{median * 1e6:,.0f} ({min(seconds) * 1e6:,.0f} to {max(seconds) * 1e6:,.0f})"
+    algorithm = num_bytes / median / 1e9
+    return f"| {name} | {num_bytes:,} | {times} | {algorithm:.3f} | {algorithm * 2 * (size - 1) / size:.3f} |"
+
+
+def main(config: Config) -> None:
+    config.batch_size = int(os.environ.get("WORLD_SIZE", 1))
+    accelerator = start(config)
+    num_processes, device = accelerator.num_processes, accelerator.device
+    if num_processes == 1:
+        raise UsageError("one process talks to nobody: type --num_processes 2 after accelerate launch")
+    accelerator.print("\n| between | bytes | microseconds, median (min to max) | algorithm GB/s | bus GB/s |")
+    accelerator.print("| --- | ---: | ---: | ---: | ---: |")
+    num_bytes = 4
+    while num_bytes <= config.max_megabytes * 2**20:
+        accelerator.print(row(f"all {num_processes} processes", num_bytes, config, device), flush=True)
+        num_bytes *= 16
+    everybody = CpuGroup()
+    # One process of each machine; groups must be made, in the same order, by all.
+    machines = {machine: rank for rank, machine in reversed([*enumerate(everybody.all_gather(_machine()))])}
+    for (one, one_rank), (other, other_rank) in itertools.combinations(sorted(machines.items()), 2):
+        group = dist.new_group([one_rank, other_rank])
+        lines = ""
+        if accelerator.process_index in (one_rank, other_rank):
+            lines = "\n".join(row(f"{one} and {other}", size, config, device, group) for size in OF_PAIRS)
+        accelerator.print(everybody.all_gather(lines)[one_rank], flush=True)
+
+
+def _machine() -> str:
+    return f"machine {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
+
+
+if __name__ == "__main__":
+    run(main, Config)

@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""What runs on each machine of a job: meets the others, runs accelerate launch, ends with the recipe's own exit code.
+
+    python launchers/node.py --num_machines 2 --machine_rank 0 --main_process_ip n1 -- \\
+        --config_file accelerate_configs/multi_node_ddp.yaml --num_processes 16 recipes/mnist.py
+
+The same command on each machine, but for the rank. What follows `--` are arguments of accelerate launch, without those
+about machines. Signals are passed on, and the processes get the time to save. Exit codes: 2 for an argument that cannot
+be right, 1 if a machine did not arrive, else the recipe's: 75 if it was stopped and has saved (accelerate launch by
+itself makes every failure a 1).
+"""
+
+import argparse
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from meeting import Meeting, MeetingError, UsageError, meet
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+STOPPED = 75  # what the recipe ends with when it was stopped and has saved: start it again to go on
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main() -> int:
+    options = parse()
+    try:
+        check(options)
+        if options.num_machines > 1:
+            meet(
+                Meeting(
+                    options.num_machines,
+                    options.machine_rank,
+                    options.main_process_ip,
+                    options.main_process_port,
+                    options.timeout,
+                )
+            )
+    except MeetingError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return launch(options)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--num_machines", type=int, required=True)
+    parser.add_argument("--machine_rank", type=int, required=True, help="0 to num_machines - 1")
+    parser.add_argument("--main_process_ip", default="127.0.0.1", help="name or address of the machine of rank 0")
+    parser.add_argument("--main_process_port", type=int, default=29500, help="a free one there (default: 29500)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds to wait for the others (default: 300)")
+    parser.add_argument(
+        "--ends_with_stdin", action="store_true", help="stop when standard input is closed, as by an ssh that is gone"
+    )
+    parser.add_argument("launch", nargs="+", metavar="-- ARGUMENT", help="arguments of accelerate launch")
+    return parser.parse_args()
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises UsageError for what can be seen to be wrong from here."""
+    for name, value in vars(options).items():
+        if isinstance(value, str) and re.search("[<>]|CHANGE_?ME|YOUR_", value):
+            raise UsageError(f"--{name} {value} is a placeholder: type the real one")
+    if not 0 <= options.machine_rank < options.num_machines:
+        raise UsageError(
+            f"--machine_rank {options.machine_rank} with --num_machines {options.num_machines}: expected 0 to "
+            f"{options.num_machines - 1}"
+        )
+    for flag, value in zip(["", *options.launch], options.launch):
+        if (flag == "--config_file" or value.endswith(".py")) and not Path(value).is_file():
+            raise UsageError(f"{value}: no such file on {socket.gethostname()} in {Path.cwd()}")
+        if flag == "--num_processes" and (not value.isdigit() or int(value) % options.num_machines):
+            raise UsageError(
+                f"--num_processes {value} is of all {options.num_machines} machines together: type a multiple of "
+                f"{options.num_machines}"
+            )
+        if value.endswith(".py"):
+            return  # what follows is the recipe's
+
+
+def adopt_orphans() -> None:
+    """On Linux: processes whose parent has ended become children of this one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def wait_for_orphans() -> None:
+    """A signal that reaches torchrun twice, as from SLURM and from here, makes it leave its processes alone in their
+    save."""
+    deadline = time.monotonic() + int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    with suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.1)
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Runs accelerate launch and returns the exit code of the recipe."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    if options.num_machines > 1:
+        for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port"):
+            command += [f"--{name}", str(getattr(options, name))]
+        command += ["--rdzv_conf", f"timeout={options.timeout:.0f}"]
+    with tempfile.TemporaryDirectory() as folder:
+        code_file = Path(folder) / "exit_code"
+        os.environ["ACCELERATE_RECIPES_EXIT_CODE"] = str(code_file)
+        # torchrun ends after 30 s what has not saved by then, and does not pass on SIGUSR1.
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in SIGNALS))
+        adopt_orphans()
+        # In a session of its own, where a Ctrl-C in the terminal does not reach it before it is passed on.
+        process = subprocess.Popen([*command, *options.launch], start_new_session=True)
+
+        passed_on = []
+
+        def pass_on(number: int, _: object) -> None:
+            passed_on.append(number)
+            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+        for number in SIGNALS:
+            signal.signal(number, pass_on)
+        if options.ends_with_stdin:
+            threading.Thread(target=lambda: (sys.stdin.read(), process.terminate()), daemon=True).start()
+        code = process.wait()
+        if passed_on:
+            wait_for_orphans()
+        if code and code_file.exists():
+            return int(code_file.read_text())
+        if code and passed_on:
+            return STOPPED  # in its first seconds, when there is nothing to save yet
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

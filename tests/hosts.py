@@ -1,0 +1,118 @@
+"""Two hosts on this machine: network namespaces joined by a pair of virtual interfaces, each with a name of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from launching import ROOT, TIMEOUT_S, Run, environment
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def missing() -> str | None:
+    """Why this machine cannot have them."""
+    if shutil.which("ip") is None:
+        return "no ip command (Debian: apt-get install iproute2)"
+    name = f"probe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return f"network namespaces are not allowed here: {made.stderr.strip()}" if made.returncode else None
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The names of two namespaces."""
+
+    names: tuple[str, str]
+
+    def command(self, host: int, command: list[str]) -> list[str]:
+        """That command, on a host."""
+        named = ["unshare", "--uts", "sh", "-c", f'hostname node{host}; exec "$@"', "sh"]
+        return ["ip", "netns", "exec", self.names[host], *named, *command]
+
+    def run(self, commands: list[list[str]], output_dirs: list[Path], folder: Path, **env: str) -> list[Run]:
+        """Runs a command on each host, both at a time, to their ends."""
+        with self.started(commands, folder, **env) as processes:
+            return [wait(process, output_dir) for process, output_dir in zip(processes, output_dirs)]
+
+    @contextmanager
+    def started(self, commands: list[list[str]], folder: Path, **env: str) -> Iterator[list[subprocess.Popen]]:
+        """Starts a command on each host, in `folder`; nothing of them is left afterwards."""
+        processes = []
+        try:
+            for host, command in enumerate(commands):
+                processes.append(
+                    subprocess.Popen(
+                        self.command(host, command),
+                        cwd=folder,
+                        env=environment(**env),
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        start_new_session=True,
+                    )
+                )
+            yield processes
+        finally:
+            for name in self.names:
+                pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+
+    def link(self, state: str) -> None:
+        """Takes the link between them `up` or `down`."""
+        ip("-n", self.names[1], "link", "set", "eth0", state)
+
+
+def wait(process: subprocess.Popen, output_dir: Path) -> Run:
+    """What a command that was started has left behind when it has ended."""
+    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    return Run(process.returncode, stdout, stderr, output_dir)
+
+
+@contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    """Makes them, and takes them down."""
+    names = (f"recipes{os.getpid()}a", f"recipes{os.getpid()}b")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("link", "add", "name", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name, address in zip(names, ADDRESSES):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield Hosts(names)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def ip(*arguments: str) -> None:
+    """The command of iproute2."""
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def accelerate_launch(machine: int, config: str, script: str, arguments: str, **flags: object) -> list[str]:
+    """The command that a user types on a machine."""
+    flags = {"machine_rank": machine, "main_process_ip": ADDRESSES[0], **flags}
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
+    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [*command, str(ROOT / script), *arguments.split()]
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Waits until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()

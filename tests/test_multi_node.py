@@ -1,0 +1,207 @@
+"""Promise: several machines train as one, and where they cannot, each says why within a stated time."""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, until, wait
+from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, largest_difference, weight_distance
+from test_one_result import RECIPES
+
+REASON = missing()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.xdist_group("hosts"),
+]
+LATEST = "--resume_from_checkpoint latest"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as made:
+        yield made
+
+
+def error_lines(run: Run) -> list[str]:
+    """Ours, without the launcher's report."""
+    return [line for line in run.stderr.splitlines() if re.match("(error|stopped): ", line)]
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "flags"),
+    [
+        ("multi_node_ddp", "mnist mlp", {}),
+        ("multi_node_hsdp", "transformer", {}),
+        pytest.param("multi_node_ddp", "transformer", {}, marks=pytest.mark.full),
+        pytest.param("multi_node_hsdp", "mnist mlp", {}, marks=pytest.mark.full),
+        ("multi_node_deepspeed_zero3", "mnist mlp", {}),
+    ],
+)
+def test_two_machines_give_the_result_of_one_process(
+    tmp_path: Path, hosts: Hosts, reference: Callable[..., Run], config: str, recipe: str, flags: dict[str, str]
+) -> None:
+    script, arguments = RECIPES[recipe]
+    output_dir = tmp_path / "run"
+    commands = [
+        accelerate_launch(machine, config, script, f"{arguments} --output_dir {output_dir}") for machine in (0, 1)
+    ]
+    runs = hosts.run(commands, [output_dir] * 2, tmp_path)
+    assert [run.exit_code for run in runs] == [0, 0], [run.stderr for run in runs]
+    expected = reference(script, arguments)
+    assert "on 2 machines" in runs[0].stdout
+    assert largest_difference(runs[0].column("train/loss"), expected.column("train/loss")) <= 1e-5
+    assert weight_distance(runs[0], expected) <= 1e-5
+
+
+def node(machine: int, launch: str, **flags: object) -> list[str]:
+    """launchers/node.py on a machine, which waits 3 s for the other."""
+    own = {"num_machines": 2, "machine_rank": machine, "main_process_ip": ADDRESSES[0], "timeout": 3} | flags
+    words = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, str(ROOT / "launchers" / "node.py"), *words, "--", *launch.split()]
+
+
+LAUNCH = f"--config_file {ROOT}/accelerate_configs/multi_node_ddp.yaml {ROOT}/{DISTURBED} --max_steps 2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {1: {"main_process_ip": "10.77.0.9"}},
+            {
+                0: (
+                    1,
+                    "machine 1 of 2 did not arrive at machine 0 at 10.77.0.1:29500 within 3 s (0 is node0)",
+                ),
+                1: (
+                    1,
+                    "machine 0 at 10.77.0.9:29500 cannot be reached from node1 within 3 s (No route to host",
+                ),
+            },
+        ),
+        (
+            {1: {"main_process_port": 29600}},
+            {
+                0: (1, "machine 1 of 2 did not arrive"),
+                1: (1, "cannot be reached from node1 within 3 s (nobody listens there: it is not started, or with an"),
+            },
+        ),
+        (
+            {0: {"main_process_ip": "10.77.0.2"}},
+            {
+                0: (2, "10.77.0.2 is no address of node0, which has"),
+                1: (1, "cannot be reached from node1"),
+            },
+        ),
+        (
+            {1: {"machine_rank": 0}},
+            {
+                0: (1, "machine 1 of 2 did not arrive"),
+                1: (2, "10.77.0.1 is no address of node1, which has"),
+            },
+        ),
+        (
+            {0: {"num_machines": 3}, 1: {"num_machines": 2}},
+            {0: (2, "node1 has --num_machines 2, node0 has 3"), 1: (2, "node1 has --num_machines 2, node0 has 3")},
+        ),
+        (
+            {0: {"num_machines": 3}, 1: {"num_machines": 3}},
+            {0: (1, "machine 2 of 3 did not arrive"), 1: (1, "within 3 s (0 is node0, 1 is node1): start the same")},
+        ),
+        (
+            {1: {"main_process_ip": "<address of machine 0>"}},
+            {0: (1, "machine 1 of 2 did not"), 1: (2, "--main_process_ip <address of machine 0> is a placeholder")},
+        ),
+        (
+            {1: {"main_process_ip": "nobody.invalid"}},
+            {0: (1, "machine 1 of 2 did not"), 1: (1, "nobody.invalid does not resolve on node1")},
+        ),
+        ({1: {"machine_rank": 2}}, {0: (1, "machine 1 of 2"), 1: (2, "--machine_rank 2 with --num_machines 2: expec")}),
+    ],
+    ids=["address", "port", "not mine", "rank twice", "number", "missing", "placeholder", "name", "rank"],
+)
+def test_machines_that_do_not_meet_say_why(
+    tmp_path: Path, hosts: Hosts, changes: dict[int, dict], expected: dict[int, tuple[int, str]]
+) -> None:
+    started = time.monotonic()
+    commands = [node(machine, LAUNCH, **changes.get(machine, {})) for machine in (0, 1)]
+    runs = hosts.run(commands, [tmp_path / "run"] * 2, tmp_path)
+    assert time.monotonic() - started < 20
+    for machine, run in enumerate(runs):
+        exit_code, line = expected[machine]
+        assert run.exit_code == exit_code and len(run.stderr.splitlines()) == 1 and line in run.stderr, run.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [
+        ("--config_file none.yaml recipes/mnist.py", "none.yaml: no such file on node0 in"),
+        (f"--num_processes 3 {ROOT}/{DISTURBED}", "--num_processes 3 is of all 2 machines together: type a multiple"),
+    ],
+)
+def test_command_that_cannot_be_right_is_refused_at_once(
+    tmp_path: Path, hosts: Hosts, launch: str, expected: str
+) -> None:
+    (run,) = hosts.run([node(0, launch)], [tmp_path / "run"], tmp_path)
+    assert run.exit_code == 2 and expected in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            ("--learning_rate 0.1", ""),
+            "machine 1 (node1) has --learning_rate 0.01, machine 0 (node0) has 0.1",
+        ),
+        (("--output_dir run", "--output_dir run"), "machine 1 (node1) does not see the --output_dir run of machine 0"),
+        pytest.param(
+            ("--report_to nobody", "--report_to nobody"), "--report_to nobody: no such tracker", marks=pytest.mark.full
+        ),
+    ],
+    ids=["flags", "output_dir", "usage"],
+)
+def test_machines_that_differ_end_with_the_same_line(
+    tmp_path: Path, hosts: Hosts, changes: tuple[str, str], expected: str
+) -> None:
+    commands = []
+    for machine, change in enumerate(changes):
+        (tmp_path / str(machine)).mkdir()
+        command = node(machine, f"{LAUNCH} --output_dir {tmp_path}/shared {change}", timeout=60)
+        commands.append(["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path / str(machine)), *command])
+    runs = hosts.run(commands, [tmp_path / "shared"] * 2, tmp_path)
+    for run in runs:
+        assert run.exit_code == 2, run.stderr
+        assert len(error_lines(run)) == 1 and expected in error_lines(run)[0], run.stderr
+    assert not (tmp_path / "shared" / "metrics.jsonl").exists()
+
+
+def test_link_that_is_cut_ends_both_sides_and_a_restart_resumes(
+    tmp_path: Path, hosts: Hosts, made_once: Callable[..., Run]
+) -> None:
+    arguments = "--max_steps 600 --save_every 20 --log_every 20 --eval_every 600"
+    output_dir = tmp_path / "run"
+    metrics = output_dir / "metrics.jsonl"
+    launch = f"--config_file {ROOT}/accelerate_configs/multi_node_ddp.yaml {ROOT}/{DISTURBED} {arguments}"
+    launch += f" --output_dir {output_dir} {LATEST} --hang_timeout 10"
+    commands = [node(machine, launch, timeout=60) for machine in (0, 1)]
+    with hosts.started(commands, tmp_path, OMP_NUM_THREADS="1") as processes:
+        until(lambda: metrics.exists() and '"step": 100' in metrics.read_text())
+        hosts.link("down")
+        cut_at = time.monotonic()
+        try:
+            runs = [wait(process, output_dir) for process in processes]
+        finally:
+            hosts.link("up")
+    assert time.monotonic() - cut_at < 60
+    for machine, run in enumerate(runs):
+        assert run.exit_code == 1 and len(error_lines(run)) == 1, run.stderr
+        assert f"no step for 10 s: process {1 - machine} does not answer" in error_lines(run)[0]
+    again = hosts.run(commands, [output_dir] * 2, tmp_path, OMP_NUM_THREADS="1")
+    assert [run.exit_code for run in again] == [0, 0], [run.stderr for run in again]
+    assert "resumed from" in again[0].stdout
+    assert_equal_to_the_last_bit(again[0], made_once("ddp", DISTURBED, arguments))

@@ -1,0 +1,176 @@
+"""Promise: the shipped batch script trains on the nodes of a SLURM cluster, is stopped in time, and goes on alone."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hosts import until
+from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, environment
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+pytestmark = [
+    pytest.mark.skipif(
+        any(shutil.which(daemon) is None for daemon in DAEMONS) or os.getuid() != 0,
+        reason="needs SLURM and root (Debian: apt-get install slurm-wlm munge)",
+    ),
+    pytest.mark.xdist_group("slurm"),
+]
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+KillWait=30
+SchedulerParameters=batch_sched_delay=0,sched_interval=2
+GresTypes=gpu
+SelectType=select/cons_tres
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={num_cpus} Gres=gpu:1
+NodeName={host}-2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={num_cpus} Gres=gpu:1
+PartitionName=all Nodes={host},{host}-2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A controller and two nodes, all on this machine."""
+
+    folder: Path
+
+    def command(self, *arguments: str, **options: object) -> str:
+        """What a command of SLURM prints."""
+        env = environment(SLURM_CONF=str(self.folder / "slurm.conf"), OMP_NUM_THREADS="1")
+        result = subprocess.run([*arguments], env=env, capture_output=True, text=True, **options)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def state(self, job: str) -> dict[str, str]:
+        """What the controller knows of a job."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", job)))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder, host = tmp_path_factory.mktemp("slurm"), socket.gethostname()  # the name of a node must resolve
+    for name in ("state", f"spool-{host}", f"spool-{host}-2"):
+        (folder / name).mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    ports = [free_port() for _ in range(3)]
+    text = CONFIG.format(folder=folder, host=host, ports=ports, num_cpus=os.cpu_count())
+    (folder / "slurm.conf").write_text(text)
+    (folder / "gpu").touch()  # SLURM counts devices by their files
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu\n")
+    conf = str(folder / "slurm.conf")
+    munge = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "log", "pid", "seed")]
+    commands = [
+        ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge],
+        ["slurmctld", "-D", "-c", "-f", conf],
+        ["slurmd", "-D", "-N", host, "-f", conf],
+        ["slurmd", "-D", "-N", f"{host}-2", "-f", conf],
+    ]
+    daemons = []
+    made = Cluster(folder)
+    try:
+        for command in commands:
+            with (folder / f"{'-'.join(command[:1])}.out").open("a") as log:
+                daemons.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+            if command[0] == "munged":
+                until((folder / "munge.socket").exists, 20)
+        until(lambda: "idle" in made.command("sinfo", "--noheader", "--format=%T %D"), 60)
+        yield made
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(timeout=30)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the shipped script."""
+
+    cluster: Cluster
+    number: str
+    folder: Path
+
+    @property
+    def output(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("recipe-*.out")))
+
+    def is_over(self) -> bool:
+        return self.cluster.state(self.number)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+
+    def run(self) -> Run:
+        return Run(0, self.output, "", self.folder / "run")
+
+
+def submit(cluster: Cluster, folder: Path, arguments: str, *options: str) -> Job:
+    """Submits the shipped script, as a user with a GPU per node."""
+    for name in ("launchers", "accelerate_configs", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    command = ["sbatch", "--parsable", "--gpus-per-node=1", *options, "launchers/slurm/train.sbatch", DISTURBED]
+    number = cluster.command(*command, *f"{arguments} --output_dir {folder}/run".split(), cwd=folder).strip()
+    return Job(cluster, number, folder)
+
+
+ARGUMENTS = "--max_steps 20000 --log_every 100 --eval_every 20000 --lr_schedule constant"
+
+
+def test_job_is_stopped_and_goes_on_by_itself(tmp_path: Path, cluster: Cluster, made_once: Callable[..., Run]) -> None:
+    job = submit(cluster, tmp_path, ARGUMENTS)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    until(lambda: metrics.exists() and '"step": 500' in metrics.read_text())
+    cluster.command("scancel", "--signal=USR1", job.number)
+    until(job.is_over, 300)
+    assert cluster.state(job.number)["ExitCode"] == "0:0", job.output
+    assert "stopped: by SIGUSR1" in job.output and "resumed from" in job.output
+    for node in (0, 1):
+        assert (tmp_path / f"recipe-{job.number}-node{node}.out").exists()
+    assert "2 processes on 2 machines" in job.output
+    run = job.run()
+    assert run.card["status"] == "done" and run.card["attempt"] == 2
+    assert_equal_to_the_last_bit(run, made_once("ddp", DISTURBED, ARGUMENTS))
+
+
+@pytest.mark.full
+def test_time_limit_leads_to_a_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
+    job = submit(cluster, tmp_path, ARGUMENTS.replace("20000", "10000000"), "--time=2", "--signal=USR1@60")
+    until(lambda: "resumed from" in job.output, 400)
+    assert "stopped: by SIGUSR1" in job.output
+    cluster.command("scancel", job.number)
+    until(job.is_over, 60)
+
+
+def test_exit_code_of_the_job_is_that_of_the_recipe(tmp_path: Path, cluster: Cluster) -> None:
+    job = submit(cluster, tmp_path, "--learning_rat 1")
+    until(job.is_over, 120)
+    assert cluster.state(job.number)["ExitCode"] == "2:0", job.output
+    assert "error: --learning_rat: no such flag; did you mean --learning_rate?" in job.output
