@@ -39,7 +39,9 @@ for rank in "${!hosts[@]}"; do
     command=("$PYTHON" launchers/node.py --num_machines ${#hosts[@]} --machine_rank "$rank" --main_process_ip "${hosts[0]}"
         --main_process_port "${PORT:-29500}" --timeout "${TIMEOUT:-300}" --ends_with_stdin -- "$@")
     {
-        $SSH "${hosts[$rank]}" "cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}")" <"$folder/go" 3>&- 2>&1 |
+        set +e
+        exec 3>&-
+        $SSH "${hosts[$rank]}" "cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}")" <"$folder/go" 2>&1 |
             sed -u "s/^/[${hosts[$rank]}] /"
         echo "${PIPESTATUS[0]}" >"$folder/code_$rank"
     } &

@@ -14,6 +14,7 @@ import socket
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import distributed as dist
@@ -55,13 +56,14 @@ def main(config: Config) -> None:
     num_processes, device = accelerator.num_processes, accelerator.device
     if num_processes == 1:
         raise UsageError("one process talks to nobody: type --num_processes 2 after accelerate launch")
-    accelerator.print("\n| between | bytes | microseconds, median (min to max) | algorithm GB/s | bus GB/s |")
-    accelerator.print("| --- | ---: | ---: | ---: | ---: |")
+    everybody = CpuGroup()
+    show = partial(print, flush=True) if everybody.rank == 0 else lambda *_: None
+    show("\n| between | bytes | microseconds, median (min to max) | algorithm GB/s | bus GB/s |")
+    show("| --- | ---: | ---: | ---: | ---: |")
     num_bytes = 4
     while num_bytes <= config.max_megabytes * 2**20:
-        accelerator.print(row(f"all {num_processes} processes", num_bytes, config, device), flush=True)
+        show(row(f"all {num_processes} processes", num_bytes, config, device))
         num_bytes *= 16
-    everybody = CpuGroup()
     # One process of each machine; groups must be made, in the same order, by all.
     machines = {machine: rank for rank, machine in reversed([*enumerate(everybody.all_gather(_machine()))])}
     for (one, one_rank), (other, other_rank) in itertools.combinations(sorted(machines.items()), 2):
@@ -69,7 +71,7 @@ def main(config: Config) -> None:
         lines = ""
         if accelerator.process_index in (one_rank, other_rank):
             lines = "\n".join(row(f"{one} and {other}", size, config, device, group) for size in OF_PAIRS)
-        accelerator.print(everybody.all_gather(lines)[one_rank], flush=True)
+        show(everybody.all_gather(lines)[one_rank])
 
 
 def _machine() -> str:

@@ -131,7 +131,8 @@ def launch(options: argparse.Namespace) -> int:
         for number in SIGNALS:
             signal.signal(number, pass_on)
         if options.ends_with_stdin:
-            threading.Thread(target=lambda: (sys.stdin.read(), process.terminate()), daemon=True).start()
+            # Not sys.stdin.read, whose lock Python wants at its end.
+            threading.Thread(target=lambda: (os.read(0, 1), process.terminate()), daemon=True).start()
         code = process.wait()
         if passed_on:
             wait_for_orphans()

@@ -61,11 +61,9 @@ class Hosts:
                 )
             yield processes
         finally:
-            for name in self.names:
-                pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-                for pid in pids:
-                    with suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def link(self, state: str) -> None:
         """Takes the link between them `up` or `down`."""
@@ -93,6 +91,10 @@ def two_hosts() -> Iterator[Hosts]:
         yield Hosts(names)
     finally:
         for name in names:
+            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+            for pid in pids:  # of a test that failed
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 

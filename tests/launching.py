@@ -86,8 +86,9 @@ def execute(command: list[str], cwd: Path, output_dir: Path, env: dict[str, str]
 
 
 def _check_nothing_left(session: int) -> None:
-    left_over = [other.info for other in psutil.process_iter(["pid", "cmdline"]) if _session(other.pid) == session]
-    assert not left_over, left_over
+    for other in psutil.process_iter(["pid", "cmdline", "status"]):
+        ended = other.info["status"] == psutil.STATUS_ZOMBIE
+        assert ended or _session(other.pid) != session, other.info
 
 
 def _session(pid: int) -> int | None:

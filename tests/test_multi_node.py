@@ -1,6 +1,8 @@
 """Promise: several machines train as one, and where they cannot, each says why within a stated time."""
 
 import re
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ import pytest
 
 from hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, until, wait
 from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, largest_difference, weight_distance
+from test_checkpoint import COURSE
 from test_one_result import RECIPES
 
 REASON = missing()
@@ -205,3 +208,62 @@ def test_link_that_is_cut_ends_both_sides_and_a_restart_resumes(
     assert [run.exit_code for run in again] == [0, 0], [run.stderr for run in again]
     assert "resumed from" in again[0].stdout
     assert_equal_to_the_last_bit(again[0], made_once("ddp", DISTURBED, arguments))
+
+
+@pytest.fixture(scope="module")
+def ssh(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The command that reaches a server on each host."""
+    if shutil.which("sshd") is None:
+        pytest.skip("no sshd (Debian: apt-get install openssh-server)")
+    folder = tmp_path_factory.mktemp("ssh")
+    for name in ("host_key", "key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd will not start without it
+    settings = f"HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/key.pub\nStrictModes no\nUsePAM no\n"
+    (folder / "sshd_config").write_text(f"{settings}PermitRootLogin yes\nPidFile none\n")
+    server = [shutil.which("sshd"), "-D", "-e", "-f", str(folder / "sshd_config")]
+    with hosts.started([server, server], folder):
+        options = "-o BatchMode=yes -o StrictHostKeyChecking=no -o LogLevel=ERROR -o UserKnownHostsFile=/dev/null"
+        yield f"ssh -i {folder}/key {options}"
+
+
+def over_ssh(output_dir: Path, arguments: str) -> list[str]:
+    """launchers/hosts.sh, from the first host."""
+    launch = f"--config_file accelerate_configs/multi_node_ddp.yaml {DISTURBED} --output_dir {output_dir} {arguments}"
+    return [str(ROOT / "launchers" / "hosts.sh"), *ADDRESSES, "--", *launch.split()]
+
+
+def test_one_command_trains_on_all_hosts(
+    tmp_path: Path, hosts: Hosts, ssh: str, undisturbed: Callable[[str, str], Run]
+) -> None:
+    output_dir = tmp_path / "run"
+    (run,) = hosts.run([over_ssh(output_dir, COURSE)], [output_dir], ROOT, SSH=ssh)
+    assert run.exit_code == 0, run.stdout + run.stderr
+    assert "[10.77.0.1] 2 processes on 2 machines, DDP" in run.stdout
+    assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
+
+
+@pytest.mark.parametrize(("fault", "exit_code"), [("none", 75), ("kill", 1)])
+def test_all_hosts_end_where_one_does(tmp_path: Path, hosts: Hosts, ssh: str, fault: str, exit_code: int) -> None:
+    output_dir = tmp_path / "run"
+    arguments = f"--max_steps 1000000 --log_every 20 --eval_every 1000000 --fault {fault} --fault_step 300"
+    metrics = output_dir / "metrics.jsonl"
+    with hosts.started([over_ssh(output_dir, f"{arguments} --fault_process 1")], ROOT, SSH=ssh) as (process,):
+        until(lambda: metrics.exists() and metrics.read_text() != "")
+        if fault == "none":
+            process.terminate()
+        run = wait(process, output_dir)
+    assert run.exit_code == exit_code, run.stdout + run.stderr
+    assert (len(run.checkpoints), run.card["exit_code"]) == (1 if fault == "none" else 0, exit_code)
+
+
+def test_network_is_measured_between_all_and_between_pairs(tmp_path: Path, hosts: Hosts) -> None:
+    arguments = "--max_megabytes 1 --repetitions 3"
+    commands = [accelerate_launch(machine, "multi_node_ddp", "launchers/network.py", arguments) for machine in (0, 1)]
+    first, second = hosts.run(commands, [tmp_path] * 2, tmp_path)
+    assert first.exit_code == 0, first.stderr
+    number = r"[\d,.]+"
+    table = rf"\| ([\d,]+) \| {number} \({number} to {number}\) \| {number} \| {number} \|"
+    assert re.findall(rf"\| all 2 processes {table}", first.stdout) == ["4", "64", "1,024", "16,384", "262,144"]
+    pairs = re.findall(rf"\| machine 0 \(node0\) and machine 1 \(node1\) {table}", first.stdout)
+    assert pairs == ["4", "16,777,216"] and "|" not in second.stdout
