@@ -77,12 +77,15 @@ def wait(process: subprocess.Popen, output_dir: Path) -> Run:
 
 
 @contextmanager
-def two_hosts() -> Iterator[Hosts]:
-    """Makes them, and takes them down."""
-    names = (f"recipes{os.getpid()}a", f"recipes{os.getpid()}b")
+def two_hosts(names: dict[str, str] | None = None) -> Iterator[Hosts]:
+    """Makes them, and takes them down. They know each other by address, and what else {name: address} says."""
+    known, names = {"localhost": "127.0.0.1"} | (names or {}), (f"recipes{os.getpid()}a", f"recipes{os.getpid()}b")
     try:
         for name in names:
             ip("netns", "add", name)
+            folder = Path("/etc/netns") / name  # ip netns exec shows its files in place of those in /etc
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text("".join(f"{address} {host}\n" for host, address in known.items()))
             ip("-n", name, "link", "set", "lo", "up")
         ip("link", "add", "name", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
         for name, address in zip(names, ADDRESSES):
@@ -96,6 +99,7 @@ def two_hosts() -> Iterator[Hosts]:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 def ip(*arguments: str) -> None:

@@ -52,7 +52,7 @@ def test_two_machines_give_the_result_of_one_process(
     commands = [
         accelerate_launch(machine, config, script, f"{arguments} --output_dir {output_dir}") for machine in (0, 1)
     ]
-    runs = hosts.run(commands, [output_dir] * 2, tmp_path)
+    runs = hosts.run(commands, [output_dir] * 2, tmp_path, OMP_NUM_THREADS="1")
     assert [run.exit_code for run in runs] == [0, 0], [run.stderr for run in runs]
     expected = reference(script, arguments)
     assert "on 2 machines" in runs[0].stdout
