@@ -124,9 +124,12 @@ def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) 
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder, its manifest first, so that what is left of it never looks whole. Raises OSError."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    """Removes a folder, which from the first moment is not there under its name any more. Raises OSError."""
+    aside = folder.with_name("removed")
+    if aside.exists():  # of a process that was killed meanwhile
+        shutil.rmtree(aside)
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 class Reader:
