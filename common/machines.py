@@ -29,12 +29,23 @@ ARRIVAL_S = 300  # from the start of the first machine's processes to that of th
 SHARED_FOLDER_S = 10  # until a network file system shows a new file
 # Set by accelerate launch from the config file and its own flags.
 LAUNCHER_VARIABLES = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")
+# Where the first process is the server of the store (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE), others read
+# there for longer than it does.
+_kept: list[dist.Store] = []
 OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", "ACCELERATE_RECIPES_EXIT_CODE")
 
 
 def num_machines() -> int:
     """Of this run, as torchrun counts them."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
+
+
+def store_number() -> int:
+    """Which use this is of the store that the launchers share: in a static rendezvous, that of accelerate launch, it
+    lives on over restarts, with what the processes that have ended left there. In an elastic one each start has a store
+    of its own, and a launcher that has just come has counted fewer restarts than the others."""
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_launchers else 0
 
 
 def choose_interface() -> None:
@@ -82,8 +93,9 @@ def agreement(config: RunConfig) -> Iterator[None]:
 def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """What each machine has published."""
     store = next(dist.rendezvous("env://"))[0]
+    _kept.append(store)
     store.set_timeout(timedelta(seconds=ARRIVAL_S))
-    prefix = f"accelerate_recipes/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/machine_"
+    prefix = f"accelerate_recipes/{store_number()}/machine_"
     if os.environ["LOCAL_RANK"] == "0":
         store.set(f"{prefix}{os.environ['GROUP_RANK']}", json.dumps(facts))
     found = []

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 
 from common.config import ConfigT, RunConfig, parse
 from common.errors import UsageError, first_failure, needs_no_traceback
-from common.machines import agreement, choose_interface, num_machines
+from common.machines import agreement, choose_interface, num_machines, store_number
 from common.plan import split_batch
 
 
@@ -50,7 +50,7 @@ def start(config: RunConfig) -> Accelerator:
         choose_interface()
     _set_num_threads()
     rehearses = not _has_gpu()
-    if _num_restarts() > 0:
+    if store_number() > 0:
         _join_after_restart("gloo" if rehearses else "nccl")
     if rehearses:
         _prepare_rehearsal()
@@ -148,11 +148,11 @@ def _num_restarts() -> int:
 
 
 def _join_after_restart(backend: str) -> None:
-    """Joins the others in a part of the launcher's store of its own: with a static rendezvous, which is that of
-    accelerate launch, the store still has the addresses of the processes that have ended."""
+    """Joins the others in a part of the launcher's store of its own: it still has the addresses of the processes
+    that have ended."""
     if _world_size() > 1:
         store, rank, world_size = next(torch.distributed.rendezvous("env://"))
-        store = torch.distributed.PrefixStore(f"restart_{_num_restarts()}", store)
+        store = torch.distributed.PrefixStore(f"restart_{store_number()}", store)
         torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 

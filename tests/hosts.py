@@ -44,10 +44,12 @@ class Hosts:
 
     @contextmanager
     def started(self, commands: list[list[str]], folder: Path, **env: str) -> Iterator[list[subprocess.Popen]]:
-        """Starts a command on each host, in `folder`; nothing of them is left afterwards."""
+        """Starts a command on each host, in `folder`, or none where it is empty; nothing of them is left afterwards."""
         processes = []
         try:
             for host, command in enumerate(commands):
+                if not command:
+                    continue
                 processes.append(
                     subprocess.Popen(
                         self.command(host, command),
@@ -64,6 +66,13 @@ class Hosts:
             for process in processes:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+    def kill(self, host: int) -> None:
+        """Ends all processes of a host at once."""
+        pids = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True).stdout.split()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def link(self, state: str) -> None:
         """Takes the link between them `up` or `down`."""
@@ -93,11 +102,8 @@ def two_hosts(names: dict[str, str] | None = None) -> Iterator[Hosts]:
             ip("-n", name, "link", "set", "eth0", "up")
         yield Hosts(names)
     finally:
-        for name in names:
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-            for pid in pids:  # of a test that failed
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+        for host, name in enumerate(names):
+            Hosts(names).kill(host)  # what is left of a test that failed
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 

@@ -64,13 +64,16 @@ def test_command_works(tmp_path: Path, command: str) -> None:
 def test_config_has_a_header_and_no_unknown_key(path: Path) -> None:
     text = path.read_text()
     header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
-    assert f"accelerate launch --config_file accelerate_configs/{path.name} recipes/" in header[-1]
+    command = f"accelerate launch --config_file accelerate_configs/{path.name} "
+    assert header[-1].startswith(command) and "recipes/" in header[-1]
     assert any(line.startswith("Needs: ") for line in header) and any(line.startswith("Pick it ") for line in header)
     config = load_config_from_file(str(path))  # raises on unknown keys
     known = set(yaml.safe_load(text))
     assert {"compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes"} <= known
     assert "accumulation" not in text and "clipping:" not in text  # the command line decides these
-    assert config.num_processes == {"single": 1, "hsdp": 4, "fsdp2_tensor_parallel": 4}.get(path.stem, 2)
+    assert config.num_processes == {"single": 1, "hsdp": 4, "multi_node_hsdp": 4, "fsdp2_tensor_parallel": 4}.get(
+        path.stem, 2
+    )
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -93,7 +96,8 @@ def test_loop_names_no_parallelism() -> None:
 def test_imports_of_common_point_one_way() -> None:
     order = """
         loop checkpoint watch record shards step parallel pipeline language_models images tables text data profile
-        start signals storage group plan state random_state config average optimizer schedule hardware errors"""
+        start signals storage machines group plan state random_state config average optimizer schedule hardware
+        errors"""
     layers = order.split()
     modules = {path.stem: path for path in (ROOT / "common").glob("*.py") if path.stem != "__init__"}
     assert modules.keys() == set(layers)

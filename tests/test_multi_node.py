@@ -1,5 +1,6 @@
 """Promise: several machines train as one, and where they cannot, each says why within a stated time."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from common.record import read_card
 from hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, until, wait
 from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, largest_difference, weight_distance
 from test_checkpoint import COURSE
@@ -267,3 +269,42 @@ def test_network_is_measured_between_all_and_between_pairs(tmp_path: Path, hosts
     assert re.findall(rf"\| all 2 processes {table}", first.stdout) == ["4", "64", "1,024", "16,384", "262,144"]
     pairs = re.findall(rf"\| machine 0 \(node0\) and machine 1 \(node1\) {table}", first.stdout)
     assert pairs == ["4", "16,777,216"] and "|" not in second.stdout
+
+
+@pytest.mark.full
+def test_run_goes_on_with_fewer_machines_and_grows_again(
+    tmp_path: Path, hosts: Hosts, made_once: Callable[..., Run]
+) -> None:
+    """An elastic rendezvous, in which a machine dies and comes back."""
+    recipe, arguments = "recipes/linear_regression.py", "--max_steps 20000 --log_every 100 --eval_every 20000"
+    output_dir, first = tmp_path / "run", ADDRESSES[0]
+    commands = []
+    for machine, address in enumerate(ADDRESSES):  # which the names of the hosts do not lead to
+        settings = "--nnodes 1:2 --nproc_per_node 1 --max_restarts 3 --rdzv_backend c10d --rdzv_id run"
+        settings += f" --rdzv_endpoint {first}:29500 --local_addr {address}"
+        settings += f" --rdzv_conf last_call_timeout=3,is_host={1 - machine}"
+        flags = f"{arguments} --save_every 100 --output_dir {output_dir} {LATEST}"
+        command = [sys.executable, "-m", "torch.distributed.run", *settings.split(), str(ROOT / recipe)]
+        commands.append([*command, *flags.split()])
+    env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    def steps() -> int:
+        path = output_dir / "metrics.jsonl"
+        return json.loads(path.read_text().splitlines()[-1])["step"] if path.exists() and path.read_text() else 0
+
+    def num_processes() -> int:
+        return read_card(output_dir).get("num_processes", 0)
+
+    with hosts.started(commands, tmp_path, **env) as (survivor, _):
+        until(lambda: steps() >= 200)
+        assert num_processes() == 2
+        hosts.kill(1)
+        until(lambda: num_processes() == 1 and steps() >= 400)
+        with hosts.started([[], commands[1]], tmp_path, **env):
+            until(lambda: num_processes() == 2)
+            run = wait(survivor, output_dir)
+    assert run.exit_code == 0 and run.card["status"] == "done", run.stderr
+    expected = made_once("single", recipe, arguments)
+    assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= 1e-5
+    assert run.column("learning_rate") == expected.column("learning_rate")
+    assert weight_distance(run, expected) <= 1e-5
