@@ -40,7 +40,7 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_works(tmp_path: Path, command: str) -> None:
-    for folder in ("recipes", "accelerate_configs", "benchmarks"):
+    for folder in ("recipes", "accelerate_configs", "benchmarks", "launchers"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     write_mnist(tmp_path / "path" / "to" / "mnist")
     rows = [f"{x},{x * x % 7},{x + 1}" for x in range(100)]
