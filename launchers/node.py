@@ -27,12 +27,16 @@ from pathlib import Path
 from meeting import Meeting, MeetingError, UsageError, meet
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+POLL_S = 0.1
 STOPPED = 75  # what the recipe ends with when it was stopped and has saved: start it again to go on
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main() -> int:
     options = parse()
+    if options.ends_with_stdin:
+        # Not sys.stdin.read, whose lock Python wants at its end.
+        threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
     try:
         check(options)
         if options.num_machines > 1:
@@ -102,7 +106,7 @@ def wait_for_orphans() -> None:
     with suppress(ChildProcessError):  # none is left
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.1)
+                time.sleep(POLL_S)
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -119,26 +123,23 @@ def launch(options: argparse.Namespace) -> int:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in SIGNALS))
         adopt_orphans()
+        received: list[int] = []
+        for number in SIGNALS:
+            signal.signal(number, lambda number, _: received.append(number))
         # In a session of its own, where a Ctrl-C in the terminal does not reach it before it is passed on.
         process = subprocess.Popen([*command, *options.launch], start_new_session=True)
-
-        passed_on = []
-
-        def pass_on(number: int, _: object) -> None:
-            passed_on.append(number)
-            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
-
-        for number in SIGNALS:
-            signal.signal(number, pass_on)
-        if options.ends_with_stdin:
-            # Not sys.stdin.read, whose lock Python wants at its end.
-            threading.Thread(target=lambda: (os.read(0, 1), process.terminate()), daemon=True).start()
-        code = process.wait()
-        if passed_on:
+        num_passed_on = 0
+        while process.poll() is None:
+            for number in received[num_passed_on:]:
+                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+                num_passed_on += 1
+            time.sleep(POLL_S)
+        code = process.returncode
+        if received:
             wait_for_orphans()
         if code and code_file.exists():
             return int(code_file.read_text())
-        if code and passed_on:
+        if code and received:
             return STOPPED  # in its first seconds, when there is nothing to save yet
     return code if code >= 0 else 128 - code
 
