@@ -86,9 +86,11 @@ def first_failure(error: BaseException) -> Failure:
     try:
         own.write_text(json.dumps(asdict(mine)))
         os.link(own, claim)  # unlike a rename, fails where another process was before
+        return mine
     except FileExistsError:
-        with suppress(OSError, ValueError):  # the launcher removes the folder as soon as it has seen one fail
+        with suppress(OSError, ValueError):
             return Failure(**json.loads(claim.read_text()))
     except OSError:
         pass
-    return mine
+    # The launcher has removed the folder, as it does when it has seen a process fail: by it this one is stopped.
+    return Failure(0, exit_code, line) if isinstance(error, StoppedError) else mine

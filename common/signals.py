@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -14,6 +15,7 @@ TWICE_S = 1.0  # from one Ctrl-C a process gets SIGINT from the terminal and, at
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _received: list[str] = []
+_at_once: Callable[[str], object] | None = None
 _before: dict[int, Any] = {}  # handlers of those that are caught
 
 
@@ -22,9 +24,15 @@ def received() -> str | None:
     return _received[0] if _received else None
 
 
-def catch() -> None:
+def catch(at_once: Callable[[str], object] | None = None) -> None:
     """From now on SIGTERM, SIGINT and SIGUSR1 are noted and do not end this process, but for a second
-    SIGINT, which ends it at once. The end of a launcher counts as SIGTERM (on Linux)."""
+    SIGINT, which ends it at once. The end of a launcher counts as SIGTERM (on Linux).
+
+    Args:
+        at_once: called with the name of one that comes, in a thread, until `catch` is called again.
+    """
+    global _at_once
+    _at_once = at_once
     if threading.current_thread() is not threading.main_thread() or _before:
         return
     reader, writer = socket.socketpair()
@@ -61,3 +69,5 @@ def _listen(reader: socket.socket, writer: socket.socket) -> None:
                 os._exit(130)
         if number[0] in STOPPING:
             _received.append(signal.Signals(number[0]).name)
+            if _at_once is not None:
+                _at_once(_received[-1])

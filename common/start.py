@@ -24,8 +24,9 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Log
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
+from common import signals
 from common.config import ConfigT, RunConfig, parse
-from common.errors import UsageError, first_failure, needs_no_traceback
+from common.errors import StoppedError, UsageError, first_failure, needs_no_traceback
 from common.machines import agreement, choose_interface, num_machines, store_number
 from common.plan import split_batch
 
@@ -81,6 +82,7 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     else. Of several processes on a machine that fail, the first prints: the others mostly fail
     because it did.
     """
+    signals.catch(_stop_at_once)
     try:
         record(lambda: main(parse(config_class)), error_handler=_ReportedErrors())()
     except (Exception, KeyboardInterrupt) as error:
@@ -88,6 +90,11 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(0)
+
+
+def _stop_at_once(signal_name: str) -> None:
+    """Before the first step, when there is nothing to save."""
+    end(StoppedError(f"by {signal_name} before the first step: the same command starts again"))
 
 
 def report(error: BaseException) -> None:
@@ -120,7 +127,8 @@ def end(error: BaseException) -> NoReturn:
         # As soon as one process ends, torchrun ends the others: let the first say what happened.
         with contextlib.suppress(psutil.Error):
             psutil.Process(failure.pid).wait(timeout=10)
-    if code_file := os.environ.get("ACCELERATE_RECIPES_EXIT_CODE"):  # of a script that hands the true code on
+    code_file = os.environ.get("ACCELERATE_RECIPES_EXIT_CODE")  # of a script that hands the true code on
+    if code_file and failure.is_mine:
         with contextlib.suppress(OSError):
             Path(code_file).write_text(str(failure.exit_code))
     # Not sys.exit: to take down the process group here would wait for processes that may wait for us.

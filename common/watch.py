@@ -48,8 +48,7 @@ class Watch:
         self._hangs = _HangWatch(plan, group)
 
     def __enter__(self) -> Self:
-        # Not earlier: until here there is nothing to save, and a process that waits for one that failed must end.
-        signals.catch()
+        signals.catch()  # until here one ended the process: there was nothing to save
         self._hangs.start()
         return self
 

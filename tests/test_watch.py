@@ -54,6 +54,25 @@ def test_signal_to_a_process_stops_all_at_one_step(
     assert_equal_to_the_last_bit(again, undisturbed(config, COURSE))
 
 
+def test_signal_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "slow_to_start.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "from common import RunConfig, run, start\n"
+        "def main(config):\n"
+        "    if start(config).process_index == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(1000)\n"
+        "run(main, RunConfig)\n"
+    )
+    code = tmp_path / "code"
+    env = {"ACCELERATE_RECIPES_EXIT_CODE": str(code)}
+    run = launch(tmp_path / "run", "ddp", script, env=env, succeeds=False)
+    lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: ")]
+    assert lines == ["stopped: by SIGTERM before the first step: the same command starts again"], run.stderr
+    assert code.read_text() == "75" and not run.output_dir.exists()
+
+
 @pytest.mark.parametrize(
     ("config", "signal_name", "variables"),
     [

@@ -92,13 +92,13 @@ class Fault:
         sys.addaudithook(hook)
 
     def hold_back_checkpoint(self) -> None:
-        """Publishes one only when more forward passes have begun, or after 20 s; the marker says how many have."""
+        """Publishes the first only when the pass after it has begun, or after 20 s; the marker says how many have."""
         self.num_passes = 0
 
         def hook(event: str, arguments: tuple) -> None:
             if event == "os.rename" and Path(arguments[0]).name == "unfinished" and self.happens():
-                before, deadline = self.num_passes, time.monotonic() + 20
-                while self.num_passes == before and time.monotonic() < deadline:
+                before, deadline = self.config.save_every, time.monotonic() + 20  # one pass a step
+                while self.num_passes <= before and time.monotonic() < deadline:
                     time.sleep(0.01)
                 self.marker.write_text(str(self.num_passes - before))
 
