@@ -13,7 +13,7 @@ import pytest
 
 from common.record import read_card
 from hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, until, wait
-from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, largest_difference, weight_distance
+from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, execute, largest_difference, weight_distance
 from test_checkpoint import COURSE
 from test_one_result import RECIPES
 
@@ -210,6 +210,21 @@ def test_link_that_is_cut_ends_both_sides_and_a_restart_resumes(
     assert [run.exit_code for run in again] == [0, 0], [run.stderr for run in again]
     assert "resumed from" in again[0].stdout
     assert_equal_to_the_last_bit(again[0], made_once("ddp", DISTURBED, arguments))
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (Debian: apt-get install openmpi-bin)")
+def test_mpirun_starts_a_launcher_on_each_machine(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
+    """Both on this one, as mpirun reaches others over ssh."""
+    output_dir = tmp_path / "run"
+    command = (
+        "python launchers/node.py --num_machines 2 --machine_rank $OMPI_COMM_WORLD_RANK --main_process_port 29471 --"
+    )
+    command += f" --config_file accelerate_configs/multi_node_ddp.yaml {DISTURBED} {COURSE} --output_dir {output_dir}"
+    mpirun = ["mpirun", "-np", "2", "--oversubscribe", "--allow-run-as-root", "bash", "-c", command]
+    run = execute(mpirun, ROOT, output_dir, {"OMP_NUM_THREADS": "1"})
+    assert run.exit_code == 0, run.stdout + run.stderr
+    assert "2 processes on 2 machines" in run.stdout
+    assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 
 from hosts import until
 from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, environment
+from test_checkpoint import COURSE
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = [
@@ -141,7 +142,7 @@ def submit(cluster: Cluster, folder: Path, arguments: str, *options: str) -> Job
     return Job(cluster, number, folder)
 
 
-ARGUMENTS = "--max_steps 20000 --log_every 100 --eval_every 20000 --lr_schedule constant"
+ARGUMENTS = "--max_steps 5000 --log_every 100 --eval_every 5000 --lr_schedule constant"
 
 
 def test_job_is_stopped_and_goes_on_by_itself(tmp_path: Path, cluster: Cluster, made_once: Callable[..., Run]) -> None:
@@ -160,9 +161,22 @@ def test_job_is_stopped_and_goes_on_by_itself(tmp_path: Path, cluster: Cluster, 
     assert_equal_to_the_last_bit(run, made_once("ddp", DISTURBED, ARGUMENTS))
 
 
+def test_srun_starts_a_launcher_on_each_node(
+    tmp_path: Path, cluster: Cluster, undisturbed: Callable[[str, str], Run]
+) -> None:
+    """As docs/multi-node.md says, without the launcher scripts."""
+    config = ROOT / "accelerate_configs" / "multi_node_ddp.yaml"
+    launch = f"accelerate launch --config_file {config} --num_processes 2 --machine_rank $SLURM_NODEID"
+    launch += f" --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
+    launch += f" {ROOT / DISTURBED} {COURSE} --output_dir {tmp_path}/run"
+    output = cluster.command("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", launch, cwd=tmp_path)
+    assert "2 processes on 2 machines" in output
+    assert_equal_to_the_last_bit(Run(0, "", "", tmp_path / "run"), undisturbed("ddp", COURSE))
+
+
 @pytest.mark.full
 def test_time_limit_leads_to_a_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
-    job = submit(cluster, tmp_path, ARGUMENTS.replace("20000", "10000000"), "--time=2", "--signal=USR1@60")
+    job = submit(cluster, tmp_path, ARGUMENTS.replace("5000", "10000000"), "--time=2", "--signal=USR1@60")
     until(lambda: "resumed from" in job.output, 400)
     assert "stopped: by SIGUSR1" in job.output
     cluster.command("scancel", job.number)
