@@ -30,6 +30,7 @@ from common.group import CpuGroup
 from common.plan import Plan
 from common.state import TrainState
 from common.step import prepare
+from common.storage import flush
 
 WIDTH = 512
 
@@ -44,9 +45,7 @@ def flush_all(folder: Path) -> None:
     """Waits until all files in it are on the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            flush(path)
 
 
 def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:

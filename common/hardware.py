@@ -2,6 +2,8 @@
 
 import os
 import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -33,3 +35,12 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         return None
     words = device_name.replace("-", " ").split()
     return next((peak for name, peak in PEAK_FLOPS.items() if set(name.split()) <= set(words)), None)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """{name: version} of Python and of those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

@@ -4,7 +4,6 @@ the others cannot reach, an output_dir that they do not share."""
 import hashlib
 import json
 import os
-import platform
 import re
 import socket
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch import distributed as dist
 from common.config import RunConfig
 from common.errors import RunError, UsageError
 from common.group import CpuGroup
+from common.hardware import versions
 
 ARRIVAL_S = 300  # from the start of the first machine's processes to that of the last one's
 SHARED_FOLDER_S = 10  # until a network file system shows a new file
@@ -40,12 +39,17 @@ def num_machines() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
+def num_restarts() -> int:
+    """How often this machine's launcher has started the processes again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
 def store_number() -> int:
     """Which use this is of the store that the launchers share: in a static rendezvous, that of accelerate launch, it
     lives on over restarts, with what the processes that have ended left there. In an elastic one each start has a store
     of its own, and a launcher that has just come has counted fewer restarts than the others."""
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_launchers else 0
+    return num_restarts() if is_launchers else 0
 
 
 def choose_interface() -> None:
@@ -144,12 +148,6 @@ def _address_towards(host: str, port: int) -> str | None:
 
 
 def _facts(config: RunConfig) -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "accelerate", "deepspeed", "transformers", "safetensors"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "none"
     launcher = {
         name: value
         for name, value in os.environ.items()
@@ -158,7 +156,7 @@ def _facts(config: RunConfig) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "error": None,
-        "versions": versions,
+        "versions": versions("torch", "accelerate", "deepspeed", "transformers", "safetensors"),
         "flags": {f"--{name}": str(value) for name, value in asdict(config).items()},
         "launcher": {"local processes": os.environ["LOCAL_WORLD_SIZE"], **launcher},
         "files": {

@@ -4,14 +4,12 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +21,7 @@ from tqdm import tqdm
 
 from common.errors import Failure, StoppedError, UsageError, first_failure
 from common.group import CpuGroup
-from common.hardware import hardware, peak_flops
+from common.hardware import hardware, peak_flops, versions
 from common.machines import check_shared_folder, num_machines
 from common.plan import Plan
 from common.start import parallelism, precision
@@ -101,7 +99,11 @@ class Recorder:
         self._started = self._resumed = time.perf_counter()
         self.attempt = self._attempt()
         if self.accelerator.is_main_process:
-            self._facts = {"versions": _versions(), "git_commit": _git_commit(), "hardware": hardware()}
+            self._facts = {
+                "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
+                "git_commit": _git_commit(),
+                "hardware": hardware(),
+            }
             self._start_trackers()
             kept = self._records_up_to(self.state.step)
             self._clear()
@@ -313,16 +315,6 @@ def _replace_card(output_dir: Path, card: dict[str, Any]) -> None:
 
 def _short(value: float) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.6g}" if value < 1e3 else f"{value:,.0f}"
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("torch", "accelerate", "transformers", "datasets", "deepspeed"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _git_commit() -> str | None:

@@ -1,6 +1,6 @@
 """What this process holds of weights and optimizer state, and how it is put back, whatever divides them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ def state_parts(trainer: Trainer) -> list[Part]:
     for name, weight in parameters_and_buffers(trainer).items():
         if trainer.uses_deepspeed:
             shape = tuple(getattr(weight, "ds_shape", weight.shape))
-            parts.append(_gathered_part(f"model.{name}", shape, lambda weight=weight: _gathered_by_deepspeed(weight)))
+            parts.append(Part.gathered(f"model.{name}", shape, lambda weight=weight: _gathered_by_deepspeed(weight)))
         else:
             parts += _part(f"model.{name}", weight)
         parts += slots(trainer, f"optimizer.{name}", weight)
@@ -129,10 +129,6 @@ def _placed_like(weight: Tensor, reader: Reader, name: str) -> Tensor:
     )
 
 
-def _gathered_part(name: str, shape: tuple[int, ...], get: Callable[[], Tensor]) -> Part:
-    return Part(name, shape, (0,) * len(shape), shape, get)
-
-
 def _gathered_by_deepspeed(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return tensor
@@ -161,7 +157,7 @@ def _deepspeed_slots(trainer: Trainer, name: str, weight: Tensor) -> Iterator[Pa
     flat, state = _flat_states(trainer)[0]  # all weights have the same slots and have taken as many steps
     for slot, value in state.items():
         if isinstance(value, Tensor) and value.shape == flat.shape:
-            yield _gathered_part(f"{name}.{slot}", shape, lambda slot=slot: safe_get_full_optimizer_state(weight, slot))
+            yield Part.gathered(f"{name}.{slot}", shape, lambda slot=slot: safe_get_full_optimizer_state(weight, slot))
         else:
             yield Part.whole(f"{name}.{slot}", torch.as_tensor(float(value)))
 

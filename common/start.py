@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 from common import signals
 from common.config import ConfigT, RunConfig, parse
 from common.errors import StoppedError, UsageError, first_failure, needs_no_traceback
-from common.machines import agreement, choose_interface, num_machines, store_number
+from common.machines import agreement, choose_interface, num_machines, num_restarts, store_number
 from common.plan import split_batch
 
 
@@ -144,15 +144,11 @@ def _quiet() -> None:
 
 def _resume_after_restart(config: RunConfig) -> None:
     """A launcher that starts the processes again (`--max_restarts`) gives them the same command line."""
-    if _num_restarts() > 0:
+    if num_restarts() > 0:
         config.overwrite_output_dir = False
         has_checkpoints = any(Path(config.output_dir).glob("checkpoints/step_*"))
         if has_checkpoints or config.resume_from_checkpoint is None:
             config.resume_from_checkpoint = "latest"
-
-
-def _num_restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def _join_after_restart(backend: str) -> None:

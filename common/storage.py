@@ -60,7 +60,12 @@ class Part:
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> "Part":
         """All of a tensor."""
-        return cls(name, tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape), lambda: tensor)
+        return cls.gathered(name, tuple(tensor.shape), lambda: tensor)
+
+    @classmethod
+    def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor]) -> "Part":
+        """All of a tensor that only `get` brings together."""
+        return cls(name, shape, (0,) * len(shape), shape, get)
 
 
 Shard = list[tuple[Part, Tensor]]
