@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +22,8 @@ from tqdm import tqdm
 from common.errors import Failure, StoppedError, UsageError, first_failure
 from common.group import CpuGroup
 from common.hardware import hardware, peak_flops, versions
-from common.machines import check_shared_folder, num_machines
+from common.launch import num_machines
+from common.machines import check_shared_folder
 from common.plan import Plan
 from common.start import parallelism, precision
 from common.state import TrainState
@@ -236,7 +237,12 @@ class Recorder:
         path = self.path / "metrics.jsonl"
         if step == 0 or not path.exists():
             return []
-        return [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        kept = []
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError):  # half a line: the disk was full, or the machine lost its power
+                if json.loads(line)["step"] <= step:
+                    kept.append(f"{line}\n")
+        return kept
 
     def _clear(self) -> None:
         """Removes what an earlier run left that this one does not go on from."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from common.errors import UsageError
 from common.step import Trainer
@@ -143,7 +144,8 @@ def _gathered_by_deepspeed(tensor: Tensor) -> Tensor:
 def _flat_states(trainer: Trainer) -> list[tuple[Tensor, dict]]:
     """The parts of all weights in a row on which DeepSpeed's inner optimizer works, and its state of them."""
     zero = trainer.model.optimizer
-    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")  # of stage 3, of 1 and 2
+    # Of stage 3, of 1 and 2, and of 1 in bf16.
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
     flats = next(getattr(zero, name) for name in names if hasattr(zero, name))
     return [(flat, zero.optimizer.state[flat]) for flat in flats]
 
@@ -163,8 +165,6 @@ def _deepspeed_slots(trainer: Trainer, name: str, weight: Tensor) -> Iterator[Pa
 
 
 def _load_deepspeed(trainer: Trainer, reader: Reader) -> None:
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
     weights = {
         name: weight
         for name, weight in parameters_and_buffers(trainer).items()
@@ -185,8 +185,23 @@ def _load_deepspeed(trainer: Trainer, reader: Reader) -> None:
         zero._lazy_init_hp_params_optimizer_state()  # links the state to the weights, else the first step does
     for name, weight in weights.items():
         # In bf16 the engine made its float32 weights from rounded ones.
-        safe_set_full_fp32_param(weight, reader.tensor(f"model.{name}").to(trainer.accelerator.device))
+        _set_in_deepspeed(weight, None, reader.tensor(f"model.{name}").to(trainer.accelerator.device))
     for key, (prefix, _, slot) in slots.items():
         if slot != "step":
             value = reader.tensor(key).to(trainer.accelerator.device)
-            safe_set_full_optimizer_state(prefixes[prefix], value, slot)
+            _set_in_deepspeed(prefixes[prefix], slot, value)
+
+
+def _set_in_deepspeed(weight: Tensor, slot: str | None, value: Tensor) -> None:
+    """Sets a weight, or with `slot` its state in the optimizer, to a whole tensor."""
+    from deepspeed import utils
+
+    kind = "full"
+    if hasattr(weight, "ds_tensor"):  # of ZeRO-3, whose safe_set_full fails where the processes do not divide it
+        kind, size, rank = "local", weight.ds_tensor.numel(), dist.get_rank(weight.ds_process_group)
+        share = value.flatten()[rank * size : (rank + 1) * size]
+        value = torch.nn.functional.pad(share, (0, size - share.numel()))
+    if slot is None:
+        getattr(utils, f"safe_set_{kind}_fp32_param")(weight, value)
+    else:
+        getattr(utils, f"safe_set_{kind}_optimizer_state")(weight, value, slot)

@@ -22,16 +22,18 @@ COURSE = "--max_steps 14 --save_every 3"
 LATEST = "--resume_from_checkpoint latest"
 
 
-def kill_and_resume(tmp_path: Path, config: str, fault: str, step: int, process: int, flags: str) -> Run:
+def kill_and_resume(
+    tmp_path: Path, config: str, fault: str, step: int, process: int, flags: str, options: str = ""
+) -> Run:
     """Starts a run to which `fault` happens, and then again."""
     flags += f" --fault {fault} --fault_step {step} --fault_process {process}"
-    first = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", succeeds=False)
+    first = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", options=options, succeeds=False)
     assert first.exit_code != 0 and (first.output_dir / "fault_was_here").exists(), first.stdout + first.stderr
     assert not (first.output_dir / "model").exists()
     assert f'File "{ROOT}/common' not in first.stdout + first.stderr, "a traceback of ours"
     for path in first.output_dir.glob("checkpoints/step_*"):
         Reader.verified(path, CpuGroup())
-    run = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}")
+    run = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}", options=options)
     assert run.card["status"] == "done" and run.card["attempt"] == 2
     return run
 
@@ -56,11 +58,33 @@ def test_killed_run_goes_on_as_the_undisturbed_one(
     assert_equal_to_the_last_bit(run, undisturbed(config, COURSE))
 
 
+FULL = [
+    ("ddp_bf16", ""),
+    ("fsdp2_bf16", ""),
+    ("hsdp", ""),
+    ("deepspeed_zero1", "--mixed_precision bf16"),
+    ("deepspeed_zero2_bf16", ""),
+    ("deepspeed_zero3", "--mixed_precision bf16"),
+    ("deepspeed_zero3_offload", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "options"), [("deepspeed_zero3", ""), *(pytest.param(*one, marks=pytest.mark.full) for one in FULL)]
+)
+def test_killed_run_goes_on_under_each_config(
+    tmp_path: Path, made_once: Callable[..., Run], config: str, options: str
+) -> None:
+    """Two processes do not divide the 33 weights of a row."""
+    run = kill_and_resume(tmp_path, config, "kill", 11, 1, "", options)
+    assert_equal_to_the_last_bit(run, made_once(config, DISTURBED, COURSE, options))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(200))
 def test_killed_anywhere(tmp_path: Path, undisturbed: Callable[[str, str], Run], seed: int) -> None:
     draw = random.Random(seed)
-    config = draw.choice(["single", "ddp", "fsdp2", "deepspeed_zero2"])
+    config = draw.choice(["single", "ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
     fault = draw.choice(["kill", "kill_all", "kill_launcher", "write", "write"])
     process = 0 if config == "single" else draw.randrange(2)
     last = {"write": 40 if process == 0 else 4}.get(fault, 13)
@@ -200,6 +224,8 @@ def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbe
     newest = run.output_dir / "checkpoints" / "step_00000009"
     assert run.checkpoints == [6, 9]
     damage(newest / "shard_00001.safetensors")
+    with (run.output_dir / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 10, "tr')  # half a record, as a full disk leaves it
     line = refused(
         launch(run.output_dir, "ddp", DISTURBED, f"{COURSE} --resume_from_checkpoint {newest}", succeeds=False)
     )
