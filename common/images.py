@@ -1,7 +1,6 @@
 """Image sets: embedded, in files, or on the Hub."""
 
 import gzip
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils.data import Dataset
 
 from common.data import Batch, load_splits, sklearn_file
 from common.errors import UsageError
+from common.launch import local_world_size
 
 
 class ImageDataset(Dataset):
@@ -173,7 +173,7 @@ def _decode(data: str, split: Any) -> ImageDataset:
     label_feature = split.features[label_column]
     first = numpy.asarray(split[0][image_column])
     # The images are held once per process; refuse what would not fit before it fills the memory.
-    num_bytes = first.size * len(split) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    num_bytes = first.size * len(split) * local_world_size()
     if num_bytes > psutil.virtual_memory().available // 2:
         raise UsageError(
             f"--data {data} takes {num_bytes / 1e9:.0f} GB decoded in memory, too much here: "

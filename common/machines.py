@@ -23,6 +23,7 @@ from common.config import RunConfig
 from common.errors import RunError, UsageError
 from common.group import CpuGroup
 from common.hardware import versions
+from common.launch import local_world_size, num_machines, num_restarts
 
 ARRIVAL_S = 300  # from the start of the first machine's processes to that of the last one's
 SHARED_FOLDER_S = 10  # until a network file system shows a new file
@@ -32,16 +33,6 @@ LAUNCHER_VARIABLES = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")
 # there for longer than it does.
 _kept: list[dist.Store] = []
 OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", "ACCELERATE_RECIPES_EXIT_CODE")
-
-
-def num_machines() -> int:
-    """Of this run, as torchrun counts them."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
-
-
-def num_restarts() -> int:
-    """How often this machine's launcher has started the processes again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def store_number() -> int:
@@ -70,7 +61,7 @@ def agreement(config: RunConfig) -> Iterator[None]:
 
     Raises:
         UsageError: in all processes of all machines, with what differs or what one met.
-        RunError: a machine's processes have not come here within `ARRIVAL_S`.
+        RunError: a machine's processes have not come here within `ARRIVAL_S`, or the first one's have gone.
     """
     if num_machines() == 1:
         yield
@@ -82,8 +73,6 @@ def agreement(config: RunConfig) -> Iterator[None]:
         facts["error"] = str(error)
     found = _exchange(facts)
     for machine, other in enumerate(found):
-        if other["error"]:
-            raise UsageError(f"{other['error']} (machine {machine}, {other['host']})")
         for kind in ("versions", "launcher", "flags", "files"):
             for name in sorted(other[kind].keys() | found[0][kind].keys()):
                 there, here = (one[kind].get(name) or "none" for one in (other, found[0]))
@@ -92,25 +81,32 @@ def agreement(config: RunConfig) -> Iterator[None]:
                         f"machine {machine} ({other['host']}) has {name} {there}, machine 0 ({found[0]['host']}) has "
                         f"{here}: they must be the same"
                     )
+    for machine, other in enumerate(found):
+        if other["error"]:
+            raise UsageError(f"{other['error']} (machine {machine}, {other['host']})")
 
 
 def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """What each machine has published."""
-    store = next(dist.rendezvous("env://"))[0]
-    _kept.append(store)
-    store.set_timeout(timedelta(seconds=ARRIVAL_S))
+    timeout, found = timedelta(seconds=ARRIVAL_S), []
     prefix = f"accelerate_recipes/{store_number()}/machine_"
-    if os.environ["LOCAL_RANK"] == "0":
-        store.set(f"{prefix}{os.environ['GROUP_RANK']}", json.dumps(facts))
-    found = []
-    for machine in range(num_machines()):
-        try:
-            found.append(json.loads(store.get(f"{prefix}{machine}")))
-        except dist.DistStoreError:
-            raise RunError(
-                f"the processes of machine {machine} of {num_machines()} did not start within {ARRIVAL_S} s: its "
-                "own output says why"
-            ) from None
+    try:
+        store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        _kept.append(store)
+        store.set_timeout(timeout)
+        if os.environ["LOCAL_RANK"] == "0":
+            store.set(f"{prefix}{os.environ['GROUP_RANK']}", json.dumps(facts))
+        while len(found) < num_machines():
+            found.append(json.loads(store.get(f"{prefix}{len(found)}")))
+    except dist.DistStoreError:
+        raise RunError(
+            f"the processes of machine {len(found)} of {num_machines()} did not start within {ARRIVAL_S} s: its own "
+            "output says why"
+        ) from None
+    except dist.DistNetworkError:
+        raise RunError(
+            f"machine 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} has gone: its own output says why"
+        ) from None
     return found
 
 
@@ -158,7 +154,7 @@ def _facts(config: RunConfig) -> dict[str, Any]:
         "error": None,
         "versions": versions("torch", "accelerate", "deepspeed", "transformers", "safetensors"),
         "flags": {f"--{name}": str(value) for name, value in asdict(config).items()},
-        "launcher": {"local processes": os.environ["LOCAL_WORLD_SIZE"], **launcher},
+        "launcher": {"local processes": local_world_size(), **launcher},
         "files": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
             for path in [Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))]

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from common.launch import was_launched
+
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TWICE_S = 1.0  # from one Ctrl-C a process gets SIGINT from the terminal and, at once, from its launcher
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -26,7 +28,7 @@ def received() -> str | None:
 
 def catch(at_once: Callable[[str], object] | None = None) -> None:
     """From now on SIGTERM, SIGINT and SIGUSR1 are noted and do not end this process, but for a second
-    SIGINT, which ends it at once. The end of a launcher counts as SIGTERM (on Linux).
+    SIGINT, or what torchrun makes of it, which ends it at once. The end of a launcher counts as SIGTERM (on Linux).
 
     Args:
         at_once: called with the name of one that comes, in a thread, until `catch` is called again.
@@ -38,12 +40,11 @@ def catch(at_once: Callable[[str], object] | None = None) -> None:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     # A thread notes them: Python's own handlers wait until a collective that waits for another process is over.
-    threading.Thread(target=_listen, args=(reader, writer), daemon=True).start()
+    threading.Thread(target=_listen, args=(reader, writer, os.getppid()), daemon=True).start()
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in STOPPING:
         _before[number] = signal.signal(number, _ignore)
-    launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if launched and sys.platform == "linux":
+    if was_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
@@ -59,14 +60,16 @@ def _ignore(*_: object) -> None:
     pass
 
 
-def _listen(reader: socket.socket, writer: socket.socket) -> None:
+def _listen(reader: socket.socket, writer: socket.socket, parent: int) -> None:
     # `writer` is an argument so that it lives as long as the thread.
-    first_interrupt = None
+    interrupted_at = None
     while number := reader.recv(1):
+        # torchrun makes SIGTERM of a second SIGINT. A parent that ended on the first one sends it, too: no second.
+        again = number[0] == signal.SIGINT or (number[0] == signal.SIGTERM and os.getppid() == parent)
+        if again and interrupted_at is not None and time.monotonic() - interrupted_at > TWICE_S:
+            os._exit(130)
         if number[0] == signal.SIGINT:
-            first_interrupt = first_interrupt or time.monotonic()
-            if time.monotonic() - first_interrupt > TWICE_S:
-                os._exit(130)
+            interrupted_at = interrupted_at or time.monotonic()
         if number[0] in STOPPING:
             _received.append(signal.Signals(number[0]).name)
             if _at_once is not None:

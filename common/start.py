@@ -4,11 +4,8 @@ import contextlib
 import io
 import json
 import logging
-import math
 import os
-import shutil
 import sys
-import sysconfig
 import time
 import traceback
 import warnings
@@ -27,7 +24,19 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 from common import signals
 from common.config import ConfigT, RunConfig, parse
 from common.errors import StoppedError, UsageError, first_failure, needs_no_traceback
-from common.machines import agreement, choose_interface, num_machines, num_restarts, store_number
+from common.launch import (
+    check_compiler,
+    check_launch,
+    has_gpu,
+    is_true,
+    local_world_size,
+    num_machines,
+    num_restarts,
+    user_chose_threads,
+    uses_deepspeed,
+    world_size,
+)
+from common.machines import agreement, choose_interface, store_number
 from common.plan import split_batch
 
 
@@ -43,14 +52,14 @@ def start(config: RunConfig) -> Accelerator:
     _quiet()
     _resume_after_restart(config)
     with agreement(config):
-        _check_launch()
-        if config.compile and not _has_gpu():
-            _check_compiler("--compile", os.environ.get("CXX", "g++"))
+        check_launch()
+        if config.compile and not has_gpu():
+            check_compiler("--compile", os.environ.get("CXX", "g++"))
         trackers = _trackers(config)
     if num_machines() > 1:
         choose_interface()
     _set_num_threads()
-    rehearses = not _has_gpu()
+    rehearses = not has_gpu()
     if store_number() > 0:
         _join_after_restart("gloo" if rehearses else "nccl")
     if rehearses:
@@ -154,90 +163,10 @@ def _resume_after_restart(config: RunConfig) -> None:
 def _join_after_restart(backend: str) -> None:
     """Joins the others in a part of the launcher's store of its own: it still has the addresses of the processes
     that have ended."""
-    if _world_size() > 1:
-        store, rank, world_size = next(torch.distributed.rendezvous("env://"))
+    if world_size() > 1:
+        store, rank, size = next(torch.distributed.rendezvous("env://"))
         store = torch.distributed.PrefixStore(f"restart_{store_number()}", store)
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-
-
-def _is_true(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
-
-
-def _has_gpu() -> bool:
-    # Apple's has no float64 and no way to work with others.
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return device is not None and device.type != "mps" and not _is_true("ACCELERATE_USE_CPU")
-
-
-def _uses_deepspeed() -> bool:
-    return _is_true("ACCELERATE_USE_DEEPSPEED")
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _check_launch() -> None:
-    """What can be known to be wrong before the processes meet. Raises UsageError."""
-    launched = "LOCAL_RANK" in os.environ
-    if not launched and _world_size() > 1:
-        raise UsageError(
-            f"WORLD_SIZE is {_world_size()} but LOCAL_RANK is not set, so that each process would train alone: "
-            "start with accelerate launch or torchrun, or unset WORLD_SIZE"
-        )
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
-    if not launched and by_accelerate and "MASTER_PORT" in os.environ and not _launcher_was_given("MASTER_PORT"):
-        # Accelerate's launcher sets the address only if it was asked for more than one process.
-        raise UsageError(
-            "accelerate launch was asked for several processes but starts one under this config (its "
-            "distributed_type is NO or MULTI_CPU): type --config_file accelerate_configs/ddp.yaml, or "
-            "--num_processes 1"
-        )
-    if _has_gpu():
-        check_num_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count())
-    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if dynamo.lower() != "no":
-        raise UsageError(f"--dynamo_backend {dynamo}: remove it, and type --compile after the recipe")
-    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    if accumulation not in ("auto", "1"):
-        raise UsageError(
-            f"gradient_accumulation_steps: {accumulation} in the config file: remove it; accumulation follows "
-            "from --batch_size and --micro_batch_size"
-        )
-    if _is_true("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UsageError("fsdp_version: 1 in the config file: type fsdp_version: 2 there")
-    if _uses_deepspeed():
-        _check_deepspeed()
-    if _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        _check_parallelism_config()
-
-
-def _check_parallelism_config() -> None:
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-    sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)) for name in names}
-    for name in ("cp_size", "sp_size"):
-        if sizes[name] > 1:
-            raise UsageError(f"parallelism_config: {name}: {sizes[name]}: these recipes do not divide sequences")
-    by_fsdp = _is_true("ACCELERATE_USE_FSDP")
-    if sizes["tp_size"] > 1 and (by_fsdp or _uses_deepspeed()):
-        raise UsageError(
-            "parallelism_config has a tp_size: type distributed_type: MULTI_GPU in the config file, as in "
-            "accelerate_configs/fsdp2_tensor_parallel.yaml"
-        )
-    if sizes["tp_size"] == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
-        raise UsageError(
-            "parallelism_config has a dp_shard_size: type distributed_type: FSDP in the config file, as in "
-            "accelerate_configs/hsdp.yaml"
-        )
-    used = {name: size for name, size in sizes.items() if size > 1}
-    product = math.prod(used.values())
-    if product != _world_size():
-        factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
-        raise UsageError(
-            f"parallelism_config has {factors} = {product} processes, there are {_world_size()}: type "
-            f"--num_processes {product}, or change the sizes in the config file"
-        )
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def _trackers(config: RunConfig) -> list[str]:
@@ -251,68 +180,12 @@ def _trackers(config: RunConfig) -> list[str]:
     return names
 
 
-def check_num_gpus(num_processes: int, num_gpus: int) -> None:
-    """Raises UsageError for more processes on a machine than it has GPUs."""
-    if num_gpus < num_processes:
-        gpus = f"{num_gpus} GPU" + "s" * (num_gpus > 1)
-        raise UsageError(
-            f"{num_processes} processes but {gpus} on this machine: type --num_processes {num_gpus}, or "
-            "put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU"
-        )
-
-
-def _check_deepspeed() -> None:
-    for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads the latter's version
-        if find_spec(package) is None:
-            raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
-    offloads = "cpu" in (
-        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
-        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
-    )
-    if torch.cuda.is_available() and not offloads:
-        return
-    if shutil.which("ninja") is None:
-        raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja: type pip install ninja")
-    _check_compiler("DeepSpeed", os.environ.get("CXX", "c++"))
-
-
-def _check_compiler(who: str, compiler: str) -> None:
-    if shutil.which(compiler) is None:
-        raise UsageError(
-            f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++): no {compiler} found"
-        )
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.exists():
-        raise UsageError(
-            f"{who} compiles on first use and needs Python's headers (Debian: apt-get install python3-dev): no {header}"
-        )
-
-
 def _set_num_threads() -> None:
     """Divides the cores among this machine's processes: launchers set one thread each."""
-    if _user_chose_threads():
+    if user_chose_threads():
         return
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-
-
-def _user_chose_threads() -> bool:
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads is None:
-        return False
-    launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if not launched or threads != "1":
-        return True
-    # "1" is what launchers set by themselves; it is a choice if the launcher itself was given it.
-    return _launcher_was_given("OMP_NUM_THREADS")
-
-
-def _launcher_was_given(variable: str) -> bool:
-    """Whether the process that started this one has the variable from its own start."""
-    try:
-        return variable in psutil.Process().parent().environ()
-    except (psutil.Error, AttributeError):
-        return False
+    torch.set_num_threads(max(1, num_cores // local_world_size()))
 
 
 def _prepare_rehearsal() -> None:
@@ -323,10 +196,10 @@ def _prepare_rehearsal() -> None:
         if os.environ.get("RANK", "0") == "0":
             print("fp16 needs a GPU: this rehearsal runs in float32")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
-    divides = _is_true("ACCELERATE_USE_FSDP") or _is_true("ACCELERATE_USE_PARALLELISM_CONFIG")
-    if _uses_deepspeed() or divides:
+    divides = is_true("ACCELERATE_USE_FSDP") or is_true("ACCELERATE_USE_PARALLELISM_CONFIG")
+    if uses_deepspeed() or divides:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    if _uses_deepspeed():
+    if uses_deepspeed():
         with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", in every process
             PartialState(backend="gloo")
     elif divides:
@@ -338,9 +211,9 @@ def _prepare_rehearsal() -> None:
 def _check_applied(accelerator: Accelerator) -> None:
     """Raises UsageError if Accelerate runs something other than what the config asked for."""
     expected = {
-        "number of processes": (_world_size(), accelerator.num_processes),
-        "DeepSpeed": (_uses_deepspeed(), accelerator.distributed_type == DistributedType.DEEPSPEED),
-        "FSDP": (_is_true("ACCELERATE_USE_FSDP"), accelerator.distributed_type == DistributedType.FSDP),
+        "number of processes": (world_size(), accelerator.num_processes),
+        "DeepSpeed": (uses_deepspeed(), accelerator.distributed_type == DistributedType.DEEPSPEED),
+        "FSDP": (is_true("ACCELERATE_USE_FSDP"), accelerator.distributed_type == DistributedType.FSDP),
         "precision": (os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), accelerator.mixed_precision),
         "gradient accumulation": (1, accelerator.gradient_accumulation_steps),
     }

@@ -4,14 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launching import ROOT, TIMEOUT_S, Run, environment
+from launching import ACCELERATE_LAUNCH, ROOT, TIMEOUT_S, Run, environment
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -116,15 +114,6 @@ def ip(*arguments: str) -> None:
 def accelerate_launch(machine: int, config: str, script: str, arguments: str, **flags: object) -> list[str]:
     """The command that a user types on a machine."""
     flags = {"machine_rank": machine, "main_process_ip": ADDRESSES[0], **flags}
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
+    command = [*ACCELERATE_LAUNCH, "--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return [*command, str(ROOT / script), *arguments.split()]
-
-
-def until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    """Waits until it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert condition()

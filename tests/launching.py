@@ -8,7 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -22,6 +24,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 DISTURBED = "tests/scripts/disturbed.py"
+ACCELERATE_LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 TIMEOUT_S = 900  # DeepSpeed compiles on first use, minutes on a busy machine
 # What a launcher around the tests would set, or a user who tunes threads.
 INHERITED = re.compile("ACCELERATE_|FSDP_|TORCHELASTIC_|OMP_NUM|MASTER_|WORLD_SIZE|RANK|LOCAL_|CUDA_VISIBLE")
@@ -204,3 +207,11 @@ def largest_difference(values: list[float], expected: list[float]) -> float:
     """Largest relative difference; the lists are of one length."""
     assert len(values) == len(expected) > 0
     return max(abs(value - other) / abs(other) for value, other in zip(values, expected))
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Waits until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()

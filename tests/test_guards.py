@@ -16,7 +16,7 @@ from PIL import Image
 
 from common.config import RunConfig, parse
 from common.errors import UsageError
-from common.start import check_num_gpus
+from common.launch import check_num_gpus
 from launching import CONFIGS, ROOT, Run, execute, launch
 from small_mnist import write_idx, write_mnist
 

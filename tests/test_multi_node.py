@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 
 from common.record import read_card
-from hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, until, wait
-from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, execute, largest_difference, weight_distance
+from hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, wait
+from launching import (
+    DISTURBED,
+    ROOT,
+    Run,
+    assert_equal_to_the_last_bit,
+    execute,
+    largest_difference,
+    until,
+    weight_distance,
+)
 from test_checkpoint import COURSE
 from test_one_result import RECIPES
 
@@ -69,7 +78,12 @@ def node(machine: int, launch: str, **flags: object) -> list[str]:
     return [sys.executable, str(ROOT / "launchers" / "node.py"), *words, "--", *launch.split()]
 
 
-LAUNCH = f"--config_file {ROOT}/accelerate_configs/multi_node_ddp.yaml {ROOT}/{DISTURBED} --max_steps 2"
+def launch_of(config: str, arguments: str, script: Path = ROOT / DISTURBED) -> str:
+    """What follows the -- of launchers/node.py."""
+    return f"--config_file {ROOT}/accelerate_configs/{config}.yaml {script} {arguments}"
+
+
+LAUNCH = launch_of("multi_node_ddp", "--max_steps 2")
 
 
 @pytest.mark.parametrize(
@@ -142,6 +156,17 @@ def test_machines_that_do_not_meet_say_why(
     assert not (tmp_path / "run").exists()
 
 
+def test_two_machines_of_one_rank_are_named(tmp_path: Path, hosts: Hosts) -> None:
+    """Of three, two with --machine_rank 1."""
+    with (
+        hosts.started([node(0, LAUNCH, num_machines=3), node(1, LAUNCH, num_machines=3)], tmp_path) as processes,
+        hosts.started([[], node(1, LAUNCH, num_machines=3)], tmp_path) as more,
+    ):
+        runs = [wait(process, tmp_path / "run") for process in [*processes, *more]]
+    for run in runs:
+        assert run.exit_code == 2 and "node1 and node1 both have --machine_rank 1" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("launch", "expected"),
     [
@@ -157,26 +182,32 @@ def test_command_that_cannot_be_right_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("differences", "expected"),
     [
         (
-            ("--learning_rate 0.1", ""),
-            "machine 1 (node1) has --learning_rate 0.01, machine 0 (node0) has 0.1",
+            [("ddp", ""), ("hsdp", "")],
+            "machine 1 (node1) has ACCELERATE_USE_FSDP true, machine 0 (node0) has none: they must be the same",
         ),
-        (("--output_dir run", "--output_dir run"), "machine 1 (node1) does not see the --output_dir run of machine 0"),
         pytest.param(
-            ("--report_to nobody", "--report_to nobody"), "--report_to nobody: no such tracker", marks=pytest.mark.full
+            [("ddp", "--learning_rate 0.1"), ("ddp", "")],
+            "machine 1 (node1) has --learning_rate 0.01, machine 0 (node0) has 0.1",
+            marks=pytest.mark.full,
+        ),
+        ([("ddp", "--output_dir run")] * 2, "machine 1 (node1) does not see the --output_dir run of machine 0"),
+        pytest.param(
+            [("ddp", "--report_to nobody")] * 2, "--report_to nobody: no such tracker", marks=pytest.mark.full
         ),
     ],
-    ids=["flags", "output_dir", "usage"],
+    ids=["config", "flags", "output_dir", "usage"],
 )
 def test_machines_that_differ_end_with_the_same_line(
-    tmp_path: Path, hosts: Hosts, changes: tuple[str, str], expected: str
+    tmp_path: Path, hosts: Hosts, differences: list[tuple[str, str]], expected: str
 ) -> None:
     commands = []
-    for machine, change in enumerate(changes):
+    for machine, (config, flags) in enumerate(differences):
         (tmp_path / str(machine)).mkdir()
-        command = node(machine, f"{LAUNCH} --output_dir {tmp_path}/shared {change}", timeout=60)
+        arguments = f"--max_steps 2 --output_dir {tmp_path}/shared {flags}"
+        command = node(machine, launch_of(f"multi_node_{config}", arguments), timeout=60)
         commands.append(["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path / str(machine)), *command])
     runs = hosts.run(commands, [tmp_path / "shared"] * 2, tmp_path)
     for run in runs:
@@ -185,14 +216,31 @@ def test_machines_that_differ_end_with_the_same_line(
     assert not (tmp_path / "shared" / "metrics.jsonl").exists()
 
 
+def test_machine_whose_processes_come_late(tmp_path: Path, hosts: Hosts) -> None:
+    """Though its launcher was there: the first to come says so, the late one that nobody is there any more."""
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import os, runpy, time\n"
+        "from common import machines\n"
+        "machines.ARRIVAL_S = 4\n"
+        "time.sleep(15 * int(os.environ['GROUP_RANK']))\n"
+        f"runpy.run_path({str(ROOT / DISTURBED)!r}, run_name='__main__')\n"
+    )
+    launch = launch_of("multi_node_ddp", f"--output_dir {tmp_path}/run", late)
+    runs = hosts.run([node(machine, launch, timeout=60) for machine in (0, 1)], [tmp_path / "run"] * 2, tmp_path)
+    assert [run.exit_code for run in runs] == [1, 1]
+    lines = [error_lines(run) for run in runs]
+    assert lines[0] == ["stopped: the processes of machine 1 of 2 did not start within 4 s: its own output says why"]
+    assert lines[1] == [f"stopped: machine 0 at {ADDRESSES[0]}:29500 has gone: its own output says why"]
+
+
 def test_link_that_is_cut_ends_both_sides_and_a_restart_resumes(
     tmp_path: Path, hosts: Hosts, made_once: Callable[..., Run]
 ) -> None:
     arguments = "--max_steps 600 --save_every 20 --log_every 20 --eval_every 600"
     output_dir = tmp_path / "run"
     metrics = output_dir / "metrics.jsonl"
-    launch = f"--config_file {ROOT}/accelerate_configs/multi_node_ddp.yaml {ROOT}/{DISTURBED} {arguments}"
-    launch += f" --output_dir {output_dir} {LATEST} --hang_timeout 10"
+    launch = launch_of("multi_node_ddp", f"{arguments} --output_dir {output_dir} {LATEST} --hang_timeout 10")
     commands = [node(machine, launch, timeout=60) for machine in (0, 1)]
     with hosts.started(commands, tmp_path, OMP_NUM_THREADS="1") as processes:
         until(lambda: metrics.exists() and '"step": 100' in metrics.read_text())

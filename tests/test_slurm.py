@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts import until
-from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, environment
+from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, environment, until
 from test_checkpoint import COURSE
 
 DAEMONS = ("munged", "slurmctld", "slurmd")

@@ -4,14 +4,23 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from launching import CONFIGS, DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, environment, launch
+from launching import (
+    ACCELERATE_LAUNCH,
+    CONFIGS,
+    DISTURBED,
+    ROOT,
+    Run,
+    assert_equal_to_the_last_bit,
+    environment,
+    launch,
+    until,
+)
 from test_checkpoint import COURSE, LATEST
 
 
@@ -73,6 +82,21 @@ def test_signal_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> No
     assert code.read_text() == "75" and not run.output_dir.exists()
 
 
+@contextmanager
+def started(config: str, output_dir: Path, arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
+    """The script of faults, in a session that ends with this, whatever happens."""
+    command = [*ACCELERATE_LAUNCH, "--config_file", str(CONFIGS / f"{config}.yaml"), "--main_process_port", "0"]
+    command += [str(ROOT / DISTURBED), *f"--output_dir {output_dir} --max_steps 1000000 {arguments}".split()]
+    env = environment(OMP_NUM_THREADS="1", **variables)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=output_dir.parent, env=env, start_new_session=True, **pipes) as process:
+        try:
+            yield process
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
 @pytest.mark.parametrize(
     ("config", "signal_name", "variables"),
     [
@@ -86,32 +110,28 @@ def test_signal_to_the_launcher_stops_all_at_one_step(
     tmp_path: Path, config: str, signal_name: str, variables: dict[str, str]
 ) -> None:
     output_dir = tmp_path / "run"
-    arguments = f"--output_dir {output_dir} --max_steps 1000000 --log_every 1 --eval_every 1000000".split()
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
-    command += ["--config_file", str(CONFIGS / f"{config}.yaml"), str(ROOT / DISTURBED), *arguments]
-    env = environment(OMP_NUM_THREADS="1", **variables)
-    with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            metrics = output_dir / "metrics.jsonl"
-            deadline = time.monotonic() + 120
-            while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            os.kill(process.pid, getattr(signal, signal_name))
-            stdout, stderr = process.communicate(timeout=60)  # until all that write there have ended
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+    metrics = output_dir / "metrics.jsonl"
+    with started(config, output_dir, "--log_every 1 --eval_every 1000000", **variables) as process:
+        until(lambda: metrics.exists() and metrics.read_text() != "")
+        process.send_signal(getattr(signal, signal_name))
+        stdout, stderr = process.communicate(timeout=60)  # until all that write there have ended
     run = Run(process.returncode, stdout, stderr, output_dir)
     assert_stopped(run, signal_name, range(1, 1_000_000))
     assert run.records[-1]["step"] == max(run.checkpoints)
+
+
+@pytest.mark.parametrize("config", ["single", "ddp"])
+def test_second_ctrl_c_ends_at_once_what_does_not_stop(tmp_path: Path, config: str) -> None:
+    output_dir = tmp_path / "run"
+    with started(config, output_dir, "--fault hang --fault_step 2") as process:
+        until((output_dir / "fault_was_here").exists)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        with pytest.raises(subprocess.TimeoutExpired):  # somebody still writes there
+            process.communicate(timeout=3)
+        with suppress(ProcessLookupError):  # of one process, the launcher ends with the first
+            os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=15)
+    assert process.returncode != 0 and not (output_dir / "model").exists()
 
 
 @pytest.mark.parametrize("config", [pytest.param("single", marks=pytest.mark.full), "ddp", "fsdp2", "deepspeed_zero2"])
