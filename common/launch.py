@@ -139,8 +139,8 @@ def check_num_gpus(num_processes: int, num_gpus: int) -> None:
     if num_gpus < num_processes:
         gpus = f"{num_gpus} GPU" + "s" * (num_gpus > 1)
         raise UsageError(
-            f"{num_processes} processes but {gpus} on this machine: type --num_processes {num_gpus}, or "
-            "put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU"
+            f"{num_processes} processes but {gpus} on this machine: type --num_processes {num_gpus * num_machines()}, "
+            "or put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU"
         )
 
 
@@ -148,6 +148,10 @@ def _check_deepspeed() -> None:
     for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads the latter's version
         if find_spec(package) is None:
             raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
+    if os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "0":
+        raise UsageError(
+            "zero_stage: 0 in the config file divides nothing: type --config_file accelerate_configs/ddp.yaml"
+        )
     offloads = "cpu" in (
         os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
         os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),

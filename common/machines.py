@@ -43,12 +43,14 @@ def store_number() -> int:
     return num_restarts() if is_launchers else 0
 
 
-def choose_interface() -> None:
-    """Lets gloo talk through the network interface that leads to the first machine, unless the user chose one: by
-    itself it takes what the host name resolves to, often 127.0.1.1, where no other machine can reach it."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
+def _choose_interface(machines: list[dict[str, Any]]) -> None:
+    """Lets gloo talk through the network interface that leads to the first machine, or from there to the second, unless
+    the user chose one: by itself it takes what the host name resolves to, often 127.0.1.1, where no other machine can
+    reach it."""
+    towards = os.environ["MASTER_ADDR"] if os.environ["GROUP_RANK"] != "0" else machines[1]["address"]
+    if "GLOO_SOCKET_IFNAME" in os.environ or towards is None:
         return
-    address = _address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    address = _address_towards(towards, int(os.environ["MASTER_PORT"]))
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -57,7 +59,7 @@ def choose_interface() -> None:
 @contextmanager
 def agreement(config: RunConfig) -> Iterator[None]:
     """Lets the machines agree, before their processes join: after what is done within it, they compare what they
-    are about to run, and whether one of them met a UsageError.
+    are about to run, and whether one of them met a UsageError; then gloo is told which network to take.
 
     Raises:
         UsageError: in all processes of all machines, with what differs or what one met.
@@ -84,6 +86,7 @@ def agreement(config: RunConfig) -> Iterator[None]:
     for machine, other in enumerate(found):
         if other["error"]:
             raise UsageError(f"{other['error']} (machine {machine}, {other['host']})")
+    _choose_interface(found)
 
 
 def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -151,6 +154,7 @@ def _facts(config: RunConfig) -> dict[str, Any]:
     }
     return {
         "host": socket.gethostname(),
+        "address": _address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
         "error": None,
         "versions": versions("torch", "accelerate", "deepspeed", "transformers", "safetensors"),
         "flags": {f"--{name}": str(value) for name, value in asdict(config).items()},

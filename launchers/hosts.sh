@@ -13,11 +13,12 @@
 #
 #   python launchers/node.py --num_machines 2 --machine_rank 0 --main_process_ip n1 -- --config_file ...
 #
-# Variables: SSH (ssh -o BatchMode=yes), PYTHON (that of this shell), PORT (29500) of machine 0, TIMEOUT (300), seconds
-# to wait for all machines.
+# Variables: SSH (ssh -o BatchMode=yes -o ServerAliveInterval=30), PYTHON (that of this shell), PORT (29500) of machine 0,
+# TIMEOUT (300), seconds to wait for all machines. Exported ones that begin with CUDA_, NCCL_, GLOO_, OMP_, TORCH_, HF_,
+# WANDB_ or TRACKIO_ are set on all hosts.
 set -euo pipefail
 
-SSH=${SSH:-ssh -o BatchMode=yes}
+SSH=${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=30}
 PYTHON=${PYTHON:-$(command -v python3)}
 hosts=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
@@ -25,10 +26,15 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     shift
 done
 if [ ${#hosts[@]} -eq 0 ] || [ $# -lt 2 ]; then
-    echo "error: type launchers/hosts.sh HOST HOST ... -- --config_file accelerate_configs/multi_node_ddp.yaml recipes/mnist.py" >&2
+    echo "error: type launchers/hosts.sh HOST HOST ... -- --config_file accelerate_configs/multi_node_ddp.yaml --num_processes 16 recipes/mnist.py" >&2
     exit 2
 fi
 shift
+
+variables=("PATH=$(dirname "$PYTHON"):$PATH")
+for name in $(compgen -e | grep -E '^(CUDA|NCCL|GLOO|OMP|TORCH|HF|WANDB|TRACKIO)_' || true); do
+    variables+=("$name=${!name}")
+done
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -36,10 +42,11 @@ trap 'rm -rf "$folder"' EXIT
 mkfifo "$folder/go"
 exec 3<>"$folder/go"
 for rank in "${!hosts[@]}"; do
-    command=("$PYTHON" launchers/node.py --num_machines ${#hosts[@]} --machine_rank "$rank" --main_process_ip "${hosts[0]}"
-        --main_process_port "${PORT:-29500}" --timeout "${TIMEOUT:-300}" --ends_with_stdin -- "$@")
+    command=(env "${variables[@]}" "$PYTHON" launchers/node.py --num_machines ${#hosts[@]} --machine_rank "$rank"
+        --main_process_ip "${hosts[0]#*@}" --main_process_port "${PORT:-29500}" --timeout "${TIMEOUT:-300}" --ends_with_stdin -- "$@")
     {
         set +e
+        trap '' INT # Ctrl-C reaches ssh, too, which would not wait for the save
         exec 3>&-
         $SSH "${hosts[$rank]}" "cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}")" <"$folder/go" 2>&1 |
             sed -u "s/^/[${hosts[$rank]}] /"
@@ -51,7 +58,7 @@ trap 'exec 3>&-' INT TERM HUP
 
 code=0
 for ((num_ended = 0; num_ended < ${#hosts[@]}; )); do
-    sleep 0.5
+    sleep 0.5 || true # which Ctrl-C ends, too
     num_ended=0
     for rank in "${!hosts[@]}"; do
         if [ -s "$folder/code_$rank" ]; then

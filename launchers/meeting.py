@@ -1,14 +1,15 @@
 """Machines meet before they launch: torch's own rendezvous says nothing for minutes, and never who is missing."""
 
-import errno
 import json
+import select
 import socket
 import time
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 RETRY_S = 0.5
+NAME_S = 60.0  # how long a name may lead to an old address, as that of a pod that was replaced does
 MAX_LINE = 65536
 
 
@@ -52,74 +53,89 @@ def meet(meeting: Meeting) -> None:
     """Returns, on each machine, when all have come.
 
     Raises:
-        MeetingError: on all machines that came, if one did not; on this one, if it cannot reach machine 0.
-        UsageError: two machines with one rank, another number of machines, an address that is not machine 0's.
+        MeetingError: on all machines that came, if one did not; on this one, if it cannot reach machine 0, or
+            is to be machine 0 and does not have its address.
+        UsageError: two machines with one rank, another number of machines, a port that is taken.
     """
     deadline = time.monotonic() + meeting.timeout
-    family, address = _resolve(meeting, deadline)
     if meeting.machine_rank == 0:
-        _receive(meeting, family, address, deadline)
+        _wait_for_own_address(meeting, min(deadline, time.monotonic() + NAME_S))
+        _receive(meeting, deadline)
     else:
-        _visit(meeting, family, address, deadline)
+        _visit(meeting, deadline)
 
 
-def _resolve(meeting: Meeting, deadline: float) -> tuple[int, Any]:
+def _wait_for_own_address(meeting: Meeting, deadline: float) -> None:
+    host = socket.gethostname()
     while True:
         try:
-            family, _, _, _, address = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)[0]
-            return family, address
-        except socket.gaierror as error:  # the name of a new pod takes a while to be known
-            if time.monotonic() > deadline:
-                raise MeetingError(
-                    f"{meeting.address} does not resolve on {socket.gethostname()} ({error.strerror}): type the "
-                    "address of machine 0 as --main_process_ip"
-                ) from None
-            time.sleep(RETRY_S)
+            found = socket.getaddrinfo(meeting.address, 0, type=socket.SOCK_STREAM)
+            if any(_is_own(family, address) for family, _, _, _, address in found):
+                return
+            reason = (
+                f"{meeting.address} is no address of {host}, which has --machine_rank 0: type one of its own as "
+                "--main_process_ip, on all machines"
+            )
+        except socket.gaierror as error:
+            reason = _unresolved(meeting, error)
+        if time.monotonic() > deadline:
+            raise MeetingError(reason)
+        time.sleep(RETRY_S)
 
 
-def _receive(meeting: Meeting, family: int, address: Any, deadline: float) -> None:
+def _is_own(family: int, address: Any) -> bool:
+    with socket.socket(family) as probe:
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+    return True
+
+
+def _unresolved(meeting: Meeting, error: socket.gaierror) -> str:
+    return (
+        f"{meeting.address} does not resolve on {socket.gethostname()} ({error.strerror}): type the address of machine "
+        "0 as --main_process_ip"
+    )
+
+
+def _receive(meeting: Meeting, deadline: float) -> None:
     arrived: dict[int, dict[str, Any]] = {0: asdict(meeting) | {"host": socket.gethostname()}}
-    visitors = []
+    visitors: dict[socket.socket, int] = {}
     error: MeetingError | None = None
-    with _listen(meeting, family, address) as server:
+    with ExitStack() as opened:
+        server = opened.enter_context(_listen(meeting))
         while len(arrived) < meeting.num_machines and error is None:
-            server.settimeout(max(RETRY_S, deadline - time.monotonic()))
-            try:
-                visitor = server.accept()[0]
-            except TimeoutError:
+            ready = select.select([server, *visitors], [], [], max(0.0, deadline - time.monotonic()))[0]
+            for gone in set(ready) - {server}:  # they have nothing more to say: it has ended, and may come again
+                del arrived[visitors.pop(gone)]
+            if server in ready:
+                visitor = opened.enter_context(closing(server.accept()[0]))
+                facts = _read(visitor, RETRY_S * 10)
+                if isinstance(facts, dict) and facts.keys() == arrived[0].keys():  # else it was a port scanner
+                    error = _contradiction(arrived, facts)
+                    visitors[visitor] = facts["machine_rank"]
+                    arrived[facts["machine_rank"]] = facts
+            elif not ready:
                 error = _missing(meeting, arrived)
-                break
-            facts = _read(visitor, RETRY_S * 10)
-            if isinstance(facts, dict) and facts.keys() == arrived[0].keys():  # else it was a port scanner
-                visitors.append(visitor)
-                error = _contradiction(arrived, facts)
-                arrived[facts["machine_rank"]] = facts
         for visitor in visitors:
             _send(visitor, {"error": error and str(error), "exit_code": error and error.exit_code})
+        for visitor in visitors:
             _read(visitor, RETRY_S)  # it closes first, else the port would stay taken for a while
-            visitor.close()
     if error is not None:
         raise error
 
 
-def _listen(meeting: Meeting, family: int, address: Any) -> socket.socket:
-    server = socket.socket(family)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _listen(meeting: Meeting) -> socket.socket:
+    """On all addresses, as torch's store will: a machine's own name often leads to 127.0.1.1 there."""
     try:
-        server.bind(address)
+        with suppress(OSError):
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(("", meeting.port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", meeting.port))
     except OSError as error:
-        server.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise UsageError(
-                f"{meeting.address} is no address of {socket.gethostname()}, which has --machine_rank 0: type one of "
-                "its own as --main_process_ip, on all machines"
-            ) from None
-        raise UsageError(
-            f"{meeting.address}:{meeting.port} cannot be listened on ({error.strerror}): type another "
-            "--main_process_port, on all machines"
-        ) from None
-    server.listen()
-    return server
+        reason = f"{meeting.address}:{meeting.port} cannot be listened on ({error.strerror}): type another "
+        raise UsageError(f"{reason}--main_process_port, on all machines") from None
 
 
 def _missing(meeting: Meeting, arrived: dict[int, dict[str, Any]]) -> MeetingError:
@@ -142,24 +158,26 @@ def _contradiction(arrived: dict[int, dict[str, Any]], facts: dict[str, Any]) ->
     return None
 
 
-def _visit(meeting: Meeting, family: int, address: Any, deadline: float) -> None:
+def _visit(meeting: Meeting, deadline: float) -> None:
+    host = socket.gethostname()
     while True:
-        with socket.socket(family) as connection:
-            connection.settimeout(5)
-            try:
-                connection.connect(address)
-                _send(connection, asdict(meeting) | {"host": socket.gethostname()})
+        try:  # each time anew: a name may lead to another address by now
+            with socket.create_connection((meeting.address, meeting.port), timeout=5) as connection:
+                _send(connection, asdict(meeting) | {"host": host})
                 # Machine 0 came later than this one, it may be: its word is the last.
                 answer = _read(connection, meeting.timeout + 60)
-                if answer is not None:
-                    break
-                reason = "it closed the connection: its own output says why"
-            except ConnectionRefusedError:
-                reason = "nobody listens there: it is not started, or with another --main_process_port"
-            except OSError as error:
-                reason = f"{error.strerror or 'no answer'}: the address is another, or a firewall is between"
+            if answer is not None:
+                break
+            reason = "it closed the connection: its own output says why"
+        except ConnectionRefusedError:
+            reason = "nobody listens there: it is not started, or with another --main_process_port"
+        except socket.gaierror as error:
+            reason = _unresolved(meeting, error)
+        except OSError as error:
+            reason = f"{error.strerror or 'no answer'}: the address is another, or a firewall is between"
         if time.monotonic() > deadline:
-            host = socket.gethostname()
+            if reason.startswith(meeting.address):
+                raise MeetingError(reason)
             raise MeetingError(f"{meeting.where} cannot be reached from {host} within {meeting.timeout:g} s ({reason})")
         time.sleep(RETRY_S)
     if answer["error"] is not None:

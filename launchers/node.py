@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from meeting import Meeting, MeetingError, UsageError, meet
@@ -34,6 +35,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 def main() -> int:
     options = parse()
+    for number in SIGNALS:
+        signal.signal(number, stop_at_once)
     if options.ends_with_stdin:
         # Not sys.stdin.read, whose lock Python wants at its end.
         threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
@@ -53,6 +56,14 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return launch(options)
+
+
+def stop_at_once(number: int, _: object) -> None:
+    """While machines meet, and nothing runs yet; the first process of a container ignores what has no handler."""
+    name = signal.Signals(number).name
+    with suppress(OSError):
+        print(f"stopped: by {name} before the first step: the same command starts again", file=sys.stderr, flush=True)
+    sys.exit(STOPPED)
 
 
 def parse() -> argparse.Namespace:
@@ -81,16 +92,25 @@ def check(options: argparse.Namespace) -> None:
             f"--machine_rank {options.machine_rank} with --num_machines {options.num_machines}: expected 0 to "
             f"{options.num_machines - 1}"
         )
-    for flag, value in zip(["", *options.launch], options.launch):
-        if (flag == "--config_file" or value.endswith(".py")) and not Path(value).is_file():
-            raise UsageError(f"{value}: no such file on {socket.gethostname()} in {Path.cwd()}")
-        if flag == "--num_processes" and (not value.isdigit() or int(value) % options.num_machines):
-            raise UsageError(
-                f"--num_processes {value} is of all {options.num_machines} machines together: type a multiple of "
-                f"{options.num_machines}"
-            )
-        if value.endswith(".py"):
-            return  # what follows is the recipe's
+    words = [part for word in options.launch for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+    flags = dict(pairwise(words[:script]))  # what follows the script is the recipe's
+    config = flags.get("--config_file")
+    for file in (config, *words[script : script + 1]):
+        if file is not None and not Path(file).is_file():
+            raise UsageError(f"{file}: no such file on {socket.gethostname()} in {Path.cwd()}")
+    in_config = re.search(r"^num_processes: *(\d+)", Path(config).read_text() if config else "", re.MULTILINE)
+    value = flags.get("--num_processes", in_config[1] if in_config else "")
+    if not value.isdigit() or int(value) < 1 or int(value) % options.num_machines:
+        raise UsageError(
+            f"--num_processes {value or 'is missing: it'} is of all {options.num_machines} machines together: type a "
+            f"multiple of {options.num_machines}"
+        )
+    if "--max_restarts" in words[:script] and options.num_machines > 1:
+        raise UsageError(
+            "--max_restarts does not work on several machines: remove it, and start the same command again, with "
+            "--resume_from_checkpoint latest"
+        )
 
 
 def adopt_orphans() -> None:
@@ -112,10 +132,11 @@ def wait_for_orphans() -> None:
 def launch(options: argparse.Namespace) -> int:
     """Runs accelerate launch and returns the exit code of the recipe."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    names = ["num_machines", "machine_rank"]
     if options.num_machines > 1:
-        for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port"):
-            command += [f"--{name}", str(getattr(options, name))]
+        names += ["main_process_ip", "main_process_port"]
         command += ["--rdzv_conf", f"timeout={options.timeout:.0f}"]
+    command += [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         os.environ["ACCELERATE_RECIPES_EXIT_CODE"] = str(code_file)
@@ -137,10 +158,11 @@ def launch(options: argparse.Namespace) -> int:
         code = process.returncode
         if received:
             wait_for_orphans()
-        if code and code_file.exists():
-            return int(code_file.read_text())
-        if code and received:
-            return STOPPED  # in its first seconds, when there is nothing to save yet
+        known = code_file.read_text() if code_file.exists() else None
+        if code and known:
+            return int(known)
+        if code and received and known is None:  # the recipe had not begun
+            stop_at_once(received[0], None)
     return code if code >= 0 else 128 - code
 
 

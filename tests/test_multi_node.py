@@ -1,8 +1,10 @@
 """Promise: several machines train as one, and where they cannot, each says why within a stated time."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.record import read_card
+from common.card import read_card
 from hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, wait
 from launching import (
     DISTURBED,
@@ -83,7 +85,7 @@ def launch_of(config: str, arguments: str, script: Path = ROOT / DISTURBED) -> s
     return f"--config_file {ROOT}/accelerate_configs/{config}.yaml {script} {arguments}"
 
 
-LAUNCH = launch_of("multi_node_ddp", "--max_steps 2")
+LAUNCH = f"--num_processes 6 {launch_of('multi_node_ddp', '--max_steps 2')}"  # of 2 or 3 machines
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ LAUNCH = launch_of("multi_node_ddp", "--max_steps 2")
         (
             {0: {"main_process_ip": "10.77.0.2"}},
             {
-                0: (2, "10.77.0.2 is no address of node0, which has"),
+                0: (1, "10.77.0.2 is no address of node0, which has"),
                 1: (1, "cannot be reached from node1"),
             },
         ),
@@ -120,7 +122,7 @@ LAUNCH = launch_of("multi_node_ddp", "--max_steps 2")
             {1: {"machine_rank": 0}},
             {
                 0: (1, "machine 1 of 2 did not arrive"),
-                1: (2, "10.77.0.1 is no address of node1, which has"),
+                1: (1, "10.77.0.1 is no address of node1, which has"),
             },
         ),
         (
@@ -167,11 +169,43 @@ def test_two_machines_of_one_rank_are_named(tmp_path: Path, hosts: Hosts) -> Non
         assert run.exit_code == 2 and "node1 and node1 both have --machine_rank 1" in run.stderr
 
 
+def test_machine_that_ends_and_comes_again_is_not_counted_twice(tmp_path: Path, hosts: Hosts) -> None:
+    """While the others wait for a third; and its signal is no failure."""
+    waiting = node(0, LAUNCH, num_machines=3, timeout=25)
+    with hosts.started([waiting, node(1, LAUNCH, num_machines=3, timeout=25)], tmp_path) as (first, second):
+        time.sleep(4)
+        second.send_signal(signal.SIGTERM)
+        stopped = wait(second, tmp_path / "run")
+        with hosts.started([[], node(1, LAUNCH, num_machines=3, timeout=25)], tmp_path) as (again,):
+            runs = [wait(process, tmp_path / "run") for process in (first, again)]
+    assert stopped.exit_code == 75 and "stopped: by SIGTERM before the first step" in stopped.stderr
+    for run in runs:
+        assert run.exit_code == 1 and "machine 2 of 3 did not arrive" in run.stderr, run.stderr
+
+
+def test_name_that_leads_to_the_machine_itself(
+    tmp_path: Path, hosts: Hosts, undisturbed: Callable[[str, str], Run]
+) -> None:
+    """Debian's /etc/hosts says 127.0.1.1 of a machine's own name."""
+    for host, address in zip(hosts.names, ("127.0.1.1", ADDRESSES[0])):
+        with (Path("/etc/netns") / host / "hosts").open("a") as file:
+            file.write(f"{address} node0\n")
+    output_dir = tmp_path / "run"
+    launch = launch_of("multi_node_ddp", f"{COURSE} --output_dir {output_dir}")
+    commands = [node(machine, launch, main_process_ip="node0", timeout=60) for machine in (0, 1)]
+    runs = hosts.run(commands, [output_dir] * 2, tmp_path, OMP_NUM_THREADS="1")
+    assert [run.exit_code for run in runs] == [0, 0], [run.stderr for run in runs]
+    assert_equal_to_the_last_bit(runs[0], undisturbed("ddp", COURSE))
+
+
 @pytest.mark.parametrize(
     ("launch", "expected"),
     [
         ("--config_file none.yaml recipes/mnist.py", "none.yaml: no such file on node0 in"),
         (f"--num_processes 3 {ROOT}/{DISTURBED}", "--num_processes 3 is of all 2 machines together: type a multiple"),
+        (f"--num_processes=3 {ROOT}/{DISTURBED}", "--num_processes 3 is of all 2 machines together: type a multiple"),
+        (f"{ROOT}/{DISTURBED}", "--num_processes is missing: it is of all 2 machines together: type a multiple of 2"),
+        (f"--max_restarts 1 {LAUNCH}", "--max_restarts does not work on several machines: remove it"),
     ],
 )
 def test_command_that_cannot_be_right_is_refused_at_once(
@@ -268,7 +302,8 @@ def test_mpirun_starts_a_launcher_on_each_machine(tmp_path: Path, undisturbed: C
         "python launchers/node.py --num_machines 2 --machine_rank $OMPI_COMM_WORLD_RANK --main_process_port 29471 --"
     )
     command += f" --config_file accelerate_configs/multi_node_ddp.yaml {DISTURBED} {COURSE} --output_dir {output_dir}"
-    mpirun = ["mpirun", "-np", "2", "--oversubscribe", "--allow-run-as-root", "bash", "-c", command]
+    mpirun = ["mpirun", "--bind-to", "none", "-x", "PATH", "-np", "2", "--oversubscribe", "--allow-run-as-root"]
+    mpirun += ["bash", "-c", command]
     run = execute(mpirun, ROOT, output_dir, {"OMP_NUM_THREADS": "1"})
     assert run.exit_code == 0, run.stdout + run.stderr
     assert "2 processes on 2 machines" in run.stdout
@@ -302,24 +337,29 @@ def test_one_command_trains_on_all_hosts(
     tmp_path: Path, hosts: Hosts, ssh: str, undisturbed: Callable[[str, str], Run]
 ) -> None:
     output_dir = tmp_path / "run"
-    (run,) = hosts.run([over_ssh(output_dir, COURSE)], [output_dir], ROOT, SSH=ssh)
+    (run,) = hosts.run([over_ssh(output_dir, COURSE)], [output_dir], ROOT, SSH=ssh, OMP_NUM_THREADS="1")
     assert run.exit_code == 0, run.stdout + run.stderr
+    assert run.card["threads_per_process"] == 1  # the variable has come along
     assert "[10.77.0.1] 2 processes on 2 machines, DDP" in run.stdout
     assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
 
 
-@pytest.mark.parametrize(("fault", "exit_code"), [("none", 75), ("kill", 1)])
+@pytest.mark.parametrize(("fault", "exit_code"), [("none", 75), ("kill", 1), ("lost", 75)])
 def test_all_hosts_end_where_one_does(tmp_path: Path, hosts: Hosts, ssh: str, fault: str, exit_code: int) -> None:
     output_dir = tmp_path / "run"
-    arguments = f"--max_steps 1000000 --log_every 20 --eval_every 1000000 --fault {fault} --fault_step 300"
+    arguments = "--max_steps 1000000 --log_every 20 --eval_every 1000000 --fault_process 1 --fault_step 300"
+    arguments += " --fault kill" if fault == "kill" else ""
     metrics = output_dir / "metrics.jsonl"
-    with hosts.started([over_ssh(output_dir, f"{arguments} --fault_process 1")], ROOT, SSH=ssh) as (process,):
+    with hosts.started([over_ssh(output_dir, arguments)], ROOT, SSH=ssh) as (process,):
         until(lambda: metrics.exists() and metrics.read_text() != "")
         if fault == "none":
-            process.terminate()
+            os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
+        elif fault == "lost":  # the terminal's machine is gone, with all that ran there
+            os.killpg(process.pid, signal.SIGKILL)
+            until(lambda: read_card(output_dir).get("exit_code") is not None)
         run = wait(process, output_dir)
-    assert run.exit_code == exit_code, run.stdout + run.stderr
-    assert (len(run.checkpoints), run.card["exit_code"]) == (1 if fault == "none" else 0, exit_code)
+    assert run.exit_code == (-signal.SIGKILL if fault == "lost" else exit_code), run.stdout + run.stderr
+    assert (len(run.checkpoints), run.card["exit_code"]) == (0 if fault == "kill" else 1, exit_code)
 
 
 def test_network_is_measured_between_all_and_between_pairs(tmp_path: Path, hosts: Hosts) -> None:
