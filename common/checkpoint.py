@@ -1,6 +1,5 @@
 """Checkpoints and the exported model: when they are written, which one is taken, and what is in them."""
 
-import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from common.card import checkpoints
 from common.config import RunConfig
 from common.errors import RunError, UsageError
 from common.group import CpuGroup
@@ -63,30 +63,55 @@ class Checkpoint:
         content = self.reader.content
         load_state(trainer, self.reader)
         trainer.load_numbers(content["trainer"])
-        num_processes, accelerator = content["num_processes"], trainer.accelerator
+        accelerator, there, here = trainer.accelerator, content["layout"], layout(trainer.plan, group)
         accelerator.print(f"resumed from {self.path}")
-        if num_processes == group.size:
-            self._load_process(group.rank, state)
+        if there == here:
+            self._load_process(group.rank, state, accelerator.device)
             prefix = f"process_{group.rank:05d}."
             names = [key.removeprefix(prefix) for key in self.reader.tensors if key.startswith(prefix + "random.")]
             set_random_state({name: self._of_process(group.rank, name) for name in names})
+            self.reader.close()
             return
-        if group.rank == 0:  # who has the sums makes no difference, but that they are there once
-            for rank in range(num_processes):
-                self._load_process(rank, state)
+        if group.rank == 0:  # who has the sums makes no difference, but how often they are there
+            factor = here["replicas"] / there["replicas"]
+            for rank in range(there["processes"]):
+                self._load_process(rank, state, accelerator.device, factor)
+        self.reader.close()
         seed = trainer.plan.config.seed + state.step * 1009 + trainer.plan.share
         set_seed(seed % 2**32)
         accelerator.print(
-            f"it was saved by {num_processes} processes, here are {group.size}: samples and schedule go on, random "
+            f"it was saved by {_described(there)}, here are {_described(here)}: samples and schedule go on, random "
             "states (dropout) are seeded anew, with seed + 1009 × step + process"
         )
 
-    def _load_process(self, rank: int, state: TrainState) -> None:
-        state.losses += list(self._of_process(rank, "losses"))
-        state.weights += self._of_process(rank, "weights").tolist()
+    def _load_process(self, rank: int, state: TrainState, device: torch.device, factor: float = 1.0) -> None:
+        state.losses += list(self._of_process(rank, "losses").to(device) * factor)
+        state.weights += (self._of_process(rank, "weights") * factor).tolist()
 
     def _of_process(self, rank: int, name: str) -> Tensor:
         return self.reader.tensor(f"process_{rank:05d}.{name}")
+
+
+def layout(plan: Plan, group: CpuGroup) -> dict[str, int]:
+    """Which processes see the same samples: where it is the same, each goes on with its own random state.
+
+    Returns:
+        The number of processes, of shares of the samples among them, of pipeline stages, and of processes that
+        count the same loss, those of a tensor-parallel group.
+    """
+    shares, stages = plan.num_shares, plan.config.pipeline_stages
+    return {
+        "processes": group.size,
+        "shares": shares,
+        "stages": stages,
+        "replicas": group.size // (shares * stages),
+    }
+
+
+def _described(layout: dict[str, int]) -> str:
+    processes, shares = layout["processes"], layout["shares"]
+    groups = f" in {shares} group{'s' * (shares > 1)}" if shares < processes else ""
+    return f"{processes} process{'es' * (processes > 1)}{groups}"
 
 
 def identity(plan: Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -122,7 +147,7 @@ def find_checkpoint(plan: Plan, identity: dict[str, Any], group: CpuGroup) -> Ch
 
 
 def _newest(config: RunConfig, identity: dict[str, Any], group: CpuGroup) -> Checkpoint | None:
-    paths = [Path(path) for path in group.broadcast([str(path) for path in _checkpoints(config)])]
+    paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(Path(config.output_dir))])]
     for path in reversed(paths):
         try:
             return _open(path, identity, group)
@@ -152,7 +177,7 @@ class Saver:
         self._trainer, self._identity, self._group = trainer, identity, group
         in_background = trainer.plan.config.async_save
         # Two threads must not use one group at a time.
-        self._group_of_writer = CpuGroup() if in_background else group
+        self._group_of_writer = CpuGroup(trainer.plan.config.hang_timeout) if in_background else group
         self._buffers: dict[str, Tensor] | None = {} if in_background else None
         self._writer = ThreadPoolExecutor(1) if in_background else None
         self._newest: Callable[[], Path | None] = lambda: None
@@ -177,7 +202,7 @@ class Saver:
         """
         self.finish()
         content = {
-            "num_processes": self._group.size,
+            "layout": layout(self._trainer.plan, self._group),
             "identity": self._identity,
             "state": state.numbers(),
             "trainer": self._trainer.numbers(),
@@ -215,7 +240,7 @@ class Saver:
             self._trainer.accelerator.print(f"{line}: earlier ones are whole, the run goes on")
             return None
         if group.rank == 0:
-            for old in _checkpoints(config)[: -config.keep_checkpoints]:
+            for _, old in checkpoints(Path(config.output_dir))[: -config.keep_checkpoints]:
                 try:
                     remove(old)
                 except OSError as error:
@@ -261,9 +286,3 @@ def _make_folder(folder: Path, group: CpuGroup) -> None:
             reason = str(error)
     if reason := group.broadcast(reason):
         raise WriteError(reason)
-
-
-def _checkpoints(config: RunConfig) -> list[Path]:
-    folder = Path(config.output_dir) / "checkpoints"
-    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))

@@ -1,19 +1,25 @@
 """All processes of a run as a group that talks about small things on the CPU, beside the GPUs' own traffic."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
 
+def patience(hang_timeout: float) -> timedelta:
+    """How long a collective waits: longer than the watch for hangs, which can tell who did not come."""
+    return timedelta(seconds=hang_timeout + 300) if hang_timeout else timedelta(days=30)
+
+
 class CpuGroup:
     """Collectives over gloo; of one process they are nothing. All processes must call each in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, hang_timeout: float = 0) -> None:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if self.size > 1 else 0
         # Of its own, so that what is still under way in it never holds up the default group.
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=patience(hang_timeout)) if self.size > 1 else None
 
     def all_gather(self, value: Any) -> list[Any]:
         """What each process gave, in the order of ranks."""

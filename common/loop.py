@@ -66,12 +66,12 @@ def fit(
     check_dataset(train_set)
     check_dataset(eval_set)
     plan = Plan.of(config, len(train_set), *data_shares(accelerator, config))
-    group, this_run = CpuGroup(), identity(plan, optimizer)
+    group, this_run = CpuGroup(config.hang_timeout), identity(plan, optimizer)
     with OutputDir(plan, group), Watch(accelerator, plan, group) as watch:
         checkpoint = find_checkpoint(plan, this_run, group)
         state = checkpoint.state if checkpoint else TrainState()
-        if plan.is_over(state) and group.broadcast(is_done(config.output_dir)):
-            accelerator.print(f"nothing to do: {checkpoint.path} is at step {state.step} of {plan.num_steps}")
+        if config.resume_from_checkpoint and group.broadcast(is_done(plan, state)):
+            accelerator.print(f"nothing to do: {config.output_dir} is done; --overwrite_output_dir starts over")
             return {}
         if checkpoint:
             checkpoint.load_weights(model)

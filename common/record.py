@@ -19,7 +19,9 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.errors import Failure, StoppedError, UsageError, first_failure
+from common.card import checkpoints, ending, read_card, replace_card, write_failure
+from common.config import RunConfig
+from common.errors import Failure, UsageError, first_failure
 from common.group import CpuGroup
 from common.hardware import hardware, peak_flops, versions
 from common.launch import num_machines
@@ -63,13 +65,26 @@ class OutputDir:
             return f"another run writes to {self.path}: wait for it, or type --output_dir"
         except OSError as error:
             return f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
-        holds_checkpoints = any((self.path / "checkpoints").glob("step_*"))
-        if holds_checkpoints and not (self.config.resume_from_checkpoint or self.config.overwrite_output_dir):
+        holds_checkpoints = len(checkpoints(self.path)) > 0
+        resumed = self.config.resume_from_checkpoint
+        if not holds_checkpoints or self.config.overwrite_output_dir:
+            return None
+        if _resumes_from_elsewhere(self.config):
+            return (
+                f"{self.path} holds checkpoints of another run than {resumed}: type --resume_from_checkpoint latest to "
+                "go on from them, --overwrite_output_dir to remove them, or another --output_dir"
+            )
+        if resumed is None:
             return (
                 f"{self.path} holds checkpoints of an earlier run: type --resume_from_checkpoint latest to go on, "
                 "--overwrite_output_dir to start over, or another --output_dir"
             )
         return None
+
+
+def _resumes_from_elsewhere(config: RunConfig) -> bool:
+    resumed, own = config.resume_from_checkpoint, Path(config.output_dir) / "checkpoints"
+    return resumed not in (None, "latest") and Path(resumed).resolve().parent != own.resolve()
 
 
 class Recorder:
@@ -108,8 +123,10 @@ class Recorder:
             self._start_trackers()
             kept = self._records_up_to(self.state.step)
             self._clear()
-            self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)
-            self._metrics.writelines(kept)
+            part = self.path / "metrics.jsonl.part"
+            part.write_text("".join(kept))
+            part.rename(self.path / "metrics.jsonl")  # a kill in between loses no record
+            self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
             self._write_card({"status": "running", "exit_code": None, "error": None})
         self.accelerator.wait_for_everyone()  # whichever process fails finds the card
         terminal = self.accelerator.is_main_process and sys.stderr.isatty()
@@ -122,7 +139,8 @@ class Recorder:
         if self._bar is not None:
             self._bar.close()
         if self.accelerator.is_main_process:
-            self._metrics.close()
+            with suppress(OSError):
+                self._metrics.close()
             if error is None:
                 self._write_card({"status": "done", "exit_code": 0, "error": None})
             self._finish_trackers()
@@ -143,8 +161,7 @@ class Recorder:
     def training(self, step: int, learning_rate: float, result: StepResult) -> None:
         """Writes a training record after optimizer step `step` (counted from 0)."""
         state = self.state
-        weight = torch.as_tensor(sum(state.weights), device=self.accelerator.device)
-        sums = torch.stack([torch.stack(state.losses).double().sum(), weight.double()])
+        sums = torch.stack([torch.stack(state.losses).double().sum(), _total(state.weights, self.accelerator.device)])
         loss_sum, weight_sum = self.accelerator.reduce(sums, "sum").tolist()
         grad_norm = float(result.grad_norm) if result.grad_norm is not None and not result.skipped else None
         self._count_seconds()
@@ -187,10 +204,10 @@ class Recorder:
         self._resumed = now
 
     def _write(self, record: dict[str, Any]) -> None:
-        self.last_metrics |= {name: value for name, value in record.items() if value is not None}
+        # JSON has no infinity, which a metric may well be.
+        finite = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
+        self.last_metrics |= {name: value for name, value in finite.items() if value is not None}
         if self.accelerator.is_main_process:
-            # JSON has no infinity, which a metric may well be.
-            finite = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
             try:
                 self._metrics.write(json.dumps(finite) + "\n")
             except OSError as error:
@@ -240,15 +257,18 @@ class Recorder:
         kept = []
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError):  # half a line: the disk was full, or the machine lost its power
-                if json.loads(line)["step"] <= step:
+                record = json.loads(line)
+                again = self.state.evaluation_due and record["step"] == step and "train/loss" not in record
+                if record["step"] <= step and not again:
                     kept.append(f"{line}\n")
         return kept
 
     def _clear(self) -> None:
         """Removes what an earlier run left that this one does not go on from."""
+        none_is_own = self.state.step == 0 or _resumes_from_elsewhere(self.plan.config)
         leftovers = [self.path / "best", self.path / "model"] if self.state.step == 0 else []
-        for checkpoint in self.path.glob("checkpoints/step_*"):
-            if self.state.step == 0 or int(checkpoint.name.removeprefix("step_")) > self.state.step:
+        for step, checkpoint in checkpoints(self.path):
+            if none_is_own or step > self.state.step:
                 leftovers.append(checkpoint)  # of another course, or damaged
         for leftover in leftovers:
             shutil.rmtree(leftover, ignore_errors=True)
@@ -259,17 +279,18 @@ class Recorder:
 
     def _fail_card(self, failure: Failure) -> None:
         if self.accelerator.is_main_process:
-            self._write_card(_ending(failure))
+            self._write_card(ending(failure))
         elif failure.is_mine:
             # The launcher ends the main process as soon as it sees this one gone: it may not come to write.
             write_failure(self.path, failure)
 
     def _write_card(self, status: dict[str, Any]) -> None:
-        _replace_card(
+        replace_card(
             self.path,
             {
                 **status,
                 "attempt": self.attempt,
+                "launcher": os.getppid(),
                 "command": " ".join(sys.argv),
                 "config": dataclasses.asdict(self.plan.config),
                 "parallelism": parallelism(self.accelerator, self.plan.config),
@@ -287,36 +308,21 @@ class Recorder:
         )
 
 
-def is_done(output_dir: str | Path) -> bool:
-    """Whether the run in this folder came to its end."""
-    return read_card(Path(output_dir)).get("status") == "done"
+def _total(weights: list[torch.Tensor | float], device: torch.device) -> torch.Tensor:
+    """In float64, in which numbers of tokens are exact."""
+    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    total = torch.tensor(sum(weight for weight in weights if not isinstance(weight, torch.Tensor)), dtype=torch.float64)
+    return torch.stack(tensors).double().sum() + total.to(device) if tensors else total.to(device)
 
 
-def read_card(output_dir: Path) -> dict[str, Any]:
-    """The run card; empty where there is none."""
-    try:
-        return json.loads((output_dir / "run.json").read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def write_failure(output_dir: Path, failure: Failure) -> None:
-    """Notes in the run card how the run ended, from any process or thread."""
-    _replace_card(output_dir, read_card(output_dir) | _ending(failure))
-
-
-def _ending(failure: Failure) -> dict[str, Any]:
-    status = "stopped" if failure.exit_code == StoppedError.exit_code else "failed"
-    return {"status": status, "exit_code": failure.exit_code, "error": failure.line}
-
-
-def _replace_card(output_dir: Path, card: dict[str, Any]) -> None:
-    part = output_dir / f"run.json.{os.getpid()}"
-    try:
-        part.write_text(json.dumps(card, indent=2) + "\n")
-        part.rename(output_dir / "run.json")  # a reader never meets half a card
-    except OSError as error:
-        print(f"{output_dir}/run.json could not be written ({error.strerror})", file=sys.stderr, flush=True)
+def is_done(plan: Plan, state: TrainState) -> bool:
+    """Whether the run in the output_dir has come to its end, so that from `state` on there is nothing to do."""
+    card, config = read_card(Path(plan.config.output_dir)), plan.config
+    if card.get("status") != "done":
+        return False
+    same = all(card["config"].get(name) == getattr(config, name) for name in ("seed", "batch_size", "data"))
+    at_end = card["num_steps"] == card["last_metrics"].get("step") == plan.num_steps
+    return plan.is_over(state) or (config.resume_from_checkpoint == "latest" and same and at_end)
 
 
 def _short(value: float) -> str:

@@ -48,7 +48,8 @@ def state_parts(trainer: Trainer) -> list[Part]:
             shape = tuple(getattr(weight, "ds_shape", weight.shape))
             parts.append(Part.gathered(f"model.{name}", shape, lambda weight=weight: _gathered_by_deepspeed(weight)))
         else:
-            parts += _part(f"model.{name}", weight)
+            # DDP takes the first process's buffers for the right ones.
+            parts += _part(f"model.{name}", weight, of_first=not isinstance(weight, nn.Parameter))
         parts += slots(trainer, f"optimizer.{name}", weight)
         if weight in averages:
             parts += _part(f"average.{name}", averages[weight])
@@ -67,8 +68,7 @@ def load_state(trainer: Trainer, reader: Reader) -> None:
             name, _, slot = rest.rpartition(".")
             slots.setdefault(name, []).append(slot)
     optimizer = trainer.optimizer.optimizer
-    # torch keeps the step count on the CPU unless the optimizer is fused or capturable.
-    on_device = any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))
+    on_device = _counts_on_device(optimizer)
     for name, weight in parameters_and_buffers(trainer).items():
         for slot in slots.get(name, []):
             key = f"optimizer.{name}.{slot}"
@@ -78,9 +78,9 @@ def load_state(trainer: Trainer, reader: Reader) -> None:
             trainer.average.averages[weight] = _placed_like(weight, reader, f"average.{name}")
 
 
-def _part(name: str, tensor: Tensor) -> Iterator[Part]:
+def _part(name: str, tensor: Tensor, of_first: bool = False) -> Iterator[Part]:
     if not hasattr(tensor, "placements"):
-        yield Part.whole(name, tensor)
+        yield Part.whole(name, tensor, of_first)
         return
     local, (offsets, sizes) = tensor.to_local(), _range(tensor)
     assert tuple(local.shape) == sizes, (name, local.shape, sizes)
@@ -97,6 +97,11 @@ def _slots(trainer: Trainer, name: str, weight: Tensor) -> Iterator[Part]:
                 f"{type(trainer.optimizer.optimizer).__name__} keeps {slot}, which is no tensor: checkpoints hold the "
                 "state of torch's optimizers; remove --save_every, or take AdamW or SGD"
             )
+
+
+def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """torch keeps the step count on the CPU unless the optimizer is fused or capturable."""
+    return any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))
 
 
 def _range(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -119,8 +124,11 @@ def _range(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _placed_like(weight: Tensor, reader: Reader, name: str) -> Tensor:
     """What this process holds of a tensor on the disk, if it is divided as `weight` is."""
     shape = tuple(reader.tensors[name]["shape"])
-    if not hasattr(weight, "placements") or shape != tuple(weight.shape):
+    if shape != tuple(weight.shape):
         return reader.tensor(name).to(weight.device)
+    if not hasattr(weight, "placements"):
+        value = reader.tensor(name)
+        return torch.empty_like(weight, dtype=value.dtype).copy_(value)  # fused kernels want its memory format, too
     from torch.distributed.tensor import DTensor
 
     local = reader.tensor(name, *_range(weight)).to(weight.device)
@@ -135,10 +143,10 @@ def _gathered_by_deepspeed(tensor: Tensor) -> Tensor:
         return tensor
     import deepspeed
 
-    if tensor.requires_grad:
-        return deepspeed.utils.safe_get_full_fp32_param(tensor)
+    if tensor.requires_grad and (whole := deepspeed.utils.safe_get_full_fp32_param(tensor)) is not None:
+        return whole
     with deepspeed.zero.GatheredParameters([tensor]):  # no float32 original is kept of a frozen one
-        return tensor.detach().float().clone()
+        return tensor.detach().float().clone()  # nor of one that the optimizer was not given
 
 
 def _flat_states(trainer: Trainer) -> list[tuple[Tensor, dict]]:
@@ -177,11 +185,11 @@ def _load_deepspeed(trainer: Trainer, reader: Reader) -> None:
     for flat, state in _flat_states(trainer):
         for key, (_, _, slot) in slots.items():
             if slot == "step":
-                count = reader.tensor(key)
+                count = reader.tensor(key).to(flat.device if _counts_on_device(zero.optimizer) else "cpu")
                 state[slot] = int(count) if counts_in_numbers else count
             elif slot not in state:
                 state[slot] = torch.zeros_like(flat)
-    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+    if slots and hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._lazy_init_hp_params_optimizer_state()  # links the state to the weights, else the first step does
     for name, weight in weights.items():
         # In bf16 the engine made its float32 weights from rounded ones.

@@ -10,20 +10,30 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 import psutil
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, LoggerType, ProjectConfiguration, set_seed
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    LoggerType,
+    ProjectConfiguration,
+    set_seed,
+)
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from common import signals
+from common.card import checkpoints, read_card
 from common.config import ConfigT, RunConfig, parse
 from common.errors import StoppedError, UsageError, first_failure, needs_no_traceback
+from common.group import patience
 from common.launch import (
     check_compiler,
     check_launch,
@@ -36,8 +46,10 @@ from common.launch import (
     uses_deepspeed,
     world_size,
 )
-from common.machines import agreement, choose_interface, store_number
+from common.machines import agreement, store_number
 from common.plan import split_batch
+
+CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # names a file of a script that hands the true exit code on
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -56,19 +68,20 @@ def start(config: RunConfig) -> Accelerator:
         if config.compile and not has_gpu():
             check_compiler("--compile", os.environ.get("CXX", "g++"))
         trackers = _trackers(config)
-    if num_machines() > 1:
-        choose_interface()
     _set_num_threads()
-    rehearses = not has_gpu()
+    rehearses, timeout = not has_gpu(), patience(config.hang_timeout)
     if store_number() > 0:
-        _join_after_restart("gloo" if rehearses else "nccl")
+        _join_after_restart("gloo" if rehearses else "nccl", timeout)
     if rehearses:
-        _prepare_rehearsal()
+        _prepare_rehearsal(timeout)
     try:
         accelerator = Accelerator(
             log_with=trackers,
             project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                InitProcessGroupKwargs(timeout=timeout),
+            ],
         )
     except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
@@ -91,6 +104,9 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     else. Of several processes on a machine that fail, the first prints: the others mostly fail
     because it did.
     """
+    sys.stdout, sys.stderr = _Output(sys.stdout), _Output(sys.stderr)
+    if code_file := os.environ.get(CODE_FILE):
+        Path(code_file).touch()  # it has begun
     signals.catch(_stop_at_once)
     try:
         record(lambda: main(parse(config_class)), error_handler=_ReportedErrors())()
@@ -99,6 +115,25 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(0)
+
+
+class _Output:
+    """A stream that may vanish, as with the ssh that a run was started over: the run goes on, and saves."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _stop_at_once(signal_name: str) -> None:
@@ -136,7 +171,7 @@ def end(error: BaseException) -> NoReturn:
         # As soon as one process ends, torchrun ends the others: let the first say what happened.
         with contextlib.suppress(psutil.Error):
             psutil.Process(failure.pid).wait(timeout=10)
-    code_file = os.environ.get("ACCELERATE_RECIPES_EXIT_CODE")  # of a script that hands the true code on
+    code_file = os.environ.get(CODE_FILE)
     if code_file and failure.is_mine:
         with contextlib.suppress(OSError):
             Path(code_file).write_text(str(failure.exit_code))
@@ -153,20 +188,21 @@ def _quiet() -> None:
 
 def _resume_after_restart(config: RunConfig) -> None:
     """A launcher that starts the processes again (`--max_restarts`) gives them the same command line."""
-    if num_restarts() > 0:
+    # As long as this launcher's run has not begun to write, what is there is of another run.
+    has_begun = num_machines() > 1 or read_card(Path(config.output_dir)).get("launcher") == os.getppid()
+    if num_restarts() > 0 and has_begun:
         config.overwrite_output_dir = False
-        has_checkpoints = any(Path(config.output_dir).glob("checkpoints/step_*"))
-        if has_checkpoints or config.resume_from_checkpoint is None:
+        if checkpoints(Path(config.output_dir)) or config.resume_from_checkpoint is None:
             config.resume_from_checkpoint = "latest"
 
 
-def _join_after_restart(backend: str) -> None:
+def _join_after_restart(backend: str, timeout: timedelta) -> None:
     """Joins the others in a part of the launcher's store of its own: it still has the addresses of the processes
     that have ended."""
     if world_size() > 1:
         store, rank, size = next(torch.distributed.rendezvous("env://"))
         store = torch.distributed.PrefixStore(f"restart_{store_number()}", store)
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
+        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
 
 def _trackers(config: RunConfig) -> list[str]:
@@ -188,7 +224,7 @@ def _set_num_threads() -> None:
     torch.set_num_threads(max(1, num_cores // local_world_size()))
 
 
-def _prepare_rehearsal() -> None:
+def _prepare_rehearsal(timeout: timedelta) -> None:
     """Makes the config of a GPU run work on CPU: Accelerate by itself would turn FSDP into DDP
     silently, refuse tensor parallelism, start DeepSpeed on a backend that is not there, or run each process alone."""
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
@@ -201,9 +237,9 @@ def _prepare_rehearsal() -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if uses_deepspeed():
         with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", in every process
-            PartialState(backend="gloo")
+            PartialState(backend="gloo", timeout=timeout)
     elif divides:
-        PartialState(backend="gloo").distributed_type = DistributedType.MULTI_GPU
+        PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
 

@@ -1,5 +1,6 @@
 """What a run knows at a step, beside weights and optimizer state."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -38,6 +39,7 @@ class TrainState:
         """Takes in what an evaluation gave; whether it is better than all before it."""
         lower_is_better = any(word in metric for word in LOWER_IS_BETTER)
         better = self.best is None or (value < self.best if lower_is_better else value > self.best)
+        better = better and math.isfinite(value)
         self.best, self.num_not_better = (value, 0) if better else (self.best, self.num_not_better + 1)
         return better
 

@@ -15,7 +15,6 @@ import shutil
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from torch import Tensor
 
 from common.group import CpuGroup
 
-FORMAT = "accelerate-recipes checkpoint, version 1"
+FORMAT = "accelerate-recipes checkpoint, version 2"
 MANIFEST = "manifest.json"
+UNFINISHED = "unfinished_"
 FILE_NAME = re.compile(r"shard_\d{5,}\.safetensors")
 
 
@@ -49,6 +49,7 @@ class Part:
         offsets: where the part begins, for each dimension.
         sizes: of the part.
         get: gives it. All processes call it for all their parts, in the same order.
+        of_first: it may differ between those that hold it; the first of them counts.
     """
 
     name: str
@@ -56,11 +57,13 @@ class Part:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     get: Callable[[], Tensor]
+    of_first: bool = False
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> "Part":
+    def whole(cls, name: str, tensor: Tensor, of_first: bool = False) -> "Part":
         """All of a tensor."""
-        return cls.gathered(name, tuple(tensor.shape), lambda: tensor)
+        shape = tuple(tensor.shape)
+        return cls(name, shape, (0,) * len(shape), shape, lambda: tensor, of_first)
 
     @classmethod
     def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor]) -> "Part":
@@ -114,7 +117,17 @@ def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) 
     Raises:
         WriteError: a file could not be written; what was there before is as it was.
     """
-    aside = folder.with_name("unfinished")
+    # A name of its own for each: a network file system may lead to what had the same name a moment ago.
+    aside = folder.with_name(f"{UNFINISHED}{folder.name}")
+    try:
+        _write_aside(aside, folder, shard, content, group)
+    except WriteError:
+        if group.rank == 0:  # the next one needs the room
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _write_aside(aside: Path, folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
     _together(group, lambda: _make_empty(aside) if group.rank == 0 else None)
     file = aside / f"shard_{group.rank:05d}.safetensors"
     written = _together(group, lambda: _write_shard(file, shard))
@@ -157,6 +170,10 @@ class Reader:
             raise DamagedError(f"{MANIFEST} is of the format {self.content.get('format')}, not {FORMAT}")
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
         self._files: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Lets go of the files, which could not be removed otherwise."""
+        self._files.clear()
 
     @classmethod
     def verified(cls, folder: Path, group: CpuGroup) -> "Reader":
@@ -230,14 +247,14 @@ def flush(path: Path) -> None:
 
 def _assigned(parts: Sequence[Part], group: CpuGroup) -> set[str]:
     """Names of those that this process writes: each part is written once, and the bytes are spread evenly."""
-    everybody = group.all_gather([(part.name, part.offsets, part.sizes) for part in parts])
+    everybody = group.all_gather([(part.name, part.offsets, part.sizes, part.of_first) for part in parts])
     holders: dict[tuple, list[int]] = {}
     for rank, held in enumerate(everybody):
         for key in held:
             holders.setdefault(key, []).append(rank)
     load, mine = [0] * group.size, set()
     for key, ranks in sorted(holders.items()):
-        writer = min(ranks, key=lambda rank: (load[rank], rank))
+        writer = ranks[0] if key[3] else min(ranks, key=lambda rank: (load[rank], rank))
         load[writer] += math.prod(key[2])
         if writer == group.rank:
             mine.add(key[0])
@@ -259,8 +276,8 @@ def _together(group: CpuGroup, do: Callable[[], Any]) -> list[Any]:
 
 
 def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+    for left in folder.parent.glob(f"{UNFINISHED}*"):  # by a process that was killed
+        shutil.rmtree(left)
     folder.mkdir()
 
 
@@ -288,6 +305,9 @@ def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
 
 
 def _publish(aside: Path, folder: Path, content: dict[str, Any]) -> None:
+    for name, file in content["files"].items():
+        if (aside / name).stat().st_size != file["size"]:  # it went elsewhere
+            raise OSError(f"{name} has another size here than where it was written")
     content = json.loads(json.dumps(content))  # as a reader will see it
     text = json.dumps(content | {"sha256": _digest_of_json(content)}, indent=1)
     (aside / MANIFEST).write_text(text + "\n")
@@ -327,8 +347,15 @@ def _check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) ->
         inside = all(offset >= 0 and end <= size for offset, end, size in zip(part["offsets"], ends, shape))
         if not inside or not len(part["offsets"]) == len(part["sizes"]) == len(whole):
             raise DamagedError(f"{name} has a part outside of it")
-    for one, other in combinations(parts, 2):
-        if _overlap(one["offsets"], one["sizes"], other["offsets"], other["sizes"]) is not None:
-            raise DamagedError(f"{name} has parts that overlap")
+    # From part to part along the dimension that is divided most, so that few are compared.
+    along = max(range(len(shape)), key=lambda one: len({part["offsets"][one] for part in parts}), default=None)
+    reaching: list[dict[str, Any]] = []
+    for part in sorted(parts, key=lambda part: part["offsets"][along]) if along is not None else []:
+        start = part["offsets"][along]
+        reaching = [one for one in reaching if one["offsets"][along] + one["sizes"][along] > start]
+        for one in reaching:
+            if _overlap(one["offsets"], one["sizes"], part["offsets"], part["sizes"]) is not None:
+                raise DamagedError(f"{name} has parts that overlap")
+        reaching.append(part)
     if sum(math.prod(part["sizes"]) for part in parts) != math.prod(shape) or not parts:
         raise DamagedError(f"{name} is not there as a whole")

@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from torch import distributed as dist
 
 from common import signals
+from common.card import write_failure
 from common.errors import HangError, NonFiniteError, RunError, StoppedError, first_failure
 from common.group import CpuGroup
 from common.plan import Plan
-from common.record import write_failure
 from common.start import end, report
 from common.step import StepResult
 

@@ -21,6 +21,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from common.card import checkpoints
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 DISTURBED = "tests/scripts/disturbed.py"
@@ -55,7 +57,7 @@ class Run:
     @property
     def checkpoints(self) -> list[int]:
         """Steps of those that are there."""
-        return sorted(int(path.name.removeprefix("step_")) for path in self.output_dir.glob("checkpoints/step_*"))
+        return [step for step, _ in checkpoints(self.output_dir)]
 
     @cached_property
     def card(self) -> dict:
@@ -89,9 +91,13 @@ def execute(command: list[str], cwd: Path, output_dir: Path, env: dict[str, str]
 
 
 def _check_nothing_left(session: int) -> None:
-    for other in psutil.process_iter(["pid", "cmdline", "status"]):
-        ended = other.info["status"] == psutil.STATUS_ZOMBIE
-        assert ended or _session(other.pid) != session, other.info
+    def left() -> list[dict]:
+        processes = psutil.process_iter(["pid", "cmdline", "status"])
+        living = [other.info for other in processes if other.info["status"] != psutil.STATUS_ZOMBIE]
+        return [info for info in living if _session(info["pid"]) == session]
+
+    # One that was killed has closed its pipes a moment before it is gone.
+    until(lambda: not left(), 5, left)
 
 
 def _session(pid: int) -> int | None:
@@ -209,9 +215,9 @@ def largest_difference(values: list[float], expected: list[float]) -> float:
     return max(abs(value - other) / abs(other) for value, other in zip(values, expected))
 
 
-def until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    """Waits until it holds."""
+def until(condition: Callable[[], bool], seconds: float = 120, explain: Callable[[], object] = lambda: None) -> None:
+    """Waits until it holds; `explain` gives what to say if it does not come to that."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert condition()
+    assert condition(), explain()

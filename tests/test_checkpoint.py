@@ -1,6 +1,7 @@
 """Promise: a run that was killed at any moment goes on as if nothing had been, under any config; nothing is
 overwritten unasked."""
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.group import CpuGroup
+from common.state import TrainState
 from common.storage import Reader
 from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, largest_difference, launch, weight_distance
 from test_guards import refused
@@ -161,10 +163,82 @@ def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed
 def test_sums_of_a_record_under_way_go_on_under_another_number_of_processes(tmp_path: Path) -> None:
     arguments = "--max_steps 8 --log_every 4 --save_every 2 --keep_checkpoints 9 --model mlp"
     one, two = (launch(tmp_path / config, config, MNIST, arguments) for config in ("single", "ddp"))
-    for step, config, source in ((6, "single", two), (2, "fsdp2", one)):
+    three = launch(tmp_path / "tensor_parallel", "tensor_parallel", MNIST, arguments)  # both count the same losses
+    for step, config, source in ((6, "single", two), (2, "fsdp2", one), (6, "ddp", three), (2, "tensor_parallel", two)):
         path = source.output_dir / "checkpoints" / f"step_{step:08d}"
-        run = launch(tmp_path / f"from_{step}", config, MNIST, f"{arguments} --resume_from_checkpoint {path}")
+        run = launch(tmp_path / f"{config}_{step}", config, MNIST, f"{arguments} --resume_from_checkpoint {path}")
         assert largest_difference(run.column("train/loss"), one.column("train/loss")[step // 4 :]) <= 1e-5
+
+
+@pytest.mark.full
+def test_processes_that_share_samples_share_random_states(tmp_path: Path) -> None:
+    """After a resume from a config whose processes do not, on as many processes."""
+    arguments = "--max_steps 4 --save_every 2 --keep_checkpoints 9 --model mlp"
+    path = launch(tmp_path / "ddp", "ddp", MNIST, arguments).output_dir / "checkpoints" / "step_00000002"
+    run = launch(tmp_path / "run", "tensor_parallel", MNIST, f"{arguments} --resume_from_checkpoint {path}")
+    assert "it was saved by 2 processes, here are 2 processes in 1 group" in run.stdout
+    reader = Reader(run.output_dir / "checkpoints" / "step_00000004")
+    states = [reader.tensor(f"process_0000{process}.random.torch") for process in (0, 1)]
+    assert torch.equal(*states)
+
+
+@pytest.mark.full
+def test_evaluation_that_a_signal_ended_is_recorded_once(
+    tmp_path: Path, undisturbed: Callable[[str, str], Run]
+) -> None:
+    flags = "--fault evaluation --fault_step 1"
+    run = launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} {flags}", succeeds=False)
+    (run.output_dir / "fault_was_here").unlink()
+    flags = f"{LATEST} --fault kill --fault_step 0"  # after the evaluation, before the next checkpoint
+    again = launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} {flags}", succeeds=False)
+    assert again.records[-1]["step"] == 4 and "eval/loss" in again.records[-1]
+    last = launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} {LATEST}")
+    assert_equal_to_the_last_bit(last, undisturbed("single", COURSE))
+
+
+@pytest.mark.full
+def test_launcher_does_not_start_again_as_another_run(tmp_path: Path) -> None:
+    """The first attempt of --overwrite_output_dir dies before it has removed what is there."""
+    launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} --seed 1")
+    script = tmp_path / "dies_once.py"
+    script.write_text(
+        "import os, pathlib, runpy, signal\n"
+        f"marker = pathlib.Path({str(tmp_path)!r}) / 'died'\n"
+        "if not marker.exists():\n"
+        "    marker.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"runpy.run_path({str(ROOT / DISTURBED)!r}, run_name='__main__')\n"
+    )
+    flags = f"{COURSE} --seed 1 --overwrite_output_dir"
+    run = launch(tmp_path / "run", "ddp", script, flags, options="--max_restarts 1")
+    assert (tmp_path / "died").exists() and (run.card["attempt"], run.card["num_processes"]) == (1, 2), run.stdout
+
+
+def test_number_that_is_none_is_never_the_best() -> None:
+    state = TrainState()
+    values = [math.nan, 0.5, math.inf, 0.1, math.nan]
+    assert [state.is_best("loss", value) for value in values] == [False, True, False, True, False]
+
+
+@pytest.mark.full
+def test_finished_run_without_a_checkpoint_is_not_made_again(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "single", DISTURBED, "--max_steps 4")
+    again = launch(tmp_path / "run", "single", DISTURBED, f"--max_steps 4 {LATEST}")
+    assert "nothing to do" in again.stdout and again.card == run.card
+    longer = launch(tmp_path / "run", "single", DISTURBED, f"--max_steps 6 {LATEST}")
+    assert longer.records[-1]["step"] == 6
+
+
+def test_folder_with_checkpoints_of_another_run_is_not_mixed(tmp_path: Path, finished: Run) -> None:
+    run = launch(tmp_path / "run", "single", MNIST, "--max_steps 4 --save_every 2")
+    path = finished.output_dir / "checkpoints" / "step_00000012"
+    flags = f"--max_steps 16 --save_every 2 --resume_from_checkpoint {path}"
+    line = refused(launch(run.output_dir, "single", MNIST, flags, succeeds=False))
+    assert "holds checkpoints of another run than" in line and run.checkpoints == [2, 4]
+    (run.output_dir / "checkpoints" / "step_00000004.bak").mkdir()
+    over = launch(run.output_dir, "single", MNIST, f"{flags} --overwrite_output_dir")
+    assert over.checkpoints[-1] == 16 and 4 not in over.checkpoints
+    assert (run.output_dir / "checkpoints" / "step_00000004.bak").exists()
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +324,7 @@ def test_checkpoint_that_cannot_be_written(tmp_path: Path, flag: str) -> None:
     run = launch(tmp_path / "run", "ddp", limited, f"{COURSE} {flag} --width 3000", succeeds=False)
     output = run.stdout + run.stderr
     assert run.checkpoints == [] and "the checkpoint of step 3 could not be written" in output
+    assert not list(run.output_dir.glob("checkpoints/*")), "what takes the room that the next one needs"
     assert f'File "{ROOT}/common' not in output, "a traceback of ours"
     assert run.records[-1]["step"] == (3 if flag else 14), output  # the export at the end fails, too
 

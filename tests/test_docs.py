@@ -97,7 +97,7 @@ def test_imports_of_common_point_one_way() -> None:
     order = """
         loop checkpoint watch record shards step parallel pipeline language_models images tables text data profile
         start signals storage machines group plan state random_state config average optimizer schedule launch
-        hardware errors"""
+        hardware card errors"""
     layers = order.split()
     modules = {path.stem: path for path in (ROOT / "common").glob("*.py") if path.stem != "__init__"}
     assert modules.keys() == set(layers)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.group import CpuGroup
-from common.storage import DamagedError, Part, Reader, WriteError, own_shard, write
+from common.storage import DamagedError, Part, Reader, WriteError, _check_coverage, own_shard, write
 
 SHARD = "shard_00000.safetensors"
 
@@ -95,6 +95,20 @@ def test_ranges_that_do_not_make_the_whole(tmp_path: Path, rows: list, expected:
         Reader.verified(tmp_path / "parts", CpuGroup())
 
 
+@pytest.mark.parametrize("grid", [(1024, 1), (1, 1024), (32, 32)])
+def test_many_parts_are_checked_one_by_one(grid: tuple[int, int]) -> None:
+    sizes = [1024 // grid[0], 1024 // grid[1]]
+    parts = [
+        {"file": SHARD, "offsets": [row * sizes[0], column * sizes[1]], "sizes": sizes}
+        for row in range(grid[0])
+        for column in range(grid[1])
+    ]
+    _check_coverage("float", {"shape": [1024, 1024], "parts": parts}, {SHARD: {}})
+    parts[-1] = parts[0]
+    with pytest.raises(DamagedError, match="overlap"):
+        _check_coverage("float", {"shape": [1024, 1024], "parts": parts}, {SHARD: {}})
+
+
 class Payload:
     def __reduce__(self) -> tuple:
         return Path.touch, (Path("/tmp/accelerate_recipes_payload_ran"),)
@@ -160,7 +174,7 @@ def test_another_format_is_named(folder: Path) -> None:
 
 def test_what_cannot_be_written_leaves_what_was_there(folder: Path) -> None:
     part = Part.whole("float", torch.zeros(1))
-    (folder.parent / "unfinished").touch()
+    (folder.parent / "unfinished_step").touch()
     with pytest.raises(WriteError, match="Not a directory"):
         write(folder, own_shard([part], CpuGroup()), {}, CpuGroup())
     assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,13 @@ from launching import (
     until,
 )
 from test_checkpoint import COURSE, LATEST
+
+END_S = 30  # from what happens to the end of all processes, on a busy machine; 5 on a free one
+
+
+def assert_ended_soon(run: Run, seconds: float = END_S) -> None:
+    """Right after its end: since the fault not more than these have passed."""
+    assert time.time() - (run.output_dir / "fault_was_here").stat().st_mtime < seconds
 
 
 def assert_stopped(run: Run, signal_name: str, steps: range) -> None:
@@ -56,6 +64,7 @@ def test_signal_to_a_process_stops_all_at_one_step(
     """An evaluation has 5 passes: the second of the first one is in the middle of it."""
     flags = f"--fault {fault} --fault_step {step} --fault_process {process} --signal {signal_name}"
     run = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", succeeds=False)
+    assert_ended_soon(run)
     assert_stopped(run, signal_name, range(4, 5) if fault == "evaluation" else range(step + 1, step + 4))
     if fault == "evaluation":
         assert run.column("eval/loss") == []
@@ -139,6 +148,7 @@ def test_number_that_is_not_finite_ends_the_run(tmp_path: Path, config: str) -> 
     process = 0 if config == "single" else 1
     flags = f"{COURSE} --log_every 14 --fault nan --fault_step 7 --fault_process {process}"
     run = launch(tmp_path / "run", config, DISTURBED, flags, succeeds=False)
+    assert_ended_soon(run)
     lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: ")]
     named = re.fullmatch(
         r"stopped: train/loss is nan at step 8 in process (\d), samples ([\d, ]+): try a lower .*", lines[0]
@@ -177,6 +187,7 @@ def test_process_that_hangs_is_named(tmp_path: Path, config: str, fault: str, ex
     flags = f"{COURSE} --hang_timeout 6 --fault {fault} --fault_step 7 --fault_process {process}"
     env = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
     run = launch(tmp_path / "run", config, DISTURBED, flags, env=env, succeeds=False)
+    assert_ended_soon(run, 6 + END_S)
     lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: no step for 6 s: ")]
     assert len(lines) == 1 and re.search(expected, lines[0]), run.stderr
     assert (run.card["status"], run.card["exit_code"], run.card["error"]) == ("failed", 1, lines[0])

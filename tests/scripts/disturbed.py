@@ -96,7 +96,7 @@ class Fault:
         self.num_passes = 0
 
         def hook(event: str, arguments: tuple) -> None:
-            if event == "os.rename" and Path(arguments[0]).name == "unfinished" and self.happens():
+            if event == "os.rename" and Path(arguments[0]).name.startswith("unfinished") and self.happens():
                 before, deadline = self.config.save_every, time.monotonic() + 20  # one pass a step
                 while self.num_passes <= before and time.monotonic() < deadline:
                     time.sleep(0.01)
