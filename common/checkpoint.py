@@ -80,8 +80,8 @@ class Checkpoint:
         seed = trainer.plan.config.seed + state.step * 1009 + trainer.plan.share
         set_seed(seed % 2**32)
         accelerator.print(
-            f"it was saved by {_described(there)}, here are {_described(here)}: samples and schedule go on, random "
-            "states (dropout) are seeded anew, with seed + 1009 × step + process"
+            f"it was saved by {_described(there)} and goes on in {_described(here)}: samples and schedule go on, "
+            "random states (dropout) are seeded anew, with seed + 1009 × step + process"
         )
 
     def _load_process(self, rank: int, state: TrainState, device: torch.device, factor: float = 1.0) -> None:

@@ -17,7 +17,7 @@ class TrainState:
         step: optimizer steps taken.
         num_skipped: of them, those that the loss scaler skipped; they do not advance the schedule.
         evaluation_due: the evaluation after this step was not made, as a signal came.
-        best: the best value so far of `--metric_for_best_model`.
+        best: the best value so far of `best_metric`, which is `--metric_for_best_model`.
         num_not_better: evaluations since then.
         num_steps: steps since the last training record.
         seconds: that these took.
@@ -29,6 +29,7 @@ class TrainState:
     num_skipped: int = 0
     evaluation_due: bool = False
     best: float | None = None
+    best_metric: str | None = None
     num_not_better: int = 0
     num_steps: int = 0
     seconds: float = 0.0
@@ -37,6 +38,8 @@ class TrainState:
 
     def is_best(self, metric: str, value: float) -> bool:
         """Takes in what an evaluation gave; whether it is better than all before it."""
+        if metric != self.best_metric:  # the run was resumed with another
+            self.best, self.best_metric, self.num_not_better = None, metric, 0
         lower_is_better = any(word in metric for word in LOWER_IS_BETTER)
         better = self.best is None or (value < self.best if lower_is_better else value > self.best)
         better = better and math.isfinite(value)

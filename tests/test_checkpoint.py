@@ -155,7 +155,7 @@ def test_checkpoint_of_any_config_loads_under_any_other(
 def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
     path = undisturbed("ddp", COURSE).output_dir / "checkpoints" / "step_00000012"
     run = launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} --resume_from_checkpoint {path}")
-    assert "it was saved by 2 processes, here are 1: samples and schedule go on" in run.stdout
+    assert "it was saved by 2 processes and goes on in 1 process: samples" in run.stdout
     assert run.column("learning_rate") == undisturbed("ddp", COURSE).column("learning_rate")[-1:]
 
 
@@ -176,7 +176,7 @@ def test_processes_that_share_samples_share_random_states(tmp_path: Path) -> Non
     arguments = "--max_steps 4 --save_every 2 --keep_checkpoints 9 --model mlp"
     path = launch(tmp_path / "ddp", "ddp", MNIST, arguments).output_dir / "checkpoints" / "step_00000002"
     run = launch(tmp_path / "run", "tensor_parallel", MNIST, f"{arguments} --resume_from_checkpoint {path}")
-    assert "it was saved by 2 processes, here are 2 processes in 1 group" in run.stdout
+    assert "it was saved by 2 processes and goes on in 2 processes in 1 group" in run.stdout
     reader = Reader(run.output_dir / "checkpoints" / "step_00000004")
     states = [reader.tensor(f"process_0000{process}.random.torch") for process in (0, 1)]
     assert torch.equal(*states)
@@ -218,6 +218,7 @@ def test_number_that_is_none_is_never_the_best() -> None:
     state = TrainState()
     values = [math.nan, 0.5, math.inf, 0.1, math.nan]
     assert [state.is_best("loss", value) for value in values] == [False, True, False, True, False]
+    assert state.is_best("accuracy", 0.05) and state.num_not_better == 0  # another metric
 
 
 @pytest.mark.full
