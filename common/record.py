@@ -268,8 +268,11 @@ class Recorder:
         none_is_own = self.state.step == 0 or _resumes_from_elsewhere(self.plan.config)
         leftovers = [self.path / "best", self.path / "model"] if self.state.step == 0 else []
         for step, checkpoint in checkpoints(self.path):
-            if none_is_own or step > self.state.step:
-                leftovers.append(checkpoint)  # of another course, or damaged
+            if none_is_own or (step > self.state.step and self.plan.config.resume_from_checkpoint != "latest"):
+                leftovers.append(checkpoint)  # of another course
+            elif step > self.state.step:  # damaged, or on a disk that could not be read
+                with suppress(OSError):
+                    checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
         for leftover in leftovers:
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -307,6 +307,7 @@ def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbe
     assert "is no whole checkpoint (shard_00001.safetensors was altered): type latest" in line
     run = launch(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}")
     assert f"{newest} is no whole checkpoint (shard_00001.safetensors was altered): taking the one" in run.stdout
+    assert (newest.parent / f"damaged_{newest.name}").is_dir()
     assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
     for path in run.output_dir.glob("checkpoints/step_*"):
         damage(path / "manifest.json")

@@ -1,6 +1,7 @@
 """Promise: the shipped batch script trains on the nodes of a SLURM cluster, is stopped in time, and goes on alone."""
 
 import os
+import random
 import re
 import shutil
 import socket
@@ -48,6 +49,7 @@ GresTypes=gpu
 SelectType=select/cons_tres
 NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={num_cpus} Gres=gpu:1
 NodeName={host}-2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={num_cpus} Gres=gpu:1
+FirstJobId={first_job}
 PartitionName=all Nodes={host},{host}-2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -78,7 +80,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     ports = [free_port() for _ in range(3)]
-    text = CONFIG.format(folder=folder, host=host, ports=ports, num_cpus=os.cpu_count())
+    first_job = next(job for job in random.sample(range(1, 9000), 100) if is_free(20000 + job))  # the script's port
+    text = CONFIG.format(folder=folder, host=host, ports=ports, num_cpus=os.cpu_count(), first_job=first_job)
     (folder / "slurm.conf").write_text(text)
     (folder / "gpu").touch()  # SLURM counts devices by their files
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu\n")
@@ -105,6 +108,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             daemon.terminate()
         for daemon in daemons:
             daemon.wait(timeout=30)
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def free_port() -> int:
