@@ -5,6 +5,7 @@ from common.config import RunConfig, flag
 from common.errors import UsageError
 from common.loop import evaluate, fit
 from common.optimizer import parameter_groups
-from common.start import run, start
+from common.run import run
+from common.start import start
 
 __all__ = ["RunConfig", "UsageError", "evaluate", "fit", "flag", "load_exported", "parameter_groups", "run", "start"]

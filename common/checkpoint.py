@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from common.card import checkpoints
 from common.config import RunConfig
 from common.errors import RunError, UsageError
 from common.group import CpuGroup
+from common.output_dir import checkpoints
 from common.plan import Plan
 from common.random_state import random_state, set_random_state
 from common.shards import full_weights, load_state, state_parts
@@ -63,26 +63,26 @@ class Checkpoint:
         content = self.reader.content
         load_state(trainer, self.reader)
         trainer.load_numbers(content["trainer"])
-        accelerator, there, here = trainer.accelerator, content["layout"], layout(trainer.plan, group)
+        accelerator, here = trainer.accelerator, layout(trainer.plan, group)
+        there = {name: content["layout"][name] for name in here}  # an older checkpoint tells more
         accelerator.print(f"resumed from {self.path}")
         if there == here:
             self._load_process(group.rank, state, accelerator.device)
             prefix = f"process_{group.rank:05d}."
             names = [key.removeprefix(prefix) for key in self.reader.tensors if key.startswith(prefix + "random.")]
             set_random_state({name: self._of_process(group.rank, name) for name in names})
-            self.reader.close()
-            return
-        if group.rank == 0:  # who has the sums makes no difference, but how often they are there
-            factor = here["replicas"] / there["replicas"]
-            for rank in range(there["processes"]):
-                self._load_process(rank, state, accelerator.device, factor)
+        else:
+            if group.rank == 0:  # who has the sums makes no difference, but how often they are there
+                factor = _replicas(here) / _replicas(there)
+                for rank in range(there["processes"]):
+                    self._load_process(rank, state, accelerator.device, factor)
+            seed = trainer.plan.config.seed + state.step * 1009 + trainer.plan.share
+            set_seed(seed % 2**32)
+            accelerator.print(
+                f"it was saved by {_described(there)} and goes on in {_described(here)}: samples and schedule go on, "
+                "random states (dropout) are seeded anew, with seed + 1009 × step + process"
+            )
         self.reader.close()
-        seed = trainer.plan.config.seed + state.step * 1009 + trainer.plan.share
-        set_seed(seed % 2**32)
-        accelerator.print(
-            f"it was saved by {_described(there)} and goes on in {_described(here)}: samples and schedule go on, "
-            "random states (dropout) are seeded anew, with seed + 1009 × step + process"
-        )
 
     def _load_process(self, rank: int, state: TrainState, device: torch.device, factor: float = 1.0) -> None:
         state.losses += list(self._of_process(rank, "losses").to(device) * factor)
@@ -96,16 +96,14 @@ def layout(plan: Plan, group: CpuGroup) -> dict[str, int]:
     """Which processes see the same samples: where it is the same, each goes on with its own random state.
 
     Returns:
-        The number of processes, of shares of the samples among them, of pipeline stages, and of processes that
-        count the same loss, those of a tensor-parallel group.
+        The number of processes, of shares of the samples among them, and of pipeline stages.
     """
-    shares, stages = plan.num_shares, plan.config.pipeline_stages
-    return {
-        "processes": group.size,
-        "shares": shares,
-        "stages": stages,
-        "replicas": group.size // (shares * stages),
-    }
+    return {"processes": group.size, "shares": plan.num_shares, "stages": plan.config.pipeline_stages}
+
+
+def _replicas(layout: dict[str, int]) -> int:
+    """How many processes count the same loss: those of a tensor-parallel group."""
+    return layout["processes"] // (layout["shares"] * layout["stages"])
 
 
 def _described(layout: dict[str, int]) -> str:

@@ -12,6 +12,8 @@ import torch
 
 from common.errors import UsageError
 
+CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # names a file of a script that hands the true exit code on
+
 
 def was_launched() -> bool:
     """By accelerate launch or torchrun."""

@@ -14,10 +14,11 @@ from common.config import RunConfig
 from common.data import batches, check_dataset
 from common.errors import UsageError
 from common.group import CpuGroup
+from common.output_dir import OutputDir, is_done
 from common.plan import Plan
 from common.profile import profile
 from common.random_state import random_state_kept
-from common.record import OutputDir, Recorder, is_done
+from common.record import Recorder
 from common.schedule import learning_rate_factor
 from common.start import data_shares
 from common.state import TrainState

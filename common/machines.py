@@ -23,7 +23,7 @@ from common.config import RunConfig
 from common.errors import RunError, UsageError
 from common.group import CpuGroup
 from common.hardware import versions
-from common.launch import local_world_size, num_machines, num_restarts
+from common.launch import CODE_FILE, local_world_size, num_machines, num_restarts
 
 ARRIVAL_S = 300  # from the start of the first machine's processes to that of the last one's
 SHARED_FOLDER_S = 10  # until a network file system shows a new file
@@ -32,7 +32,7 @@ LAUNCHER_VARIABLES = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")
 # Where the first process is the server of the store (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE), others read
 # there for longer than it does.
 _kept: list[dist.Store] = []
-OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", "ACCELERATE_RECIPES_EXIT_CODE")
+OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", CODE_FILE)
 
 
 def store_number() -> int:
@@ -47,10 +47,13 @@ def _choose_interface(machines: list[dict[str, Any]]) -> None:
     """Lets gloo talk through the network interface that leads to the first machine, or from there to the second, unless
     the user chose one: by itself it takes what the host name resolves to, often 127.0.1.1, where no other machine can
     reach it."""
-    towards = os.environ["MASTER_ADDR"] if os.environ["GROUP_RANK"] != "0" else machines[1]["address"]
-    if "GLOO_SOCKET_IFNAME" in os.environ or towards is None:
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    address = _address_towards(towards, int(os.environ["MASTER_PORT"]))
+    address, rank = machines[1]["address"], int(os.environ["GROUP_RANK"])
+    if rank > 0:
+        address = machines[rank]["address"]
+    elif address is not None:
+        address = _address_towards(address, int(os.environ["MASTER_PORT"]))
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the folder it owns, metrics.jsonl, the run card run.json, and what the terminal shows."""
+"""What a run tells of itself as it goes: metrics.jsonl, the run card, trackers, and what the terminal shows."""
 
 import dataclasses
 import json
@@ -16,75 +16,15 @@ from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.card import checkpoints, ending, read_card, replace_card, write_failure
-from common.config import RunConfig
 from common.errors import Failure, UsageError, first_failure
-from common.group import CpuGroup
 from common.hardware import hardware, peak_flops, versions
-from common.launch import num_machines
-from common.machines import check_shared_folder
+from common.output_dir import checkpoints, ending, read_card, replace_card, resumes_from_elsewhere, write_failure
 from common.plan import Plan
 from common.start import parallelism, precision
 from common.state import TrainState
 from common.step import StepResult
-
-
-class OutputDir:
-    """The folder of a run, owned by one run at a time; the main process holds the lock.
-
-    Raises (on entering): UsageError if it cannot be written, another run owns it, it holds
-    checkpoints and nobody said what to do with them, or not all machines see it. Nothing in it has
-    changed then.
-    """
-
-    def __init__(self, plan: Plan, group: CpuGroup):
-        self.path, self.config, self.group = Path(plan.config.output_dir), plan.config, group
-
-    def __enter__(self) -> Self:
-        problem = self.group.broadcast(self._own() if self.group.rank == 0 else None)
-        if problem is not None:
-            raise UsageError(problem)
-        if num_machines() > 1:
-            check_shared_folder(self.path, self.group)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.group.rank == 0:
-            self._lock.release()
-
-    def _own(self) -> str | None:
-        """What is wrong with it, if anything."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self.path / ".lock")
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            return f"another run writes to {self.path}: wait for it, or type --output_dir"
-        except OSError as error:
-            return f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
-        holds_checkpoints = len(checkpoints(self.path)) > 0
-        resumed = self.config.resume_from_checkpoint
-        if not holds_checkpoints or self.config.overwrite_output_dir:
-            return None
-        if _resumes_from_elsewhere(self.config):
-            return (
-                f"{self.path} holds checkpoints of another run than {resumed}: type --resume_from_checkpoint latest to "
-                "go on from them, --overwrite_output_dir to remove them, or another --output_dir"
-            )
-        if resumed is None:
-            return (
-                f"{self.path} holds checkpoints of an earlier run: type --resume_from_checkpoint latest to go on, "
-                "--overwrite_output_dir to start over, or another --output_dir"
-            )
-        return None
-
-
-def _resumes_from_elsewhere(config: RunConfig) -> bool:
-    resumed, own = config.resume_from_checkpoint, Path(config.output_dir) / "checkpoints"
-    return resumed not in (None, "latest") and Path(resumed).resolve().parent != own.resolve()
 
 
 class Recorder:
@@ -161,7 +101,9 @@ class Recorder:
     def training(self, step: int, learning_rate: float, result: StepResult) -> None:
         """Writes a training record after optimizer step `step` (counted from 0)."""
         state = self.state
-        sums = torch.stack([torch.stack(state.losses).double().sum(), _total(state.weights, self.accelerator.device)])
+        # In float64, in which numbers of tokens are exact.
+        weight = sum(state.weights, torch.zeros((), dtype=torch.float64, device=self.accelerator.device))
+        sums = torch.stack([torch.stack(state.losses).double().sum(), weight])
         loss_sum, weight_sum = self.accelerator.reduce(sums, "sum").tolist()
         grad_norm = float(result.grad_norm) if result.grad_norm is not None and not result.skipped else None
         self._count_seconds()
@@ -265,7 +207,7 @@ class Recorder:
 
     def _clear(self) -> None:
         """Removes what an earlier run left that this one does not go on from."""
-        none_is_own = self.state.step == 0 or _resumes_from_elsewhere(self.plan.config)
+        none_is_own = self.state.step == 0 or resumes_from_elsewhere(self.plan.config)
         leftovers = [self.path / "best", self.path / "model"] if self.state.step == 0 else []
         for step, checkpoint in checkpoints(self.path):
             if none_is_own or (step > self.state.step and self.plan.config.resume_from_checkpoint != "latest"):
@@ -309,23 +251,6 @@ class Recorder:
                 **self._facts,
             },
         )
-
-
-def _total(weights: list[torch.Tensor | float], device: torch.device) -> torch.Tensor:
-    """In float64, in which numbers of tokens are exact."""
-    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
-    total = torch.tensor(sum(weight for weight in weights if not isinstance(weight, torch.Tensor)), dtype=torch.float64)
-    return torch.stack(tensors).double().sum() + total.to(device) if tensors else total.to(device)
-
-
-def is_done(plan: Plan, state: TrainState) -> bool:
-    """Whether the run in the output_dir has come to its end, so that from `state` on there is nothing to do."""
-    card, config = read_card(Path(plan.config.output_dir)), plan.config
-    if card.get("status") != "done":
-        return False
-    same = all(card["config"].get(name) == getattr(config, name) for name in ("seed", "batch_size", "data"))
-    at_end = card["num_steps"] == card["last_metrics"].get("step") == plan.num_steps
-    return plan.is_over(state) or (config.resume_from_checkpoint == "latest" and same and at_end)
 
 
 def _short(value: float) -> str:

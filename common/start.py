@@ -1,21 +1,14 @@
-"""start(config) joins the processes that the config file asks for; run(main, Config) ends with an exit code."""
+"""start(config) joins the processes that the config file asks for, or says what they cannot do."""
 
 import contextlib
 import io
-import json
 import logging
 import os
-import sys
-import time
-import traceback
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
 
-import psutil
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
@@ -26,13 +19,9 @@ from accelerate.utils import (
     ProjectConfiguration,
     set_seed,
 )
-from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-from common import signals
-from common.card import checkpoints, read_card
-from common.config import ConfigT, RunConfig, parse
-from common.errors import StoppedError, UsageError, first_failure, needs_no_traceback
+from common.config import RunConfig
+from common.errors import UsageError
 from common.group import patience
 from common.launch import (
     check_compiler,
@@ -47,9 +36,8 @@ from common.launch import (
     world_size,
 )
 from common.machines import agreement, store_number
+from common.output_dir import checkpoints, read_card
 from common.plan import split_batch
-
-CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # names a file of a script that hands the true exit code on
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -97,88 +85,6 @@ def start(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoReturn:
-    """Parses the command line, calls `main(config)` and ends the process.
-
-    Exit codes: 0 done, 2 the user's mistake, 3 a loss or gradient that is not finite, 1 anything
-    else. Of several processes on a machine that fail, the first prints: the others mostly fail
-    because it did.
-    """
-    sys.stdout, sys.stderr = _Output(sys.stdout), _Output(sys.stderr)
-    if code_file := os.environ.get(CODE_FILE):
-        Path(code_file).touch()  # it has begun
-    signals.catch(_stop_at_once)
-    try:
-        record(lambda: main(parse(config_class)), error_handler=_ReportedErrors())()
-    except (Exception, KeyboardInterrupt) as error:
-        end(error)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    sys.exit(0)
-
-
-class _Output:
-    """A stream that may vanish, as with the ssh that a run was started over: the run goes on, and saves."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _stop_at_once(signal_name: str) -> None:
-    """Before the first step, when there is nothing to save."""
-    end(StoppedError(f"by {signal_name} before the first step: the same command starts again"))
-
-
-def report(error: BaseException) -> None:
-    """Puts an error into torchrun's report, where `run` does not, as in a thread."""
-    _ReportedErrors().record_exception(error)
-
-
-class _ReportedErrors(ErrorHandler):
-    """Puts into torchrun's report our line, or that of the process that failed first, instead of a
-    traceback of ours; a bug keeps its traceback."""
-
-    def record_exception(self, e: BaseException) -> None:
-        failure = first_failure(e)
-        if failure.is_mine and not needs_no_traceback(e):
-            super().record_exception(e)
-        elif error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            extra = {"py_callstack": failure.line, "timestamp": str(int(time.time()))}
-            Path(error_file).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": extra}}))
-
-
-def end(error: BaseException) -> NoReturn:
-    """Ends this process with the exit code of an error, and says what it was if none failed before."""
-    failure = first_failure(error)
-    sys.stdout.flush()
-    if failure.is_mine:
-        text = failure.line + "\n" if needs_no_traceback(error) else "".join(traceback.format_exception(error))
-        sys.stderr.write(text)  # at once, where print would let another process write before the end of the line
-        sys.stderr.flush()
-    else:
-        # As soon as one process ends, torchrun ends the others: let the first say what happened.
-        with contextlib.suppress(psutil.Error):
-            psutil.Process(failure.pid).wait(timeout=10)
-    code_file = os.environ.get(CODE_FILE)
-    if code_file and failure.is_mine:
-        with contextlib.suppress(OSError):
-            Path(code_file).write_text(str(failure.exit_code))
-    # Not sys.exit: to take down the process group here would wait for processes that may wait for us.
-    os._exit(failure.exit_code)
-
-
 def _quiet() -> None:
     """Silences what a user can do nothing about."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
@@ -188,9 +94,10 @@ def _quiet() -> None:
 
 def _resume_after_restart(config: RunConfig) -> None:
     """A launcher that starts the processes again (`--max_restarts`) gives them the same command line."""
+    if num_restarts() == 0:
+        return
     # As long as this launcher's run has not begun to write, what is there is of another run.
-    has_begun = num_machines() > 1 or read_card(Path(config.output_dir)).get("launcher") == os.getppid()
-    if num_restarts() > 0 and has_begun:
+    if num_machines() > 1 or read_card(Path(config.output_dir)).get("launcher") == os.getppid():
         config.overwrite_output_dir = False
         if checkpoints(Path(config.output_dir)) or config.resume_from_checkpoint is None:
             config.resume_from_checkpoint = "latest"

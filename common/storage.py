@@ -62,13 +62,12 @@ class Part:
     @classmethod
     def whole(cls, name: str, tensor: Tensor, of_first: bool = False) -> "Part":
         """All of a tensor."""
-        shape = tuple(tensor.shape)
-        return cls(name, shape, (0,) * len(shape), shape, lambda: tensor, of_first)
+        return cls.gathered(name, tuple(tensor.shape), lambda: tensor, of_first)
 
     @classmethod
-    def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor]) -> "Part":
+    def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor], of_first: bool = False) -> "Part":
         """All of a tensor that only `get` brings together."""
-        return cls(name, shape, (0,) * len(shape), shape, get)
+        return cls(name, shape, (0,) * len(shape), shape, get, of_first)
 
 
 Shard = list[tuple[Part, Tensor]]

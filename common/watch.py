@@ -17,11 +17,11 @@ from accelerate import Accelerator
 from torch import distributed as dist
 
 from common import signals
-from common.card import write_failure
 from common.errors import HangError, NonFiniteError, RunError, StoppedError, first_failure
 from common.group import CpuGroup
+from common.output_dir import write_failure
 from common.plan import Plan
-from common.start import end, report
+from common.run import end, report
 from common.step import StepResult
 
 MAX_SKIPS_IN_ROW = 40  # a loss scale that began at 2^16 is 2^-24 by then

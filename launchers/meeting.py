@@ -134,8 +134,10 @@ def _listen(meeting: Meeting) -> socket.socket:
                 return socket.create_server(("", meeting.port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", meeting.port))
     except OSError as error:
-        reason = f"{meeting.address}:{meeting.port} cannot be listened on ({error.strerror}): type another "
-        raise UsageError(f"{reason}--main_process_port, on all machines") from None
+        raise UsageError(
+            f"{meeting.address}:{meeting.port} cannot be listened on ({error.strerror}): type another "
+            "--main_process_port, on all machines"
+        ) from None
 
 
 def _missing(meeting: Meeting, arrived: dict[int, dict[str, Any]]) -> MeetingError:
@@ -160,6 +162,7 @@ def _contradiction(arrived: dict[int, dict[str, Any]], facts: dict[str, Any]) ->
 
 def _visit(meeting: Meeting, deadline: float) -> None:
     host = socket.gethostname()
+    unreachable = f"{meeting.where} cannot be reached from {host} within {meeting.timeout:g} s"
     while True:
         try:  # each time anew: a name may lead to another address by now
             with socket.create_connection((meeting.address, meeting.port), timeout=5) as connection:
@@ -168,17 +171,16 @@ def _visit(meeting: Meeting, deadline: float) -> None:
                 answer = _read(connection, meeting.timeout + 60)
             if answer is not None:
                 break
-            reason = "it closed the connection: its own output says why"
+            line = f"{unreachable} (it closed the connection: its own output says why)"
         except ConnectionRefusedError:
-            reason = "nobody listens there: it is not started, or with another --main_process_port"
+            line = f"{unreachable} (nobody listens there: it is not started, or with another --main_process_port)"
         except socket.gaierror as error:
-            reason = _unresolved(meeting, error)
+            line = _unresolved(meeting, error)
         except OSError as error:
-            reason = f"{error.strerror or 'no answer'}: the address is another, or a firewall is between"
+            reason = error.strerror or "no answer"
+            line = f"{unreachable} ({reason}: the address is another, or a firewall is between)"
         if time.monotonic() > deadline:
-            if reason.startswith(meeting.address):
-                raise MeetingError(reason)
-            raise MeetingError(f"{meeting.where} cannot be reached from {host} within {meeting.timeout:g} s ({reason})")
+            raise MeetingError(line)
         time.sleep(RETRY_S)
     if answer["error"] is not None:
         raise (UsageError if answer["exit_code"] == UsageError.exit_code else MeetingError)(answer["error"])

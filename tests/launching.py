@@ -21,7 +21,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from common.card import checkpoints
+from common.output_dir import checkpoints
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"

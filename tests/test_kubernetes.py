@@ -48,7 +48,9 @@ def test_pods_find_each_other() -> None:
     assert int(command[command.index("--num_processes") + 1]) == machines * int(gpus)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="no kubectl (from kubernetes.io/docs/tasks/tools: Debian's is too old)"
+)
 def test_overlay_for_hami_is_one_process_on_a_part_of_a_gpu() -> None:
     command = ["kubectl", "kustomize", str(FOLDER / "hami")]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

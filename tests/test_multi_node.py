@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.card import read_card
+from common.output_dir import read_card
 from hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, wait
 from launching import (
     DISTURBED,

@@ -24,7 +24,7 @@ from launching import (
 )
 from test_checkpoint import COURSE, LATEST
 
-END_S = 30  # from what happens to the end of all processes, on a busy machine; 5 on a free one
+END_S = 30  # from what happens to the end of all processes, on a busy machine
 
 
 def assert_ended_soon(run: Run, seconds: float = END_S) -> None:
