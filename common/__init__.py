@@ -6,6 +6,18 @@ from common.errors import UsageError
 from common.loop import evaluate, fit
 from common.optimizer import parameter_groups
 from common.run import run
+from common.schedule import Schedule
 from common.start import start
 
-__all__ = ["RunConfig", "UsageError", "evaluate", "fit", "flag", "load_exported", "parameter_groups", "run", "start"]
+__all__ = [
+    "RunConfig",
+    "Schedule",
+    "UsageError",
+    "evaluate",
+    "fit",
+    "flag",
+    "load_exported",
+    "parameter_groups",
+    "run",
+    "start",
+]

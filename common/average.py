@@ -22,7 +22,7 @@ class WeightAverage:
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float):
         self.decay, self.num_updates = decay, 0
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self.averages: dict[nn.Parameter, Tensor] = {weight: weight.detach().clone() for weight in weights}
+        self.averages: dict[Tensor, Tensor] = {weight: weight.detach().clone() for weight in weights}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -49,8 +49,8 @@ class WeightAverage:
             average.copy_(kept)
         # After an evaluation FSDP2 keeps what it gathered of the outermost module, for a backward pass.
         for module in model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
+            if reshard := getattr(module, "reshard", None):
+                reshard()
 
 
 def _local(tensor: Tensor) -> Tensor:

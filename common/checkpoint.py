@@ -260,7 +260,8 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
             save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})  # transformers asks for it
-            if hasattr(config := getattr(trainer.module, "config", None), "save_pretrained"):
+            config: Any = getattr(trainer.module, "config", None)
+            if hasattr(config, "save_pretrained"):
                 config.save_pretrained(aside)
             flush(aside / "model.safetensors")
             shutil.rmtree(folder, ignore_errors=True)

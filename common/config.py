@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from common.errors import UsageError
-from common.schedule import SCHEDULES
+from common.schedule import Schedule
 
 
 def flag(
@@ -54,7 +54,7 @@ class RunConfig:
     pipeline_split: Literal["layers", "parameters"] = flag("layers", "what the stages have equally many of")
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
     warmup_steps: int = flag(0, "optimizer steps over which the learning rate rises to its peak", minimum=0)
-    lr_schedule: Literal[SCHEDULES] = flag(
+    lr_schedule: Schedule = flag(
         "constant",
         "course of the learning rate after warm-up; wsd falls over the last fifth, one_cycle also rises by itself",
     )
@@ -194,13 +194,11 @@ class _Parser(argparse.ArgumentParser):
 def _declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
     """(type, metadata) of a field from the class that made it a flag; a subclass may override its
     default alone."""
-    declaring = config_class
     for cls in config_class.__mro__:
         field = getattr(cls, "__dataclass_fields__", {}).get(name)
         if field is not None and field.metadata:
-            declaring = cls
-            break
-    return typing.get_type_hints(declaring)[name], dict(declaring.__dataclass_fields__[name].metadata)
+            return typing.get_type_hints(cls)[name], dict(field.metadata)
+    return typing.get_type_hints(config_class)[name], {}
 
 
 def _options(hint: Any, name: str) -> dict[str, Any]:

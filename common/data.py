@@ -1,17 +1,27 @@
 """Data: what a dataset must offer, and batches on the device."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from common.errors import UsageError
 
 Batch = dict[str, torch.Tensor]
+# (model, batch) -> metrics. Any, as a pipeline calls it with what stands for the model.
+ForwardStep = Callable[[Any, Batch], dict[str, torch.Tensor]]
+
+
+class MapDataset(Protocol):
+    """What a dataset must offer, whatever library it is of."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def check_dataset(dataset: Any) -> None:
@@ -26,7 +36,7 @@ def check_dataset(dataset: Any) -> None:
 
 
 def batches(
-    dataset: Dataset, sample_ids: Iterable[torch.Tensor], device: torch.device, num_workers: int = 0
+    dataset: MapDataset, sample_ids: Iterable[torch.Tensor], device: torch.device, num_workers: int = 0
 ) -> Iterator[Batch]:
     """Fetches batches and moves them to the device.
 
@@ -38,9 +48,16 @@ def batches(
         device: where the batches go.
         num_workers: processes that fetch ahead; 0 fetches in this one.
     """
+    fetched: Iterator[Batch]
     if num_workers:
         ids = (batch.tolist() for batch in sample_ids)
-        fetched = iter(DataLoader(dataset, batch_sampler=ids, num_workers=num_workers, collate_fn=_collate))
+        loader: DataLoader[Batch] = DataLoader(
+            dataset,  # type: ignore[arg-type]  # torch means any map-style set
+            batch_sampler=ids,
+            num_workers=num_workers,
+            collate_fn=_collate,
+        )
+        fetched = iter(loader)
     elif hasattr(dataset, "__getitems__"):
         fetched = (_collate(dataset.__getitems__(batch.tolist())) for batch in sample_ids)
     else:
@@ -57,7 +74,9 @@ def _collate(samples: Any) -> Batch:
 
 def sklearn_file(name: str) -> Path:
     """A data file of scikit-learn, which is real data that every machine has; no import of the package."""
-    return Path(find_spec("sklearn").submodule_search_locations[0]) / "datasets" / "data" / name
+    package = find_spec("sklearn")
+    assert package is not None and package.submodule_search_locations is not None
+    return Path(package.submodule_search_locations[0]) / "datasets" / "data" / name
 
 
 def load_splits(data: str, advice: str) -> list[Any]:

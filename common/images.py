@@ -32,7 +32,8 @@ class ImageDataset(Dataset):
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(channels, height, width)"""
-        return tuple(self.images.shape[1:])
+        _, channels, height, width = self.images.shape
+        return channels, height, width
 
     def __len__(self) -> int:
         return len(self.images)
@@ -85,7 +86,8 @@ def _hold_out(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
     num_held_out = len(whole) // 5
     held_out, rest = order[:num_held_out], order[num_held_out:]
-    return tuple(ImageDataset(whole.images[ids], whole.labels[ids], whole.num_classes) for ids in (rest, held_out))
+    train, test = (ImageDataset(whole.images[ids], whole.labels[ids], whole.num_classes) for ids in (rest, held_out))
+    return train, test
 
 
 # IDX: the format of the original MNIST files, described at the foot of
@@ -162,7 +164,8 @@ def _load_hub(data: str) -> tuple[ImageDataset, ImageDataset]:
     if len(parts) == 1:
         return _hold_out(parts[0])
     num_classes = max(part.num_classes for part in parts)
-    return tuple(ImageDataset(part.images, part.labels, num_classes) for part in parts)
+    train, test = (ImageDataset(part.images, part.labels, num_classes) for part in parts)
+    return train, test
 
 
 def _decode(data: str, split: Any) -> ImageDataset:
@@ -179,7 +182,8 @@ def _decode(data: str, split: Any) -> ImageDataset:
             f"--data {data} takes {num_bytes / 1e9:.0f} GB decoded in memory, too much here: "
             "write a Dataset that decodes each image and pass --num_workers"
         )
-    images, labels = [], []
+    images: list[numpy.ndarray] = []
+    labels = []
     for row, sample in enumerate(split):
         image = sample[image_column]
         image = numpy.asarray(image if image.mode == "L" else image.convert("RGB"))

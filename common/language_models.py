@@ -50,11 +50,11 @@ def with_losses(model: PreTrainedModel) -> PreTrainedModel:
     """
     base = type(model)
 
-    def losses(self: nn.Module, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
+    def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
         each = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return each.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
-    def forward(self: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor) -> Tensor:
         return self.losses(base.forward(self, input_ids=tokens, use_cache=False).logits, tokens, labels)
 
     model.config.architectures = [base.__name__]  # what from_pretrained makes of the exported model

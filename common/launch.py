@@ -69,8 +69,9 @@ def user_chose_threads() -> bool:
 def _launcher_was_given(variable: str) -> bool:
     """Whether the process that started this one has the variable from its own start."""
     try:
-        return variable in psutil.Process().parent().environ()
-    except (psutil.Error, AttributeError):
+        parent = psutil.Process().parent()
+        return parent is not None and variable in parent.environ()
+    except (psutil.Error, AttributeError):  # some systems do not tell
         return False
 
 

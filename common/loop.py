@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from common.checkpoint import Saver, export_model, find_checkpoint, identity
 from common.config import RunConfig
-from common.data import batches, check_dataset
+from common.data import Batch, ForwardStep, MapDataset, batches, check_dataset
 from common.errors import UsageError
 from common.group import CpuGroup
 from common.output_dir import OutputDir, is_done
@@ -22,7 +22,7 @@ from common.record import Recorder
 from common.schedule import learning_rate_factor
 from common.start import data_shares
 from common.state import TrainState
-from common.step import ForwardStep, Trainer, prepare
+from common.step import Trainer, prepare
 from common.watch import Watch
 
 Metrics = dict[str, float]
@@ -33,8 +33,8 @@ def fit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     forward_step: ForwardStep,
-    train_set: Dataset,
-    eval_set: Dataset,
+    train_set: MapDataset,
+    eval_set: MapDataset,
     config: RunConfig,
     summarize: Callable[[Metrics], Metrics] = dict,
     tokens_per_sample: int | None = None,
@@ -89,7 +89,7 @@ def fit(
             Recorder(accelerator, plan, state, tokens_per_sample, flops_per_sample) as recorder,
             Saver(trainer, this_run, group) as saver,
         ):
-            if state.evaluation_due:
+            if checkpoint and state.evaluation_due:
                 metrics = evaluation(trainer, eval_set, summarize, state, recorder, watch)
                 if watch.stops:
                     watch.stop(checkpoint.path)
@@ -125,7 +125,7 @@ def fit(
 
 def evaluation(
     trainer: Trainer,
-    eval_set: Dataset,
+    eval_set: MapDataset,
     summarize: Callable[[Metrics], Metrics],
     state: TrainState,
     recorder: Recorder,
@@ -149,13 +149,15 @@ def evaluation(
     return metrics
 
 
-def check_metric(trainer: Trainer, eval_set: Dataset, summarize: Callable[[Metrics], Metrics]) -> None:
+def check_metric(trainer: Trainer, eval_set: MapDataset, summarize: Callable[[Metrics], Metrics]) -> None:
     """Raises UsageError if an evaluation, tried with one sample, lacks `--metric_for_best_model`."""
     name, plan = trainer.plan.config.metric_for_best_model, trainer.plan
     if name is None:
         return
-    one = Subset(eval_set, [0])
-    metrics = summarize(evaluate(trainer.accelerator, trainer.model, trainer.forward_step, one, plan))
+    one: Subset[Batch] = Subset(eval_set, [0])  # type: ignore[arg-type]  # torch means any map-style set
+    means = evaluate(trainer.accelerator, trainer.model, trainer.forward_step, one, plan)
+    assert means is not None  # nothing stops it
+    metrics = summarize(means)
     if name not in metrics:
         raise UsageError(f"--metric_for_best_model {name}: no such metric; type one of {', '.join(sorted(metrics))}")
 
@@ -165,7 +167,7 @@ def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
     forward_step: ForwardStep,
-    eval_set: Dataset,
+    eval_set: MapDataset,
     plan: Plan,
     stops: Callable[[], bool] = lambda: False,
 ) -> Metrics | None:

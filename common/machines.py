@@ -94,7 +94,8 @@ def agreement(config: RunConfig) -> Iterator[None]:
 
 def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """What each machine has published."""
-    timeout, found = timedelta(seconds=ARRIVAL_S), []
+    timeout = timedelta(seconds=ARRIVAL_S)
+    found: list[dict[str, Any]] = []
     prefix = f"accelerate_recipes/{store_number()}/machine_"
     try:
         store = next(dist.rendezvous("env://", timeout=timeout))[0]

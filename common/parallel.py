@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -34,11 +35,11 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
         UsageError: no plan, one that does not fit the model, or sizes that do not divide.
     """
     # Here, because the imports take 0.7 s.
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
     from torch.distributed.tensor.placement_types import Replicate
 
     whole = Replicate()
-    styles = {
+    styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,
         "colwise_rep": lambda: ColwiseParallel(output_layouts=whole),

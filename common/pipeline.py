@@ -1,18 +1,19 @@
 """Pipeline parallelism: each process holds a stage, a part of the chain of layers."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from common.data import Batch
+from common.data import Batch, ForwardStep
 from common.errors import UsageError
 from common.plan import Plan
 
-ForwardStep = Callable[[nn.Module, Batch], dict[str, Tensor]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Absent(nn.Module):
@@ -30,7 +31,7 @@ class Stage(nn.Module):
     and hidden states from the others.
     """
 
-    def __init__(self, model: nn.Module, is_first: bool, is_last: bool):
+    def __init__(self, model: "PreTrainedModel", is_first: bool, is_last: bool):
         super().__init__()
         self.model, self.is_first, self.is_last = model, is_first, is_last
 
@@ -73,7 +74,7 @@ def layer_bounds(sizes: Sequence[int], before: int, after: int, num_stages: int)
 
 def check_pipeline(model: nn.Module, num_stages: int) -> None:
     """Raises UsageError unless it is a model of transformers with a plan for pipelines and a layer for each stage."""
-    base = getattr(model, "base_model", None)
+    base: Any = getattr(model, "base_model", None)
     if not getattr(getattr(model, "config", None), "base_model_pp_plan", None) or not hasattr(base, "layers"):
         raise UsageError(
             f"{type(model).__name__} cannot be cut into stages: remove --pipeline_stages, or take a model of "
@@ -86,7 +87,7 @@ def check_pipeline(model: nn.Module, num_stages: int) -> None:
         )
 
 
-def keep_stage(model: nn.Module, index: int, num_stages: int, by: str) -> None:
+def keep_stage(model: "PreTrainedModel", index: int, num_stages: int, by: str) -> None:
     """Removes from a model of transformers the layers of the other stages; `by` "layers" or "parameters"
     are the stages of one size."""
     base = model.base_model
@@ -137,7 +138,9 @@ class Pipeline(nn.Module):
         UsageError: the model cannot be cut into so many stages.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan):
+    def __init__(
+        self, accelerator: Accelerator, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, plan: Plan
+    ):
         super().__init__()
         # Here, because the imports take a second.
         from torch.distributed.device_mesh import init_device_mesh
@@ -193,7 +196,7 @@ class Pipeline(nn.Module):
         with self.autocast():
             self.schedule.step(*inputs, target=target, losses=[], return_outputs=False)
         if self.tied is not None:
-            self._add_gradient_of_the_other_end()
+            self._add_gradient_of_the_other_end(self.tied.grad)
         if self.data_group is not None:
             self._average_over_pipelines()
         return self._sums
@@ -210,29 +213,29 @@ class Pipeline(nn.Module):
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those of all stages, on the CPU, in the first one."""
-        parts: list[dict[str, Tensor] | None] | None = [None] * self.num_stages if self.is_first else None
+        parts: list[Any] | None = [None] * self.num_stages if self.is_first else None
         here = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         dist.gather_object(here, parts, group_dst=0, group=self.group)
         return {name: tensor for part in parts or [] for name, tensor in part.items()}
 
-    def _loss(self, output: Tensor, number: Tensor) -> Tensor:
-        number = int(number)
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        number = int(target)
         batch = self._micro_batches[number]
         losses = self._forward_step(lambda *args: self.model.losses(output, *args), batch)["loss"]
         total = (losses * batch["weight"]).sum() if "weight" in batch else losses.sum()
         self._sums[number] = total.detach()
         return total * self._scale
 
-    def _add_gradient_of_the_other_end(self) -> None:
+    def _add_gradient_of_the_other_end(self, gradient: Tensor) -> None:
         """First and last stage hold a copy each of a tied embedding, whose gradient is the sum of both."""
-        other, peer = torch.empty_like(self.tied.grad), self.num_stages - 1 if self.is_first else 0
+        other, peer = torch.empty_like(gradient), self.num_stages - 1 if self.is_first else 0
         exchange = [
-            dist.P2POp(dist.isend, self.tied.grad, group=self.group, group_peer=peer),
+            dist.P2POp(dist.isend, gradient, group=self.group, group_peer=peer),
             dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
         ]
         for request in dist.batch_isend_irecv(exchange):
             request.wait()
-        self.tied.grad += other
+        gradient += other
 
     def _average_over_pipelines(self) -> None:
         # Not DDP: its buckets do not bear that each micro-batch has a backward pass of its own.

@@ -13,13 +13,14 @@ from torch import Tensor
 def random_state() -> dict[str, Tensor]:
     """Of torch, on the CPU and the current GPU, Python and NumPy, as tensors."""
     _, python, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = numpy.random.get_state()
+    of_numpy = numpy.random.get_state(legacy=False)
+    keys, position = of_numpy["state"]["key"], of_numpy["state"]["pos"]
     state = {
         "random.torch": torch.get_rng_state(),
         "random.python": torch.tensor(python),
         "random.python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
-        "random.numpy": torch.tensor([*keys.tolist(), position, has_gauss]),
-        "random.numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+        "random.numpy": torch.tensor([*keys.tolist(), position, of_numpy["has_gauss"]]),
+        "random.numpy_gauss": torch.tensor(of_numpy["gauss"], dtype=torch.float64),
     }
     if torch.cuda.is_available():
         state["random.cuda"] = torch.cuda.get_rng_state()
@@ -32,7 +33,8 @@ def set_random_state(state: dict[str, Tensor]) -> None:
     gauss = float(state["random.python_gauss"])
     random.setstate((3, tuple(state["random.python"].tolist()), None if math.isnan(gauss) else gauss))
     *keys, position, has_gauss = state["random.numpy"].tolist()
-    numpy.random.set_state(("MT19937", keys, position, has_gauss, float(state["random.numpy_gauss"])))
+    cached = float(state["random.numpy_gauss"])
+    numpy.random.set_state(("MT19937", numpy.array(keys, numpy.uint32), position, has_gauss, cached))
     if "random.cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["random.cuda"])
 

@@ -55,7 +55,7 @@ class Recorder:
         self._started = self._resumed = time.perf_counter()
         self.attempt = self._attempt()
         if self.accelerator.is_main_process:
-            self._facts = {
+            self._facts: dict[str, Any] = {
                 "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
                 "git_commit": _git_commit(),
                 "hardware": hardware(),
@@ -102,7 +102,9 @@ class Recorder:
         """Writes a training record after optimizer step `step` (counted from 0)."""
         state = self.state
         # In float64, in which numbers of tokens are exact.
-        weight = sum(state.weights, torch.zeros((), dtype=torch.float64, device=self.accelerator.device))
+        weight = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        for one in state.weights:
+            weight += one
         sums = torch.stack([torch.stack(state.losses).double().sum(), weight])
         loss_sum, weight_sum = self.accelerator.reduce(sums, "sum").tolist()
         grad_norm = float(result.grad_norm) if result.grad_norm is not None and not result.skipped else None

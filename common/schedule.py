@@ -1,14 +1,16 @@
 """Learning-rate schedules, counted in optimizer steps."""
 
 import math
+from typing import Literal, get_args
 
-SCHEDULES = ("constant", "linear", "cosine", "wsd", "one_cycle")
+Schedule = Literal["constant", "linear", "cosine", "wsd", "one_cycle"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 DECAY_SHARE = 0.2  # of the run, at the end of wsd
 RISE_SHARE = 0.3  # of the run, at the start of one_cycle
 START_FACTOR, END_FACTOR = 1 / 25, 1 / 25e4  # of the peak, one_cycle
 
 
-def learning_rate_factor(schedule: str, step: int, num_steps: int, warmup_steps: int) -> float:
+def learning_rate_factor(schedule: Schedule, step: int, num_steps: int, warmup_steps: int) -> float:
     """The share of the peak learning rate that optimizer step `step` uses.
 
     Warm-up rises linearly and reaches the peak at step `warmup_steps`. `linear` and `cosine` then

@@ -1,6 +1,8 @@
 """What this process holds of weights and optimizer state, and how it is put back, whatever divides them."""
 
 from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,9 @@ from torch import distributed as dist
 from common.errors import UsageError
 from common.step import Trainer
 from common.storage import Part, Reader
+
+if TYPE_CHECKING:  # its import takes 0.7 s
+    from torch.distributed.tensor import DTensor
 
 
 def full_weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -20,7 +25,7 @@ def full_weights(trainer: Trainer) -> dict[str, Tensor]:
     if trainer.pipeline is not None:
         tensors = trainer.pipeline.gather(tensors)
     for name, tensor in tensors.items():
-        if hasattr(tensor, "full_tensor"):  # DTensor, whose import takes 0.7 s
+        if _is_divided(tensor):
             tensor = tensor.full_tensor()
         elif trainer.uses_deepspeed:
             tensor = _gathered_by_deepspeed(tensor)
@@ -46,7 +51,7 @@ def state_parts(trainer: Trainer) -> list[Part]:
     for name, weight in parameters_and_buffers(trainer).items():
         if trainer.uses_deepspeed:
             shape = tuple(getattr(weight, "ds_shape", weight.shape))
-            parts.append(Part.gathered(f"model.{name}", shape, lambda weight=weight: _gathered_by_deepspeed(weight)))
+            parts.append(Part.gathered(f"model.{name}", shape, partial(_gathered_by_deepspeed, weight)))
         else:
             # DDP takes the first process's buffers for the right ones.
             parts += _part(f"model.{name}", weight, of_first=not isinstance(weight, nn.Parameter))
@@ -78,8 +83,13 @@ def load_state(trainer: Trainer, reader: Reader) -> None:
             trainer.average.averages[weight] = _placed_like(weight, reader, f"average.{name}")
 
 
+def _is_divided(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
 def _part(name: str, tensor: Tensor, of_first: bool = False) -> Iterator[Part]:
-    if not hasattr(tensor, "placements"):
+    if not _is_divided(tensor):
         yield Part.whole(name, tensor, of_first)
         return
     local, (offsets, sizes) = tensor.to_local(), _range(tensor)
@@ -104,14 +114,14 @@ def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))
 
 
-def _range(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _range(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offsets, sizes) of what this process holds of a DTensor."""
     offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
     mesh = tensor.device_mesh
     # From the last dimension of the mesh to the first, as tensor parallelism divided before FSDP2 did;
     # torch's own functions do not know that order where both divided one dimension.
     for dimension in reversed(range(mesh.ndim)):
-        placement = tensor.placements[dimension]
+        placement: Any = tensor.placements[dimension]
         if placement.is_shard() or hasattr(placement, "split_factor"):
             along, index = placement.dim, mesh.get_local_rank(dimension)
             chunk = -(-sizes[along] // mesh.size(dimension))
@@ -126,7 +136,7 @@ def _placed_like(weight: Tensor, reader: Reader, name: str) -> Tensor:
     shape = tuple(reader.tensors[name]["shape"])
     if shape != tuple(weight.shape):
         return reader.tensor(name).to(weight.device)
-    if not hasattr(weight, "placements"):
+    if not _is_divided(weight):
         value = reader.tensor(name)
         return torch.empty_like(weight, dtype=value.dtype).copy_(value)  # fused kernels want its memory format, too
     from torch.distributed.tensor import DTensor
@@ -151,7 +161,7 @@ def _gathered_by_deepspeed(tensor: Tensor) -> Tensor:
 
 def _flat_states(trainer: Trainer) -> list[tuple[Tensor, dict]]:
     """The parts of all weights in a row on which DeepSpeed's inner optimizer works, and its state of them."""
-    zero = trainer.model.optimizer
+    zero = trainer.engine.optimizer
     # Of stage 3, of 1 and 2, and of 1 in bf16.
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
     flats = next(getattr(zero, name) for name in names if hasattr(zero, name))
@@ -167,7 +177,7 @@ def _deepspeed_slots(trainer: Trainer, name: str, weight: Tensor) -> Iterator[Pa
     flat, state = _flat_states(trainer)[0]  # all weights have the same slots and have taken as many steps
     for slot, value in state.items():
         if isinstance(value, Tensor) and value.shape == flat.shape:
-            yield Part.gathered(f"{name}.{slot}", shape, lambda slot=slot: safe_get_full_optimizer_state(weight, slot))
+            yield Part.gathered(f"{name}.{slot}", shape, partial(safe_get_full_optimizer_state, weight, slot))
         else:
             yield Part.whole(f"{name}.{slot}", torch.as_tensor(float(value)))
 
@@ -180,7 +190,7 @@ def _load_deepspeed(trainer: Trainer, reader: Reader) -> None:
     }
     prefixes = {f"optimizer.{name}": weight for name, weight in weights.items()}
     slots = {key: key.rpartition(".") for key in reader.tensors if key.rpartition(".")[0] in prefixes}
-    zero = trainer.model.optimizer
+    zero = trainer.engine.optimizer
     counts_in_numbers = type(zero.optimizer).__module__.startswith("deepspeed")
     for flat, state in _flat_states(trainer):
         for key, (_, _, slot) in slots.items():
@@ -200,7 +210,7 @@ def _load_deepspeed(trainer: Trainer, reader: Reader) -> None:
             _set_in_deepspeed(prefixes[prefix], slot, value)
 
 
-def _set_in_deepspeed(weight: Tensor, slot: str | None, value: Tensor) -> None:
+def _set_in_deepspeed(weight: Any, slot: str | None, value: Tensor) -> None:
     """Sets a weight, or with `slot` its state in the optimizer, to a whole tensor."""
     from deepspeed import utils
 

@@ -1,26 +1,25 @@
 """One optimizer step, under Accelerate, DeepSpeed or a pipeline: the only place where they differ."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.average import WeightAverage
-from common.data import Batch
+from common.data import Batch, ForwardStep
 from common.errors import UsageError
 from common.parallel import parallelize, sharded_layers, tensor_parallel_size
 from common.pipeline import Pipeline
 from common.plan import Plan
 from common.start import load_models_whole
-
-ForwardStep = Callable[[nn.Module, Batch], dict[str, Tensor]]
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Trainer:
 
     accelerator: Accelerator
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: AcceleratedOptimizer
     forward_step: ForwardStep
     plan: Plan
     average: WeightAverage | None = None
@@ -63,13 +62,19 @@ class Trainer:
         # Not accelerator.unwrap_model: it imports deepspeed, which takes seconds, wherever that is installed.
         if self.pipeline is not None:
             return self.pipeline.model
-        wraps = isinstance(self.model, DistributedDataParallel) or self.uses_deepspeed
-        return self.model.module if wraps else self.model
+        if self.uses_deepspeed:
+            return self.engine.module
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     @property
     def pipeline(self) -> Pipeline | None:
         """The pipeline, of which this process is a stage."""
         return self.model if isinstance(self.model, Pipeline) else None
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's, where it is used: what `prepare` made of the model."""
+        return self.model
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -109,7 +114,7 @@ class Trainer:
         elif self.uses_deepspeed:
             for name, value in numbers["loss_scale"].items():
                 if name in _loss_scale_state(self):
-                    setattr(self.model.optimizer.loss_scaler, name, value)
+                    setattr(self.engine.optimizer.loss_scaler, name, value)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Within it the model has the averages of `--ema_decay` as its weights; without that flag, its own."""
@@ -150,7 +155,7 @@ def prepare(
 
 
 def _trainer(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, forward_step: ForwardStep, plan: Plan
+    accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer, forward_step: ForwardStep, plan: Plan
 ) -> Trainer:
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
@@ -185,19 +190,20 @@ def _clip(trainer: Trainer, max_norm: float) -> Tensor:
     if not any(hasattr(weight, "device_mesh") for weight in parameters):
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     # Tensors that are divided among the same processes have a norm together; the norms make that of all.
-    gradients: dict[object, list[Tensor]] = {}
-    for weight in parameters:
-        gradients.setdefault(getattr(weight.grad, "device_mesh", None), []).append(weight.grad)
-    norms = [nn.utils.get_total_norm(group) for group in gradients.values()]
+    gradients = [weight.grad for weight in parameters if weight.grad is not None]
+    groups: dict[object, list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [nn.utils.get_total_norm(group) for group in groups.values()]
     norm = nn.utils.get_total_norm([norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms])
-    local = [weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad for weight in parameters]
+    local = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
     torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # as clip_grad_norm_ does
     return norm
 
 
 def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
     """ZeRO 1 to 3. The engine averages over processes and accumulation, and clips by itself."""
-    engine = trainer.model
+    engine = trainer.engine
     scale, weight = _loss_scale(trainer, micro_batches)
     losses = []
     for index, batch in enumerate(micro_batches):
@@ -215,6 +221,7 @@ def deepspeed_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm:
 def pipeline_step(trainer: Trainer, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
     """A pipeline, whose last stage knows the losses."""
     pipeline, max_norm = trainer.pipeline, trainer.plan.config.max_grad_norm
+    assert pipeline is not None
     scale, weight = _loss_scale(trainer, micro_batches)
     losses = pipeline.backward(trainer.forward_step, micro_batches, scale)
     grad_norm = pipeline.clip(max_norm or torch.inf) if max_norm or wants_norm else None
@@ -229,7 +236,7 @@ def _loss_scale_state(trainer: Trainer) -> dict[str, float]:
         return trainer.accelerator.scaler.state_dict()
     if not trainer.uses_deepspeed or trainer.accelerator.mixed_precision != "fp16":
         return {}
-    scaler = vars(trainer.model.optimizer.loss_scaler)
+    scaler = vars(trainer.engine.optimizer.loss_scaler)
     return {name: value for name, value in scaler.items() if isinstance(value, int | float)}
 
 
@@ -324,7 +331,7 @@ def _says_that_it_is_divided(accelerator: Accelerator, model: nn.Module) -> Iter
     if size == 1:
         yield
     elif config is None:
-        model.tp_size = size
+        model.tp_size = size  # type: ignore[assignment]  # torch means any value
         yield
     else:
         before = getattr(config, "distributed_config", None)
@@ -346,7 +353,7 @@ def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, d
     return _cast(args, torch.bfloat16), _cast(kwargs, torch.bfloat16)
 
 
-def _cast(value: object, dtype: torch.dtype) -> object:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):

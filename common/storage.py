@@ -189,6 +189,7 @@ class Reader:
             reason = str(error)
         if found := [reason for reason in group.all_gather(reason) if reason]:
             raise DamagedError(found[0])
+        assert reader is not None
         return reader
 
     def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
@@ -196,8 +197,8 @@ class Reader:
         entry = self.tensors[name]
         shape = entry["shape"]
         offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
-        pieces = [(part, _overlap(offsets, sizes, part["offsets"], part["sizes"])) for part in entry["parts"]]
-        pieces = [(part, overlap) for part, overlap in pieces if overlap is not None]
+        overlaps = [(part, _overlap(offsets, sizes, part["offsets"], part["sizes"])) for part in entry["parts"]]
+        pieces = [(part, overlap) for part, overlap in overlaps if overlap is not None]
         if len(pieces) == 1 or not shape:
             part, overlap = pieces[0]
             return self._read(name, part, overlap)

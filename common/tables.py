@@ -33,7 +33,7 @@ class TableDataset(Dataset):
     def __len__(self) -> int:
         return len(self.features)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int | Tensor) -> Batch:
         return {"features": self.features[index], "target": self.target[index]}
 
     def __getitems__(self, indices: list[int]) -> Batch:

@@ -9,7 +9,7 @@ import threading
 import time
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -87,8 +87,8 @@ class Watch:
         """Also after what is not a step and takes long. Returns `stops`."""
         self.progress()
         self.settle()
-        values = [] if result is None or result.skipped else [*result.losses, result.grad_norm]
-        values = [value for value in values if value is not None]
+        given = [] if result is None or result.skipped else [*result.losses, result.grad_norm]
+        values = [value for value in given if value is not None]
         self._pending = _Pending(step, signals.received() is not None, values, self.group, self._on_gpu)
         return self.stops
 
@@ -99,6 +99,7 @@ class Watch:
         pending, self._pending = self._pending, None
         num_stopping, num_not_finite = pending.read()
         if num_not_finite:
+            assert pending.step is not None  # nothing else has numbers
             raise NonFiniteError(self._describe(pending.step))
         self.stops = self.stops or num_stopping > 0
 
@@ -123,6 +124,7 @@ class Watch:
             where = f" in process {rank}, samples {named}"
         else:
             first = [int(batch[0]) for batch in self.group.all_gather(ids[0])]
+            assert result.grad_norm is not None
             name, value = "grad_norm", float(result.grad_norm)
             where = f" (all losses are finite; the processes began with samples {', '.join(map(str, first))})"
         return f"{name} is {value} at step {step + 1}{where}: try a lower --learning_rate, or look at these samples"
@@ -162,8 +164,10 @@ class _HangWatch:
         self.timeout, self.output_dir, self.group = plan.config.hang_timeout, Path(plan.config.output_dir), group
         self._count, self._last = 0, time.monotonic()
         self._stop = threading.Event()
-        # A connection of its own: on the one of the main thread, that may be waiting.
-        self._store = dist.distributed_c10d._get_default_store().clone() if group.size > 1 else None
+        # A connection of its own: on the one of the main thread, that may be waiting. torch's stub lacks `clone`.
+        self._store: dist.Store | None = None
+        if group.size > 1:
+            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -205,7 +209,9 @@ class _HangWatch:
         return f"{line}; the stacks are in {self.output_dir}/stacks_*.txt"
 
     def _position(self) -> dict[str, Any]:
-        frame, place, waits = sys._current_frames()[self._main], None, False
+        assert self._main is not None
+        frame: FrameType | None = sys._current_frames()[self._main]
+        place, waits = None, False
         while frame is not None:
             path = frame.f_code.co_filename
             # All are in torch/distributed/elastic/, which calls main.
@@ -220,15 +226,15 @@ class _HangWatch:
         found = {self.group.rank: own}
         if self._store is not None:
             # In a thread of its own: where the network is gone, the store does not answer either.
-            asker = threading.Thread(target=self._ask, args=(own, found), daemon=True)
+            asker = threading.Thread(target=self._ask, args=(self._store, own, found), daemon=True)
             asker.start()
             asker.join(ANSWER_S + min(2.0, self.timeout / 2))
         return dict(found)
 
-    def _ask(self, own: dict[str, Any], found: dict[int, dict[str, Any]]) -> None:
-        self._store.set(f"hang/{self.group.rank}", json.dumps(own))
+    def _ask(self, store: dist.Store, own: dict[str, Any], found: dict[int, dict[str, Any]]) -> None:
+        store.set(f"hang/{self.group.rank}", json.dumps(own))
         while missing := [rank for rank in range(self.group.size) if rank not in found]:
             for rank in missing:
-                if self._store.check([f"hang/{rank}"]):
-                    found[rank] = json.loads(self._store.get(f"hang/{rank}"))
+                if store.check([f"hang/{rank}"]):
+                    found[rank] = json.loads(store.get(f"hang/{rank}"))
             time.sleep(0.1)

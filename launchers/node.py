@@ -38,8 +38,7 @@ def main() -> int:
     for number in SIGNALS:
         signal.signal(number, stop_at_once)
     if options.ends_with_stdin:
-        # Not sys.stdin.read, whose lock Python wants at its end.
-        threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
+        threading.Thread(target=stop_with_stdin, daemon=True).start()
     try:
         check(options)
         if options.num_machines > 1:
@@ -56,6 +55,11 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return launch(options)
+
+
+def stop_with_stdin() -> None:
+    os.read(0, 1)  # not sys.stdin.read, whose lock Python wants at its end
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def stop_at_once(number: int, _: object) -> None:
@@ -92,7 +96,8 @@ def check(options: argparse.Namespace) -> None:
             f"--machine_rank {options.machine_rank} with --num_machines {options.num_machines}: expected 0 to "
             f"{options.num_machines - 1}"
         )
-    words = [part for word in options.launch for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    given: list[str] = options.launch
+    words = [part for word in given for part in (word.split("=", 1) if word.startswith("--") else [word])]
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
     flags = dict(pairwise(words[:script]))  # what follows the script is the recipe's
     config = flags.get("--config_file")
@@ -145,8 +150,8 @@ def launch(options: argparse.Namespace) -> int:
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in SIGNALS))
         adopt_orphans()
         received: list[int] = []
-        for number in SIGNALS:
-            signal.signal(number, lambda number, _: received.append(number))
+        for caught in SIGNALS:
+            signal.signal(caught, lambda number, _: received.append(number))
         # In a session of its own, where a Ctrl-C in the terminal does not reach it before it is passed on.
         process = subprocess.Popen([*command, *options.launch], start_new_session=True)
         num_passed_on = 0

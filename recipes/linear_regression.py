@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from common import RunConfig, UsageError, fit, flag, load_exported, parameter_groups, run, start
+from common import RunConfig, Schedule, UsageError, fit, flag, load_exported, parameter_groups, run, start
 from common.data import Batch
 from common.tables import TableDataset, load_csv, load_diabetes, make_linear
 
@@ -31,7 +31,7 @@ class Config(RunConfig):
     epochs: int = 100
     batch_size: int = 64
     learning_rate: float = 0.05
-    lr_schedule: str = "cosine"
+    lr_schedule: Schedule = "cosine"
     max_grad_norm: float = 0.0
     log_every: int = 100
     eval_every: int | None = 200

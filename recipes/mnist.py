@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common import RunConfig, fit, flag, parameter_groups, run, start
+from common import RunConfig, Schedule, fit, flag, parameter_groups, run, start
 from common.data import Batch
 from common.images import load_images
 
@@ -32,7 +32,7 @@ class Config(RunConfig):
     batch_size: int = 64
     learning_rate: float = 5e-3
     warmup_steps: int = 40
-    lr_schedule: str = "linear"
+    lr_schedule: Schedule = "linear"
     model: Literal["cnn", "mlp"] = flag("cnn", "convolutional net, or the classic tutorial's two hidden layers of 10")
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
 

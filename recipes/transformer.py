@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, UsageError, fit, flag, parameter_groups, run, start
+from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from common.data import Batch
 from common.language_models import byte_tokenizer, flops_per_sample, load_pretrained, with_losses
 from common.text import load_tokens
@@ -36,7 +36,7 @@ class Config(RunConfig):
     batch_size: int = 12
     learning_rate: float = 3e-3
     warmup_steps: int = 100
-    lr_schedule: str = "cosine"
+    lr_schedule: Schedule = "cosine"
     weight_decay: float = 0.1
     log_every: int = 100
     eval_every: int | None = 1000
@@ -60,7 +60,7 @@ def summarize(means: dict[str, float]) -> dict[str, float]:
     return means | {"perplexity": math.exp(min(means["loss"], 700))}
 
 
-def build(config: Config) -> tuple[nn.Module, Any]:
+def build(config: Config) -> tuple[PreTrainedModel, Any]:
     """(model, tokenizer). Raises UsageError for sizes or a path that make no model."""
     if config.model_name_or_path is None:
         if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from launching import DISTURBED, Run, launch
+from support.launching import fork
+from support.recipes import DISTURBED
+from support.runs import Run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts no process is quick."""
+    for item in items:
+        if "unit" in item.path.parts:
+            item.add_marker(pytest.mark.quick)
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +30,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Calla
         folder = shared / f"made_once_{key}"
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
-                launch(folder.with_suffix(".unfinished") / "run", config, script, arguments, options=options)
+                fork(folder.with_suffix(".unfinished") / "run", config, script, arguments, options=options)
                 folder.with_suffix(".unfinished").rename(folder)
         return Run(0, "", "", folder / "run")
 

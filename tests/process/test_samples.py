@@ -6,13 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from common.config import RunConfig
-from common.plan import Plan
-from launching import ROOT, Run, execute, largest_difference, launch, weight_distance
+from support.launching import execute, fork
+from support.recipes import MNIST, SAME_SAMPLES
+from support.runs import ROOT, Run, largest_difference, weight_distance
 
-SCRIPT = "tests/scripts/same_samples.py"
 BATCH_SIZE, NUM_STEPS, NUM_SAMPLES = 16, 7, 50  # 3 steps an epoch, 2 samples left over; 2 epochs and a step
 ARGUMENTS = f"--batch_size {BATCH_SIZE} --max_steps {NUM_STEPS} --log_every 1 --learning_rate 0.1 --eval_every 100"
 EVAL_SIZES = (1, 7, 359)
@@ -37,8 +35,10 @@ def ids_of_each_step(run: Run, num_processes: int) -> list[list[int]]:
 def test_same_samples_on_any_number_of_processes(
     tmp_path: Path, reference: Callable[..., Run], config: str, num_processes: int, micro_batch_size: int
 ) -> None:
-    expected = ids_of_each_step(reference(SCRIPT, ARGUMENTS), 1)
-    run = launch(tmp_path / "run", config, SCRIPT, f"{ARGUMENTS} --micro_batch_size {micro_batch_size}", num_processes)
+    expected = ids_of_each_step(reference(SAME_SAMPLES, ARGUMENTS), 1)
+    run = fork(
+        tmp_path / "run", config, SAME_SAMPLES, f"{ARGUMENTS} --micro_batch_size {micro_batch_size}", num_processes
+    )
     assert ids_of_each_step(run, num_processes) == expected
     for first_step in (0, 3):  # an epoch has no sample twice
         epoch = sum(expected[first_step : first_step + 3], [])
@@ -50,7 +50,7 @@ def test_same_samples_on_any_number_of_processes(
 def test_evaluation_counts_each_sample_once(tmp_path: Path, num_processes: int) -> None:
     """The means of id and id² are those of 0 to n - 1: none missing, none twice."""
     sizes = ",".join(map(str, EVAL_SIZES))
-    run = launch(tmp_path / "run", "ddp", SCRIPT, f"{ARGUMENTS} --eval_sizes {sizes}", num_processes)
+    run = fork(tmp_path / "run", "ddp", SAME_SAMPLES, f"{ARGUMENTS} --eval_sizes {sizes}", num_processes)
     found = {int(n): (float(i), float(s)) for n, i, s in re.findall(r"evaluated (\d+) (\S+) (\S+)", run.stdout)}
     for size in EVAL_SIZES:
         assert found[size] == pytest.approx(((size - 1) / 2, (size - 1) * (2 * size - 1) / 6), rel=1e-12)
@@ -63,44 +63,30 @@ def test_weights_are_those_of_the_global_batch(
     tmp_path: Path, reference: Callable[..., Run], config: str, num_processes: int, micro_batch_size: int
 ) -> None:
     arguments = f"{ARGUMENTS} --weighted"
-    expected = reference(SCRIPT, arguments)
-    run = launch(tmp_path / "run", config, SCRIPT, f"{arguments} --micro_batch_size {micro_batch_size}", num_processes)
+    expected = reference(SAME_SAMPLES, arguments)
+    run = fork(
+        tmp_path / "run", config, SAME_SAMPLES, f"{arguments} --micro_batch_size {micro_batch_size}", num_processes
+    )
     assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= 1e-5
     assert weight_distance(run, expected) <= 1e-5
     assert run.column("eval/loss") == pytest.approx(expected.column("eval/loss"), rel=1e-5)
     # Weights 1, 2, 3, 1, 2 of ids 0 to 4.
     assert expected.column("eval/id") == [pytest.approx((0 + 2 + 6 + 3 + 8) / 9)]
-    unweighted = reference(SCRIPT, ARGUMENTS)
+    unweighted = reference(SAME_SAMPLES, ARGUMENTS)
     assert largest_difference(unweighted.column("train/loss"), expected.column("train/loss")) > 1e-3
 
 
 def test_worker_processes_fetch_the_same(tmp_path: Path, reference: Callable[..., Run]) -> None:
-    run = launch(tmp_path / "run", "ddp", SCRIPT, f"{ARGUMENTS} --num_workers 2")
-    expected = reference(SCRIPT, ARGUMENTS)
+    run = fork(tmp_path / "run", "ddp", SAME_SAMPLES, f"{ARGUMENTS} --num_workers 2")
+    expected = reference(SAME_SAMPLES, ARGUMENTS)
     assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= 1e-5
-
-
-def test_seeds_give_orders_of_their_own() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        return Plan.of(RunConfig(seed=seed), 100, 1, 0).epoch_order(epoch).tolist()
-
-    orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
-    assert len({tuple(order) for order in orders}) == len(orders)
-    assert all(sorted(order) == list(range(100)) for order in orders)
-
-
-def test_plan_starts_at_any_step() -> None:
-    plan = Plan.of(RunConfig(batch_size=8, micro_batch_size=2, max_steps=30), 50, 2, 1)
-    whole = torch.stack(list(plan.micro_batches()))
-    assert whole.shape == (30 * plan.accumulation, 2)
-    assert torch.equal(torch.stack(list(plan.micro_batches(13))), whole[13 * plan.accumulation :])
 
 
 def test_twin_written_by_hand_gives_the_same_losses(tmp_path: Path) -> None:
     arguments = (
         "--warmup_steps 0 --model mlp --optimizer sgd --learning_rate 0.5 --max_grad_norm 0 --lr_schedule constant"
     )
-    run = launch(tmp_path / "run", "ddp", "recipes/mnist.py", f"{arguments} --max_steps 20 --log_every 1")
+    run = fork(tmp_path / "run", "ddp", MNIST, f"{arguments} --max_steps 20 --log_every 1")
     script = str(ROOT / "tests/scripts/twin.py")
     twin = execute(["torchrun", "--standalone", "--nproc_per_node", "2", script, "20", "0.5"], tmp_path, tmp_path)
     losses = json.loads(twin.stdout)

@@ -1,63 +1,16 @@
-"""Promise: what the README and the headers of the configs say to type works, and the layout is what they say."""
+"""Promise: configs and code are laid out as the documentation says."""
 
 import ast
 import re
-import shlex
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from launching import CONFIGS, ROOT, execute
-from small_mnist import write_mnist
-from small_model import write_model
-
-# Set-up and test commands: they install, and run these tests.
-NOT_RUN = ("make ", "pip install", "git clone", "cd ", "python -m venv", "source ")
-
-pytestmark = pytest.mark.xdist_group("test_docs")
-
-
-def commands_of(text: str) -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith(("#", *NOT_RUN))]
-
-
-COMMANDS = commands_of((ROOT / "README.md").read_text())
-# The configs that these name run in test_one_result.py, too.
-COMMANDS += [
-    pytest.param(command, marks=pytest.mark.full)
-    for path in ROOT.glob("docs/*.md")
-    for command in commands_of(path.read_text())
-]
-
-
-def test_there_are_commands() -> None:
-    assert len(COMMANDS) >= 20
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_works(tmp_path: Path, command: str) -> None:
-    for folder in ("recipes", "accelerate_configs", "benchmarks", "launchers"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    write_mnist(tmp_path / "path" / "to" / "mnist")
-    rows = [f"{x},{x * x % 7},{x + 1}" for x in range(100)]
-    (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
-    for name in ("file.txt", "tinyshakespeare.txt"):
-        (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
-    if "--model_name_or_path" in command:
-        write_model(tmp_path / "path" / "to" / "model", num_positions=64)
-    if "recipes/transformer.py" in command:  # as it is, but for the minutes that its 2,000 steps take
-        command += " --max_steps 10"
-    words = shlex.split(command)
-    env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
-    run = execute([word for word in words if not re.match(r"[A-Z_]+=", word)], tmp_path, tmp_path / "outputs", env)
-    if "ylecun/mnist" in command:  # no test needs the network
-        assert "--data digits for the embedded set" in run.stderr
-    else:
-        assert run.exit_code == 0, run.stdout + run.stderr
+from support.launching import CONFIGS
+from support.runs import ROOT
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -113,3 +66,8 @@ def test_recipes_stay_short_and_never_ask_where_they_run() -> None:
         text = path.read_text()
         assert len(text.splitlines()) <= 140, path
         assert not re.search(r"num_processes|process_index|is_main_process|distributed_type", text), path
+
+
+def test_notebook_is_committed_without_output() -> None:
+    notebook = nbformat.read(ROOT / "recipes" / "notebook.ipynb", as_version=4)
+    assert not any(cell.outputs or cell.execution_count for cell in notebook.cells if cell.cell_type == "code")

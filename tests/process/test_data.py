@@ -11,40 +11,14 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 
 from common.images import load_images
-from launching import ROOT, environment, execute, launch
-from small_mnist import write_mnist
+from support.launching import environment, execute, fork, launch
+from support.recipes import MNIST
+from support.runs import ROOT
 
 REAL_DATA = os.environ.get("ACCELERATE_RECIPES_DATA")
 needs_real_data = pytest.mark.skipif(not REAL_DATA, reason="ACCELERATE_RECIPES_DATA names no folder of real data")
-
-
-def test_digits_are_those_of_scikit_learn() -> None:
-    from sklearn.datasets import load_digits
-
-    train_set, eval_set = load_images("digits")
-    assert (len(train_set), len(eval_set), train_set.image_shape, train_set.num_classes) == (1438, 359, (1, 8, 8), 10)
-    digits = load_digits()
-    expected = {(tuple(image.ravel().round(3)), label) for image, label in zip(digits.images / 16, digits.target)}
-    batches = [dataset.__getitems__(list(range(len(dataset)))) for dataset in (train_set, eval_set)]
-    images = (torch.cat([batch["image"] for batch in batches]) * 16).round().flatten(1) / 16
-    labels = torch.cat([batch["label"] for batch in batches])
-    assert {(tuple(image.round(3)), label) for image, label in zip(images.double().numpy(), labels.numpy())} == expected
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-@pytest.mark.parametrize("place", ["", "MNIST/raw"])
-def test_idx_files(tmp_path: Path, suffix: str, place: str) -> None:
-    write_mnist(tmp_path / place, suffix)
-    train_set, eval_set = load_images(str(tmp_path))
-    assert (len(train_set), len(eval_set), train_set.image_shape, train_set.num_classes) == (256, 50, (1, 12, 12), 4)
-    batch = eval_set.__getitems__([5, 2])
-    assert batch["label"].tolist() == [1, 2]
-    assert batch["image"].shape == (2, 1, 12, 12) and batch["image"].dtype == torch.float32
-    assert torch.equal(batch["image"][0], eval_set[5]["image"])
-    assert batch["image"][:, 0, 0, 0].tolist() == pytest.approx([60 / 255, 120 / 255])
 
 
 def write_parquet(folder: Path, shape: tuple[int, ...], splits: dict[str, int]) -> None:
@@ -62,12 +36,12 @@ def write_parquet(folder: Path, shape: tuple[int, ...], splits: dict[str, int]) 
         Dataset.from_dict(rows, features=features).to_parquet(str(path))
 
 
-@pytest.mark.parametrize(("shape", "channels"), [((12, 12, 3), 3), pytest.param((12, 12), 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("shape", "channels"), [((12, 12, 3), 3), ((12, 12), 1)])
 def test_parquet_files_train_on_two_processes(tmp_path: Path, shape: tuple[int, ...], channels: int) -> None:
     write_parquet(tmp_path / "data", shape, {"train": 256, "test": 50})
     env = {"HF_HOME": str(tmp_path / "cache")}
     arguments = f"--data {tmp_path / 'data'} --epochs 20 --batch_size 32"
-    run = launch(tmp_path / "run", "ddp", "recipes/mnist.py", arguments, env=env)
+    run = fork(tmp_path / "run", "ddp", MNIST, arguments, env=env)
     assert run.column("eval/accuracy")[-1] == 1.0  # brightness tells the class
     assert run.weights["stem.weight"].shape[1] == channels
 
@@ -80,13 +54,13 @@ def test_set_of_one_split_holds_a_fifth_out(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_digits_reach_98_percent(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", "recipes/mnist.py")
+    run = fork(tmp_path / "run", "ddp", MNIST)
     assert run.column("eval/accuracy")[-1] >= 0.98
     assert run.stdout.startswith("2 processes on 1 machine, DDP, float32, batch 64 = 2 × 32")
 
 
 def test_recipe_runs_without_accelerate_launch(tmp_path: Path) -> None:
-    recipe = [str(ROOT / "recipes/mnist.py"), "--max_steps", "2"]
+    recipe = [str(ROOT / MNIST), "--max_steps", "2"]
     alone = execute([sys.executable, *recipe], tmp_path, tmp_path / "outputs" / "mnist")
     assert alone.exit_code == 0 and alone.card["num_processes"] == 1, alone.stderr
     command = ["torchrun", "--standalone", "--nproc_per_node", "2", *recipe, "--output_dir", "other"]
@@ -98,7 +72,7 @@ def test_recipe_runs_without_accelerate_launch(tmp_path: Path) -> None:
 def test_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (24, 160))
-    command = [sys.executable, str(ROOT / "recipes/mnist.py"), "--max_steps", "10"]
+    command = [sys.executable, str(ROOT / MNIST), "--max_steps", "10"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=end, stderr=end) as process:
         os.close(end)
         shown = b""
@@ -114,11 +88,18 @@ def test_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
 def test_cores_are_divided_among_processes_unless_the_user_chose(tmp_path: Path) -> None:
     """Launchers set OMP_NUM_THREADS=1 for each process, which leaves cores idle."""
     cores = len(os.sched_getaffinity(0))
-    for config, num_processes in (("single", 1), ("ddp", 2)):
-        run = launch(tmp_path / config, config, "recipes/mnist.py", "--max_steps 1", env={})
-        assert run.card["threads_per_process"] == max(1, cores // num_processes)
-    chosen = launch(tmp_path / "chosen", "single", "recipes/mnist.py", "--max_steps 1", env={"OMP_NUM_THREADS": "1"})
-    assert chosen.card["threads_per_process"] == 1
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import torch\n"
+        "from common import RunConfig, run, start\n"
+        "def main(config):\n"
+        "    start(config).print('threads', torch.get_num_threads())\n"
+        "run(main, RunConfig)\n"
+    )
+    chosen = {"OMP_NUM_THREADS": "1"}
+    for config, env, expected in (("single", {}, cores), ("ddp", {}, max(1, cores // 2)), ("single", chosen, 1)):
+        run = launch(tmp_path / "run", config, script, env=env)
+        assert f"threads {expected}\n" in run.stdout
 
 
 @needs_real_data
@@ -126,5 +107,5 @@ def test_cores_are_divided_among_processes_unless_the_user_chose(tmp_path: Path)
 def test_real_mnist_reaches_99_2_percent(tmp_path: Path) -> None:
     command = re.search(r"recipes/mnist.py (--data path/to/mnist .*)", (ROOT / "README.md").read_text())[1]
     arguments = command.replace("path/to/mnist", f"{REAL_DATA}/mnist")
-    run = launch(tmp_path / "run", "ddp", "recipes/mnist.py", arguments)
+    run = fork(tmp_path / "run", "ddp", MNIST, arguments)
     assert run.column("eval/accuracy")[-1] >= 0.992

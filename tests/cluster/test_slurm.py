@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, environment, until
-from test_checkpoint import COURSE
+from support.launching import environment, until
+from support.recipes import COURSE, DISTURBED
+from support.runs import ROOT, Run, assert_equal_to_the_last_bit
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = [
@@ -149,13 +150,13 @@ def submit(cluster: Cluster, folder: Path, arguments: str, *options: str) -> Job
     return Job(cluster, number, folder)
 
 
-ARGUMENTS = "--max_steps 5000 --log_every 100 --eval_every 5000 --lr_schedule constant"
+ARGUMENTS = "--max_steps 2000 --log_every 100 --eval_every 2000 --lr_schedule constant"
 
 
 def test_job_is_stopped_and_goes_on_by_itself(tmp_path: Path, cluster: Cluster, made_once: Callable[..., Run]) -> None:
     job = submit(cluster, tmp_path, ARGUMENTS)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    until(lambda: metrics.exists() and '"step": 500' in metrics.read_text())
+    until(lambda: metrics.exists() and '"step": 300' in metrics.read_text())
     cluster.command("scancel", "--signal=USR1", job.number)
     until(job.is_over, 300)
     assert cluster.state(job.number)["ExitCode"] == "0:0", job.output
@@ -183,7 +184,9 @@ def test_srun_starts_a_launcher_on_each_node(
 
 @pytest.mark.full
 def test_time_limit_leads_to_a_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
-    job = submit(cluster, tmp_path, ARGUMENTS.replace("5000", "10000000"), "--time=2", "--signal=USR1@60")
+    job = submit(
+        cluster, tmp_path, f"{ARGUMENTS} --max_steps 10000000 --eval_every 10000000", "--time=2", "--signal=USR1@60"
+    )
     until(lambda: "resumed from" in job.output, 400)
     assert "stopped: by SIGUSR1" in job.output
     cluster.command("scancel", job.number)

@@ -12,8 +12,10 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
-from hosts import ADDRESSES, Hosts, missing, two_hosts
-from launching import ROOT, largest_difference, launch
+from support.hosts import ADDRESSES, Hosts, missing, two_hosts
+from support.launching import fork
+from support.recipes import MNIST
+from support.runs import ROOT, largest_difference
 
 FOLDER = ROOT / "launchers" / "kubernetes"
 REASON = missing()
@@ -70,7 +72,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-@pytest.mark.xdist_group("hosts")
+@pytest.mark.xdist_group("kubernetes")
 @pytest.mark.parametrize("kind", ["Job", "TrainJob"])
 def test_what_a_pod_runs_trains(tmp_path: Path, hosts: Hosts, kind: str) -> None:
     """With one process a pod, and 6 steps, in place of 8 GPUs and the whole training."""
@@ -95,7 +97,7 @@ def test_what_a_pod_runs_trains(tmp_path: Path, hosts: Hosts, kind: str) -> None
     runs = hosts.run(commands, [tmp_path / "mnist"] * 2, ROOT, OMP_NUM_THREADS="1")
     assert [run.exit_code for run in runs] == [0, 0], [run.stderr for run in runs]
     assert "2 processes on 2 machines, DDP" in runs[0].stdout
-    alone = launch(tmp_path / "alone", "single", "recipes/mnist.py", "--max_steps 6")
+    alone = fork(tmp_path / "alone", "single", MNIST, "--max_steps 6")
     assert largest_difference(runs[0].column("eval/loss"), alone.column("eval/loss")) <= 1e-5
 
 

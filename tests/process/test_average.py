@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from launching import Run, largest_difference, launch
-from test_guards import refused
+from support.launching import fork
+from support.recipes import MNIST
+from support.runs import Run, largest_difference, refused
 
-MNIST = "recipes/mnist.py"
 STEPS = "--max_steps 6 --log_every 1 --eval_every 2 --save_every 1 --keep_checkpoints 6"
 
 pytestmark = pytest.mark.xdist_group("test_average")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("test_average")
 def averaged_by_hand(run: Run, decay: float) -> dict:
     """From the weights after each step, as the checkpoints have them; those before the first step follow from
     a run without a learning rate to speak of."""
-    start = launch(run.output_dir.parent / "start", "single", MNIST, "--max_steps 1 --learning_rate 1e-30")
+    start = fork(run.output_dir.parent / "start", "single", MNIST, "--max_steps 1 --learning_rate 1e-30")
     averages = start.weights
     for step in range(1, 7):
         saved = load_file(run.output_dir / "checkpoints" / f"step_{step:08d}" / "shard_00000.safetensors")
@@ -33,19 +33,19 @@ def expected(reference: Callable[..., Run]) -> dict:
     return averaged_by_hand(reference(MNIST, STEPS), decay=0.3)
 
 
-@pytest.mark.parametrize("config", [pytest.param("single", marks=pytest.mark.full), "ddp", "fsdp2"])
+@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
 def test_average_is_evaluated_exported_and_resumed(
     tmp_path: Path, reference: Callable[..., Run], expected: dict, config: str
 ) -> None:
     plain = reference(MNIST, STEPS)
-    run = launch(tmp_path / "run", config, MNIST, f"{STEPS} --ema_decay 0.3")
+    run = fork(tmp_path / "run", config, MNIST, f"{STEPS} --ema_decay 0.3")
     # Training goes on from the weights themselves, after evaluations, too.
     assert largest_difference(run.column("train/loss"), plain.column("train/loss")) <= 1e-5
     for name, average in expected.items():
         assert float((run.weights[name] - average).norm() / average.norm()) <= 1e-5
     assert largest_difference(run.column("eval/loss")[-1:], plain.column("eval/loss")[-1:]) > 1e-3
     checkpoint = run.output_dir / "checkpoints" / "step_00000003"
-    resumed = launch(
+    resumed = fork(
         tmp_path / "resumed", config, MNIST, f"{STEPS} --ema_decay 0.3 --resume_from_checkpoint {checkpoint}"
     )
     assert resumed.column("eval/loss") == run.column("eval/loss")[1:]
@@ -53,6 +53,6 @@ def test_average_is_evaluated_exported_and_resumed(
 
 
 def test_average_under_deepspeed_is_refused(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "deepspeed_zero2", MNIST, "--ema_decay 0.9", succeeds=False)
+    run = fork(tmp_path / "run", "deepspeed_zero2", MNIST, "--ema_decay 0.9", succeeds=False)
     assert "--ema_decay does not work under DeepSpeed" in refused(run)
     assert not (run.output_dir / "model").exists()

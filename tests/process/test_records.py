@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.optimizer import parameter_groups
-from launching import Run, launch
+from support.launching import fork
+from support.recipes import LINEAR
+from support.runs import Run
 
-LINEAR = "recipes/linear_regression.py"
 SHORT = "--max_steps 20 --log_every 5 --eval_every 10"
 
 
 def test_tensorboard_shows_config_metrics_and_summary(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = launch(tmp_path / "run", "ddp", LINEAR, f"{SHORT} --report_to tensorboard")
+    run = fork(tmp_path / "run", "ddp", LINEAR, f"{SHORT} --report_to tensorboard")
     events = EventAccumulator(str(run.output_dir / "tensorboard" / "linear_regression")).Reload()
     for name in ("train/loss", "learning_rate", "grad_norm", "eval/r2"):
         expected = {record["step"]: record[name] for record in run.records if name in record}
@@ -28,7 +28,7 @@ def test_tensorboard_shows_config_metrics_and_summary(tmp_path: Path) -> None:
 
 def test_trackio_has_the_run(tmp_path: Path) -> None:
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    run = launch(tmp_path / "run", "ddp", LINEAR, f"{SHORT} --report_to trackio", env=env)
+    run = fork(tmp_path / "run", "ddp", LINEAR, f"{SHORT} --report_to trackio", env=env)
     import sqlite3
 
     (database,) = (tmp_path / "trackio").glob("linear_regression*.db")
@@ -44,14 +44,14 @@ def test_trackio_has_the_run(tmp_path: Path) -> None:
 
 
 def test_wandb_offline_has_the_run(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", LINEAR, f"{SHORT} --report_to wandb", env={"WANDB_MODE": "offline"})
+    run = fork(tmp_path / "run", "ddp", LINEAR, f"{SHORT} --report_to wandb", env={"WANDB_MODE": "offline"})
     (log,) = (run.output_dir / "wandb").glob("offline-run-*/run-*.wandb")
     content = log.read_bytes()
     assert all(name in content for name in (b"batch_size", b"train/loss", b"summary/eval/r2"))
 
 
 def test_profile_traces_three_steps_of_each_process(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", LINEAR, "--max_steps 8 --profile")
+    run = fork(tmp_path / "run", "ddp", LINEAR, "--max_steps 8 --profile")
     for rank in range(2):
         trace = json.loads((run.output_dir / "profile" / f"rank_{rank}.json").read_text())
         names = [event.get("name", "") for event in trace["traceEvents"]]
@@ -60,19 +60,19 @@ def test_profile_traces_three_steps_of_each_process(tmp_path: Path) -> None:
 
 
 def test_too_few_steps_for_a_trace_lose_nothing(tmp_path: Path) -> None:
-    first = launch(tmp_path / "run", "single", LINEAR, "--max_steps 3")
-    second = launch(tmp_path / "run", "single", LINEAR, "--max_steps 3 --profile", succeeds=False)
+    first = fork(tmp_path / "run", "single", LINEAR, "--max_steps 3")
+    second = fork(tmp_path / "run", "single", LINEAR, "--max_steps 3 --profile", succeeds=False)
     assert "error: --profile needs 6 steps, there are 3: type --max_steps" in second.stderr
     assert second.card == first.card and second.weights.keys() == {"weight", "bias"}
 
 
 def test_run_card_repeats_the_run(tmp_path: Path) -> None:
     arguments = f"{SHORT} --seed 3 --learning_rate 0.02 --micro_batch_size 16 --momentum 0"
-    first = launch(tmp_path / "first", "ddp", LINEAR, arguments)
-    again = launch(tmp_path / "again", "ddp", LINEAR, f"--repeat {first.output_dir / 'run.json'}")
+    first = fork(tmp_path / "first", "ddp", LINEAR, arguments)
+    again = fork(tmp_path / "again", "ddp", LINEAR, f"--repeat {first.output_dir / 'run.json'}")
     assert losses(again) == losses(first) and len(losses(first)) == 4
     assert again.card["gradient_accumulation_steps"] == 2
-    other = launch(tmp_path / "other", "ddp", LINEAR, f"--repeat {first.output_dir / 'run.json'} --seed 4")
+    other = fork(tmp_path / "other", "ddp", LINEAR, f"--repeat {first.output_dir / 'run.json'} --seed 4")
     assert losses(other) != losses(first)  # what is given wins
 
 
@@ -80,23 +80,12 @@ def losses(run: Run) -> list[float]:
     return run.column("train/loss")
 
 
-def test_weight_decay_is_of_weights_that_multiply() -> None:
-    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Conv1d(4, 4, 1), torch.nn.LayerNorm(4))
-    head = torch.nn.Linear(4, 7)
-    head.weight = model[0].weight  # tied
-    model.append(head)
-    decaying, others = parameter_groups(model, 0.1)
-    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert [p.shape for p in decaying["params"]] == [(4, 4, 1)]
-    assert len(others["params"]) == 5  # embedding once, biases, gains
-
-
 def test_weight_decay_reaches_the_optimizer(tmp_path: Path) -> None:
     """One step at learning rate 0.1 and decay 1 shrinks weights by 10 % more, the bias by nothing."""
     arguments = "--max_steps 1 --momentum 0 --learning_rate 0.1 --lr_schedule constant"
     for config in ("ddp", "deepspeed_zero2"):
-        plain = launch(tmp_path / f"{config} plain", config, LINEAR, arguments)
-        decayed = launch(tmp_path / f"{config} decayed", config, LINEAR, arguments + " --weight_decay 1")
+        plain = fork(tmp_path / f"{config} plain", config, LINEAR, arguments)
+        decayed = fork(tmp_path / f"{config} decayed", config, LINEAR, arguments + " --weight_decay 1")
         torch.manual_seed(0)
         initial = torch.nn.Linear(10, 1)
         expected = plain.weights["weight"] - 0.1 * initial.weight.detach()

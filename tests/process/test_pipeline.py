@@ -1,32 +1,29 @@
 """Promise: a pipeline gives the result of one process, and one that cannot run is refused before any training."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from common.pipeline import layer_bounds
-from launching import Run, largest_difference, launch
-from small_model import write_model
-from test_guards import refused
-from test_one_result import RECIPES, assert_same_result
+from support.launching import fork
+from support.recipes import LINEAR, MNIST, RECIPES
+from support.runs import Run, assert_same_result, largest_difference, refused
+from support.small_model import write_model
 
 SCRIPT, ARGUMENTS = RECIPES["transformer"]
-FOUR_LAYERS = ARGUMENTS.replace("--num_layers 2", "--num_layers 4")
+FOUR_LAYERS = f"{ARGUMENTS} --num_layers 4"
 
 
 @pytest.mark.parametrize(
     ("arguments", "flags", "num_processes", "expected"),
     [
         (ARGUMENTS, "--pipeline_stages 2 --pipeline_schedule gpipe", 4, "DDP 2 × pipeline of 2 stages"),
-        pytest.param(
+        (
             FOUR_LAYERS,
             "--pipeline_stages 3 --pipeline_split parameters --micro_batch_size 2",
             3,
             "pipeline of 3 stages",
-            marks=pytest.mark.full,
         ),
         pytest.param(ARGUMENTS, "--pipeline_stages 2 --compile", 2, "pipeline of 2 stages", marks=pytest.mark.full),
     ],
@@ -34,7 +31,7 @@ FOUR_LAYERS = ARGUMENTS.replace("--num_layers 2", "--num_layers 4")
 def test_pipeline_gives_the_result_of_one_process(
     tmp_path: Path, reference: Callable[..., Run], arguments: str, flags: str, num_processes: int, expected: str
 ) -> None:
-    run = launch(tmp_path / "run", "pipeline_parallel", SCRIPT, f"{arguments} {flags}", num_processes)
+    run = fork(tmp_path / "run", "pipeline_parallel", SCRIPT, f"{arguments} {flags}", num_processes)
     assert run.card["parallelism"] == expected
     assert_same_result(run, reference(SCRIPT, arguments))
 
@@ -45,19 +42,18 @@ def test_untied_embeddings_clipping_and_averaged_weights(tmp_path: Path) -> None
     (tmp_path / "words.txt").write_text("one two three four " * 100)
     arguments = f"--data {tmp_path / 'words.txt'} --model_name_or_path {tmp_path / 'tiny'} --context 16 --batch_size 4"
     arguments += " --max_steps 5 --log_every 1 --sample_tokens 0 --max_grad_norm 0.1 --ema_decay 0.9"
-    whole = launch(tmp_path / "whole", "single", SCRIPT, arguments)
+    whole = fork(tmp_path / "whole", "single", SCRIPT, arguments)
     assert min(whole.column("grad_norm")) > 0.1  # it does clip
-    run = launch(tmp_path / "run", "pipeline_parallel", SCRIPT, f"{arguments} --pipeline_stages 2")
+    run = fork(tmp_path / "run", "pipeline_parallel", SCRIPT, f"{arguments} --pipeline_stages 2")
     assert_same_result(run, whole)
     weights = AutoModelForCausalLM.from_pretrained(run.output_dir / "model").state_dict()
     assert weights.keys() == whole.weights.keys()
 
 
-@pytest.mark.full
 def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> None:
     options = "--mixed_precision bf16"
-    whole = launch(tmp_path / "whole", "single", SCRIPT, ARGUMENTS, options=options)
-    run = launch(tmp_path / "run", "pipeline_parallel", SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", options=options)
+    whole = fork(tmp_path / "whole", "single", SCRIPT, ARGUMENTS, options=options)
+    run = fork(tmp_path / "run", "pipeline_parallel", SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", options=options)
     assert run.card["precision"] == "bf16"
     for name in ("train/loss", "eval/loss"):
         assert largest_difference(run.column(name), whole.column(name)) <= 0.005
@@ -75,44 +71,18 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
             "1 micro-batches are fewer than --pipeline_stages 2, of which some would stand idle: type "
             "--micro_batch_size 8",
         ),
-        ("recipes/mnist.py", "--pipeline_stages 2", 2, "ConvNet cannot be cut into stages: remove --pipeline_stages"),
-        ("recipes/linear_regression.py", "--pipeline_stages 2", 2, "Linear cannot be cut into stages"),
+        (MNIST, "--pipeline_stages 2", 2, "ConvNet cannot be cut into stages: remove --pipeline_stages"),
+        (LINEAR, "--pipeline_stages 2", 2, "Linear cannot be cut into stages"),
     ],
 )
 def test_pipeline_that_cannot_run(
     tmp_path: Path, script: str, arguments: str, num_processes: int, expected: str
 ) -> None:
-    run = launch(tmp_path / "run", "pipeline_parallel", script, arguments, num_processes, succeeds=False)
+    run = fork(tmp_path / "run", "pipeline_parallel", script, arguments, num_processes, succeeds=False)
     assert expected in refused(run)
     assert not (run.output_dir / "metrics.jsonl").exists()
 
 
 def test_pipeline_under_another_parallelism_is_refused(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "fsdp2", SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", succeeds=False)
+    run = fork(tmp_path / "run", "fsdp2", SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", succeeds=False)
     assert "type --config_file accelerate_configs/pipeline_parallel.yaml" in refused(run)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "before", "after", "num_stages", "expected"),
-    [
-        ([1, 1, 1, 1], 0, 0, 2, [0, 2, 4]),
-        ([1, 1, 1], 0, 0, 3, [0, 1, 2, 3]),
-        ([1, 1, 1, 1], 0, 0, 1, [0, 4]),
-        ([4, 4, 4, 4], 9, 0, 2, [0, 1, 4]),  # 13 and 12
-        ([4, 4, 4, 4], 0, 5, 2, [0, 3, 4]),  # 12 and 9
-        ([1, 1, 8, 1], 0, 0, 3, [0, 2, 3, 4]),
-    ],
-)
-def test_largest_stage_is_as_small_as_can_be(
-    sizes: list[int], before: int, after: int, num_stages: int, expected: list[int]
-) -> None:
-    def largest(bounds: list[int]) -> int:
-        stages = [sum(sizes[start:end]) for start, end in pairwise(bounds)]
-        stages[0] += before
-        stages[-1] += after
-        return max(stages)
-
-    bounds = layer_bounds(sizes, before, after, num_stages)
-    assert bounds[0] == 0 and bounds[-1] == len(sizes) and len(bounds) == num_stages + 1
-    assert all(start < end for start, end in pairwise(bounds))
-    assert largest(bounds) == largest(expected)

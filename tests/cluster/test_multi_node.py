@@ -14,19 +14,10 @@ from pathlib import Path
 import pytest
 
 from common.output_dir import read_card
-from hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, wait
-from launching import (
-    DISTURBED,
-    ROOT,
-    Run,
-    assert_equal_to_the_last_bit,
-    execute,
-    largest_difference,
-    until,
-    weight_distance,
-)
-from test_checkpoint import COURSE
-from test_one_result import RECIPES
+from support.hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, wait
+from support.launching import execute, until
+from support.recipes import COURSE, DISTURBED, RECIPES
+from support.runs import ROOT, Run, assert_equal_to_the_last_bit, largest_difference, weight_distance
 
 REASON = missing()
 pytestmark = [
@@ -141,7 +132,10 @@ LAUNCH = f"--num_processes 6 {launch_of('multi_node_ddp', '--max_steps 2')}"  # 
             {1: {"main_process_ip": "nobody.invalid"}},
             {0: (1, "machine 1 of 2 did not"), 1: (1, "nobody.invalid does not resolve on node1")},
         ),
-        ({1: {"machine_rank": 2}}, {0: (1, "machine 1 of 2"), 1: (2, "--machine_rank 2 with --num_machines 2: expec")}),
+        (
+            {1: {"machine_rank": 2}},
+            {0: (1, "machine 1 of 2"), 1: (2, "--machine_rank 2 with --num_machines 2: expect")},
+        ),
     ],
     ids=["address", "port", "not mine", "rank twice", "number", "missing", "placeholder", "name", "rank"],
 )
@@ -271,7 +265,7 @@ def test_machine_whose_processes_come_late(tmp_path: Path, hosts: Hosts) -> None
 def test_link_that_is_cut_ends_both_sides_and_a_restart_resumes(
     tmp_path: Path, hosts: Hosts, made_once: Callable[..., Run]
 ) -> None:
-    arguments = "--max_steps 600 --save_every 20 --log_every 20 --eval_every 600"
+    arguments = "--max_steps 300 --save_every 20 --log_every 20 --eval_every 300"
     output_dir = tmp_path / "run"
     metrics = output_dir / "metrics.jsonl"
     launch = launch_of("multi_node_ddp", f"{arguments} --output_dir {output_dir} {LATEST} --hang_timeout 10")

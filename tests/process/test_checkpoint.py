@@ -1,7 +1,6 @@
 """Promise: a run that was killed at any moment goes on as if nothing had been, under any config; nothing is
 overwritten unasked."""
 
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,31 +10,34 @@ import torch
 from safetensors.torch import load_file
 
 from common.group import CpuGroup
-from common.state import TrainState
 from common.storage import Reader
-from launching import DISTURBED, ROOT, Run, assert_equal_to_the_last_bit, largest_difference, launch, weight_distance
-from test_guards import refused
-from test_one_result import RECIPES
+from support.launching import fork, launch
+from support.recipes import COURSE, DISTURBED, FLAGS, LATEST, MNIST, RECIPES
+from support.runs import ROOT, Run, assert_equal_to_the_last_bit, largest_difference, refused, weight_distance
 
-MNIST = "recipes/mnist.py"
 STEPS = "--max_steps 12 --log_every 1 --eval_every 4 --save_every 4 --lr_schedule cosine"
-# 4 steps an epoch, records every 3 steps, evaluations every 4: each resumed run is in the middle of something.
-COURSE = "--max_steps 14 --save_every 3"
-LATEST = "--resume_from_checkpoint latest"
 
 
 def kill_and_resume(
-    tmp_path: Path, config: str, fault: str, step: int, process: int, flags: str, options: str = ""
+    tmp_path: Path,
+    config: str,
+    fault: str,
+    step: int,
+    process: int,
+    flags: str,
+    options: str = "",
+    launched: bool = False,
 ) -> Run:
     """Starts a run to which `fault` happens, and then again."""
     flags += f" --fault {fault} --fault_step {step} --fault_process {process}"
-    first = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", options=options, succeeds=False)
+    start = launch if launched else fork
+    first = start(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", options=options, succeeds=False)
     assert first.exit_code != 0 and (first.output_dir / "fault_was_here").exists(), first.stdout + first.stderr
     assert not (first.output_dir / "model").exists()
     assert f'File "{ROOT}/common' not in first.stdout + first.stderr, "a traceback of ours"
     for path in first.output_dir.glob("checkpoints/step_*"):
         Reader.verified(path, CpuGroup())
-    run = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}", options=options)
+    run = fork(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}", options=options)
     assert run.card["status"] == "done" and run.card["attempt"] == 2
     return run
 
@@ -44,35 +46,37 @@ def kill_and_resume(
     ("config", "fault", "step", "process", "flags"),
     [
         ("single", "kill", 8, 0, ""),  # on the boundary of an epoch
-        pytest.param("ddp", "kill", 10, 1, "", marks=pytest.mark.full),  # in the middle of the third
+        ("ddp", "kill", 10, 1, ""),  # in the middle of the third
         ("fsdp2", "kill_all", 7, 0, ""),
         ("deepspeed_zero2", "kill", 11, 1, ""),
         ("ddp", "kill_launcher", 5, 0, ""),
         ("ddp", "write", 7, 0, ""),
         ("ddp", "write", 8, 0, "--async_save"),
-        pytest.param("fsdp2", "write", 2, 1, "", marks=pytest.mark.full),
+        ("fsdp2", "write", 2, 1, ""),
     ],
 )
 def test_killed_run_goes_on_as_the_undisturbed_one(
     tmp_path: Path, undisturbed: Callable[[str, str], Run], config: str, fault: str, step: int, process: int, flags: str
 ) -> None:
-    run = kill_and_resume(tmp_path, config, fault, step, process, flags)
+    """What a launcher does when all of its processes, or itself, are killed is shown with the real one."""
+    launched = fault in ("kill_all", "kill_launcher")
+    run = kill_and_resume(tmp_path, config, fault, step, process, flags, launched=launched)
     assert_equal_to_the_last_bit(run, undisturbed(config, COURSE))
 
 
-FULL = [
-    ("ddp_bf16", ""),
-    ("fsdp2_bf16", ""),
-    ("hsdp", ""),
-    ("deepspeed_zero1", "--mixed_precision bf16"),
-    ("deepspeed_zero2_bf16", ""),
-    ("deepspeed_zero3", "--mixed_precision bf16"),
-    ("deepspeed_zero3_offload", ""),
-]
-
-
 @pytest.mark.parametrize(
-    ("config", "options"), [("deepspeed_zero3", ""), *(pytest.param(*one, marks=pytest.mark.full) for one in FULL)]
+    ("config", "options"),
+    [
+        ("ddp_bf16", ""),
+        ("fsdp2_bf16", ""),
+        ("hsdp", ""),
+        ("deepspeed_zero1", ""),
+        ("deepspeed_zero1", "--mixed_precision bf16"),
+        ("deepspeed_zero2_bf16", ""),
+        ("deepspeed_zero3", ""),
+        ("deepspeed_zero3", "--mixed_precision bf16"),
+        ("deepspeed_zero3_offload", ""),
+    ],
 )
 def test_killed_run_goes_on_under_each_config(
     tmp_path: Path, made_once: Callable[..., Run], config: str, options: str
@@ -94,13 +98,11 @@ def test_killed_anywhere(tmp_path: Path, undisturbed: Callable[[str, str], Run],
     assert_equal_to_the_last_bit(run, undisturbed(config, COURSE))
 
 
-@pytest.mark.parametrize(
-    "config", ["ddp", "fsdp2", *(pytest.param(name, marks=pytest.mark.full) for name in ("single", "deepspeed_zero2"))]
-)
+@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2", "deepspeed_zero2"])
 def test_steps_go_on_while_a_checkpoint_is_written(
     tmp_path: Path, undisturbed: Callable[[str, str], Run], config: str
 ) -> None:
-    run = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} --async_save --fault slow_write")
+    run = fork(tmp_path / "run", config, DISTURBED, f"{COURSE} --async_save --fault slow_write")
     assert int((run.output_dir / "fault_was_here").read_text()) > 0
     expected = undisturbed(config, COURSE)
     assert_equal_to_the_last_bit(run, expected)
@@ -119,8 +121,7 @@ def test_launcher_starts_a_killed_run_again_by_itself(tmp_path: Path, undisturbe
 
 # Each goes on where the one before it was, two steps further.
 RELAYS = {
-    "mnist mlp": "ddp hsdp fsdp2_tensor_parallel deepspeed_zero2 deepspeed_zero3 single",
-    "mnist mlp, all": "single ddp fsdp2 hsdp tensor_parallel fsdp2_tensor_parallel deepspeed_zero1 deepspeed_zero2 "
+    "mnist mlp": "single ddp fsdp2 hsdp tensor_parallel fsdp2_tensor_parallel deepspeed_zero1 deepspeed_zero2 "
     "deepspeed_zero3 fsdp2",
     "transformer": "tensor_parallel pipeline_parallel deepspeed_zero3",
 }
@@ -131,22 +132,21 @@ RELAYS = {
     [
         ("mnist mlp", ""),
         ("transformer", ""),
-        pytest.param("mnist mlp, all", "", marks=pytest.mark.full),
-        pytest.param("mnist mlp, all", "--optimizer sgd --learning_rate 0.1", marks=pytest.mark.full),
+        ("mnist mlp", "--optimizer sgd --learning_rate 0.1"),
     ],
 )
 def test_checkpoint_of_any_config_loads_under_any_other(
     tmp_path: Path, reference: Callable[..., Run], relay: str, optimizer: str
 ) -> None:
-    script, arguments = RECIPES[relay.partition(",")[0]]
+    script, arguments = RECIPES[relay]
     expected = reference(script, f"{arguments} {optimizer}")
     for number, config in enumerate(RELAYS[relay].split()):
         flags = f"{arguments} {optimizer} --save_every 2 --keep_checkpoints 10"
-        flags += " --pipeline_stages 2" if config == "pipeline_parallel" else ""
+        flags += FLAGS.get(config, "")
         if number:
             path = tmp_path / str(number - 1) / "checkpoints" / f"step_{2 * number:08d}"
             flags += f" --resume_from_checkpoint {path}"
-        run = launch(tmp_path / str(number), config, script, flags)
+        run = fork(tmp_path / str(number), config, script, flags)
         assert largest_difference(run.column("train/loss"), expected.column("train/loss")[2 * number :]) <= 1e-5
         assert run.column("learning_rate") == expected.column("learning_rate")[2 * number :]
         assert weight_distance(run, expected) <= 1e-5, config
@@ -154,49 +154,45 @@ def test_checkpoint_of_any_config_loads_under_any_other(
 
 def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
     path = undisturbed("ddp", COURSE).output_dir / "checkpoints" / "step_00000012"
-    run = launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} --resume_from_checkpoint {path}")
+    run = fork(tmp_path / "run", "single", DISTURBED, f"{COURSE} --resume_from_checkpoint {path}")
     assert "it was saved by 2 processes and goes on in 1 process: samples" in run.stdout
     assert run.column("learning_rate") == undisturbed("ddp", COURSE).column("learning_rate")[-1:]
 
 
-@pytest.mark.full
 def test_sums_of_a_record_under_way_go_on_under_another_number_of_processes(tmp_path: Path) -> None:
     arguments = "--max_steps 8 --log_every 4 --save_every 2 --keep_checkpoints 9 --model mlp"
-    one, two = (launch(tmp_path / config, config, MNIST, arguments) for config in ("single", "ddp"))
-    three = launch(tmp_path / "tensor_parallel", "tensor_parallel", MNIST, arguments)  # both count the same losses
+    one, two = (fork(tmp_path / config, config, MNIST, arguments) for config in ("single", "ddp"))
+    three = fork(tmp_path / "tensor_parallel", "tensor_parallel", MNIST, arguments)  # both count the same losses
     for step, config, source in ((6, "single", two), (2, "fsdp2", one), (6, "ddp", three), (2, "tensor_parallel", two)):
         path = source.output_dir / "checkpoints" / f"step_{step:08d}"
-        run = launch(tmp_path / f"{config}_{step}", config, MNIST, f"{arguments} --resume_from_checkpoint {path}")
+        run = fork(tmp_path / f"{config}_{step}", config, MNIST, f"{arguments} --resume_from_checkpoint {path}")
         assert largest_difference(run.column("train/loss"), one.column("train/loss")[step // 4 :]) <= 1e-5
 
 
-@pytest.mark.full
 def test_processes_that_share_samples_share_random_states(tmp_path: Path) -> None:
     """After a resume from a config whose processes do not, on as many processes."""
     arguments = "--max_steps 4 --save_every 2 --keep_checkpoints 9 --model mlp"
-    path = launch(tmp_path / "ddp", "ddp", MNIST, arguments).output_dir / "checkpoints" / "step_00000002"
-    run = launch(tmp_path / "run", "tensor_parallel", MNIST, f"{arguments} --resume_from_checkpoint {path}")
+    path = fork(tmp_path / "ddp", "ddp", MNIST, arguments).output_dir / "checkpoints" / "step_00000002"
+    run = fork(tmp_path / "run", "tensor_parallel", MNIST, f"{arguments} --resume_from_checkpoint {path}")
     assert "it was saved by 2 processes and goes on in 2 processes in 1 group" in run.stdout
     reader = Reader(run.output_dir / "checkpoints" / "step_00000004")
     states = [reader.tensor(f"process_0000{process}.random.torch") for process in (0, 1)]
     assert torch.equal(*states)
 
 
-@pytest.mark.full
 def test_evaluation_that_a_signal_ended_is_recorded_once(
     tmp_path: Path, undisturbed: Callable[[str, str], Run]
 ) -> None:
     flags = "--fault evaluation --fault_step 1"
-    run = launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} {flags}", succeeds=False)
+    run = fork(tmp_path / "run", "single", DISTURBED, f"{COURSE} {flags}", succeeds=False)
     (run.output_dir / "fault_was_here").unlink()
     flags = f"{LATEST} --fault kill --fault_step 0"  # after the evaluation, before the next checkpoint
-    again = launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} {flags}", succeeds=False)
+    again = fork(tmp_path / "run", "single", DISTURBED, f"{COURSE} {flags}", succeeds=False)
     assert again.records[-1]["step"] == 4 and "eval/loss" in again.records[-1]
-    last = launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} {LATEST}")
+    last = fork(tmp_path / "run", "single", DISTURBED, f"{COURSE} {LATEST}")
     assert_equal_to_the_last_bit(last, undisturbed("single", COURSE))
 
 
-@pytest.mark.full
 def test_launcher_does_not_start_again_as_another_run(tmp_path: Path) -> None:
     """The first attempt of --overwrite_output_dir dies before it has removed what is there."""
     launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} --seed 1")
@@ -214,48 +210,40 @@ def test_launcher_does_not_start_again_as_another_run(tmp_path: Path) -> None:
     assert (tmp_path / "died").exists() and (run.card["attempt"], run.card["num_processes"]) == (1, 2), run.stdout
 
 
-def test_number_that_is_none_is_never_the_best() -> None:
-    state = TrainState()
-    values = [math.nan, 0.5, math.inf, 0.1, math.nan]
-    assert [state.is_best("loss", value) for value in values] == [False, True, False, True, False]
-    assert state.is_best("accuracy", 0.05) and state.num_not_better == 0  # another metric
-
-
-@pytest.mark.full
 def test_finished_run_without_a_checkpoint_is_not_made_again(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "single", DISTURBED, "--max_steps 4")
-    again = launch(tmp_path / "run", "single", DISTURBED, f"--max_steps 4 {LATEST}")
+    run = fork(tmp_path / "run", "single", DISTURBED, "--max_steps 4")
+    again = fork(tmp_path / "run", "single", DISTURBED, f"--max_steps 4 {LATEST}")
     assert "nothing to do" in again.stdout and again.card == run.card
-    longer = launch(tmp_path / "run", "single", DISTURBED, f"--max_steps 6 {LATEST}")
+    longer = fork(tmp_path / "run", "single", DISTURBED, f"--max_steps 6 {LATEST}")
     assert longer.records[-1]["step"] == 6
 
 
 def test_folder_with_checkpoints_of_another_run_is_not_mixed(tmp_path: Path, finished: Run) -> None:
-    run = launch(tmp_path / "run", "single", MNIST, "--max_steps 4 --save_every 2")
+    run = fork(tmp_path / "run", "single", MNIST, "--max_steps 4 --save_every 2")
     path = finished.output_dir / "checkpoints" / "step_00000012"
     flags = f"--max_steps 16 --save_every 2 --resume_from_checkpoint {path}"
-    line = refused(launch(run.output_dir, "single", MNIST, flags, succeeds=False))
+    line = refused(fork(run.output_dir, "single", MNIST, flags, succeeds=False))
     assert "holds checkpoints of another run than" in line and run.checkpoints == [2, 4]
     (run.output_dir / "checkpoints" / "step_00000004.bak").mkdir()
-    over = launch(run.output_dir, "single", MNIST, f"{flags} --overwrite_output_dir")
+    over = fork(run.output_dir, "single", MNIST, f"{flags} --overwrite_output_dir")
     assert over.checkpoints[-1] == 16 and 4 not in over.checkpoints
     assert (run.output_dir / "checkpoints" / "step_00000004.bak").exists()
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return launch(tmp_path_factory.mktemp("finished") / "run", "single", MNIST, STEPS)
+    return fork(tmp_path_factory.mktemp("finished") / "run", "single", MNIST, STEPS)
 
 
 def test_started_again_without_a_word_loses_nothing(finished: Run) -> None:
     card = finished.card
-    line = refused(launch(finished.output_dir, "single", MNIST, STEPS, succeeds=False))
+    line = refused(fork(finished.output_dir, "single", MNIST, STEPS, succeeds=False))
     assert "type --resume_from_checkpoint latest to go on, --overwrite_output_dir to start over" in line
     assert Run(0, "", "", finished.output_dir).card == card
 
 
 def test_resuming_a_finished_run_says_so(finished: Run) -> None:
-    run = launch(finished.output_dir, "single", MNIST, f"{STEPS} --resume_from_checkpoint latest")
+    run = fork(finished.output_dir, "single", MNIST, f"{STEPS} {LATEST}")
     assert "nothing to do" in run.stdout and run.card["status"] == "done"
     assert run.column("train/loss") == finished.column("train/loss")
 
@@ -271,18 +259,18 @@ def test_resuming_a_finished_run_says_so(finished: Run) -> None:
     ],
 )
 def test_resuming_as_another_run_is_refused(finished: Run, arguments: str, expected: str) -> None:
-    arguments = f"{STEPS.replace('12', '20')} --resume_from_checkpoint latest {arguments}"
-    assert expected in refused(launch(finished.output_dir, "single", MNIST, arguments, succeeds=False))
+    arguments = f"{STEPS} --max_steps 20 {LATEST} {arguments}"
+    assert expected in refused(fork(finished.output_dir, "single", MNIST, arguments, succeeds=False))
 
 
 def test_latest_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", MNIST, "--max_steps 2 --resume_from_checkpoint latest")
+    run = fork(tmp_path / "run", "ddp", MNIST, f"--max_steps 2 {LATEST}")
     assert "a fresh start" in run.stdout and run.card["attempt"] == 1
 
 
 def test_overwriting_starts_over(tmp_path: Path) -> None:
-    launch(tmp_path / "run", "single", MNIST, STEPS)
-    run = launch(tmp_path / "run", "single", MNIST, "--max_steps 2 --log_every 1 --overwrite_output_dir")
+    fork(tmp_path / "run", "single", MNIST, STEPS)
+    run = fork(tmp_path / "run", "single", MNIST, "--max_steps 2 --log_every 1 --overwrite_output_dir")
     assert run.column("train/loss") and len(run.column("train/loss")) == 2
     assert run.checkpoints == []
 
@@ -295,23 +283,23 @@ def damage(path: Path) -> None:
 
 def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
     flags = f"{COURSE} --fault kill_all --fault_step 10"
-    run = launch(tmp_path / "run", "ddp", DISTURBED, flags, succeeds=False)
+    run = fork(tmp_path / "run", "ddp", DISTURBED, flags, succeeds=False)
     newest = run.output_dir / "checkpoints" / "step_00000009"
     assert run.checkpoints == [6, 9]
     damage(newest / "shard_00001.safetensors")
     with (run.output_dir / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 10, "tr')  # half a record, as a full disk leaves it
     line = refused(
-        launch(run.output_dir, "ddp", DISTURBED, f"{COURSE} --resume_from_checkpoint {newest}", succeeds=False)
+        fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} --resume_from_checkpoint {newest}", succeeds=False)
     )
     assert "is no whole checkpoint (shard_00001.safetensors was altered): type latest" in line
-    run = launch(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}")
+    run = fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}")
     assert f"{newest} is no whole checkpoint (shard_00001.safetensors was altered): taking the one" in run.stdout
     assert (newest.parent / f"damaged_{newest.name}").is_dir()
     assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
     for path in run.output_dir.glob("checkpoints/step_*"):
         damage(path / "manifest.json")
-    line = refused(launch(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}", succeeds=False))
+    line = refused(fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}", succeeds=False))
     assert "no checkpoint in" in line and "is whole: type --overwrite_output_dir" in line
 
 
@@ -323,7 +311,7 @@ def test_checkpoint_that_cannot_be_written(tmp_path: Path, flag: str) -> None:
         f"import resource, runpy\nresource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))\n"
         f"runpy.run_path({str(ROOT / DISTURBED)!r}, run_name='__main__')\n"
     )
-    run = launch(tmp_path / "run", "ddp", limited, f"{COURSE} {flag} --width 3000", succeeds=False)
+    run = fork(tmp_path / "run", "ddp", limited, f"{COURSE} {flag} --width 3000", succeeds=False)
     output = run.stdout + run.stderr
     assert run.checkpoints == [] and "the checkpoint of step 3 could not be written" in output
     assert not list(run.output_dir.glob("checkpoints/*")), "what takes the room that the next one needs"
@@ -333,28 +321,27 @@ def test_checkpoint_that_cannot_be_written(tmp_path: Path, flag: str) -> None:
 
 def test_output_dir_that_vanishes(tmp_path: Path) -> None:
     flags = f"{COURSE} --fault vanish --fault_step 7"
-    run = launch(tmp_path / "run", "ddp", DISTURBED, flags, succeeds=False)
+    run = fork(tmp_path / "run", "ddp", DISTURBED, flags, succeeds=False)
     assert run.stdout.count("the checkpoint of step 9 could not be written") == 1
     assert "model cannot be written (No such file or directory)" in run.stderr
     away = Run(0, "", "", tmp_path / "run.away")
     assert away.checkpoints == [3, 6] and not run.output_dir.exists()
-    again = launch(away.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}")
+    again = fork(away.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}")
     assert again.column("train/loss")[-1] == away.column("train/loss")[-1]
 
 
 def test_best_weights_are_kept_and_patience_ends_a_run(tmp_path: Path) -> None:
     arguments = "--max_steps 40 --log_every 1 --eval_every 2 --save_every 4 --learning_rate 0.3 --lr_schedule constant"
     arguments += " --metric_for_best_model loss --early_stopping_patience 3"
-    run = launch(tmp_path / "run", "fsdp2", DISTURBED, arguments)
+    run = fork(tmp_path / "run", "fsdp2", DISTURBED, arguments)
     losses = run.column("eval/loss")
     best = losses.index(min(losses))
     assert len(losses) == best + 4 < 20 and run.card["status"] == "done"
     kept = load_file(run.output_dir / "best" / "model.safetensors")
-    until = arguments.replace("--max_steps 40", f"--max_steps {2 * best + 2}")
-    at_best = launch(tmp_path / "best", "fsdp2", DISTURBED, until)
+    at_best = fork(tmp_path / "best", "fsdp2", DISTURBED, f"{arguments} --max_steps {2 * best + 2}")
     assert all(torch.equal(kept[name], weight) for name, weight in at_best.weights.items())
     assert any(not torch.equal(kept[name], weight) for name, weight in run.weights.items())
-    again = launch(run.output_dir, "fsdp2", DISTURBED, f"{arguments} {LATEST}")
+    again = fork(run.output_dir, "fsdp2", DISTURBED, f"{arguments} {LATEST}")
     assert "nothing to do" in again.stdout
 
 
@@ -366,5 +353,5 @@ def test_best_weights_are_kept_and_patience_ends_a_run(tmp_path: Path) -> None:
     ],
 )
 def test_metric_that_is_not_there(tmp_path: Path, arguments: str, expected: str) -> None:
-    run = launch(tmp_path / "run", "ddp", DISTURBED, arguments, succeeds=False)
+    run = fork(tmp_path / "run", "ddp", DISTURBED, arguments, succeeds=False)
     assert expected in refused(run) and not (run.output_dir / "metrics.jsonl").exists()

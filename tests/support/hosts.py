@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launching import ACCELERATE_LAUNCH, ROOT, TIMEOUT_S, Run, environment
+from support.launching import ACCELERATE_LAUNCH, TIMEOUT_S, environment
+from support.runs import ROOT, Run
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 

@@ -1,0 +1,46 @@
+"""Runs the quick tests and all pairs of recipe and config with the lowest versions that pyproject.toml allows.
+
+    python tests/cluster/lowest_versions.py FOLDER
+
+FOLDER gets a virtual environment of its own, which is made on first use: some gigabytes, as the packages that
+pyproject.toml names come from the package index in their usual builds.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTED = ("torch", "accelerate", "transformers", "datasets", "deepspeed", "safetensors", "filelock", "psutil", "tqdm")
+
+
+def lowest(requirements: list[str]) -> list[str]:
+    """`name==version` of each requirement of these packages that has a lower bound."""
+    bounds = (re.match(r"([\w-]+)>=([\d.]+)", requirement) for requirement in requirements)
+    return [f"{bound[1]}=={bound[2]}" for bound in bounds if bound and bound[1] in TESTED]
+
+
+def main(folder: Path) -> int:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = lowest([*project["dependencies"], *project["optional-dependencies"]["deepspeed"]])
+    assert {pin.partition("==")[0] for pin in pins} == set(TESTED)
+    print("\n".join(pins), flush=True)
+    python = folder / "bin" / "python"
+    if not (folder / "installed").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        (folder / "constraints.txt").write_text("\n".join(pins))
+        install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(folder / "constraints.txt")]
+        subprocess.run([*install, "--editable", ".[deepspeed,test]"], cwd=ROOT, check=True)
+        (folder / "installed").touch()
+    # An extension of DeepSpeed that was compiled for another torch is compiled anew, and would be again later.
+    env = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    env["TORCH_EXTENSIONS_DIR"] = str(folder / "torch_extensions")
+    tests = ["tests/unit", "tests/process/test_one_result.py", "tests/process/test_forking.py"]
+    return subprocess.run([str(python), "-m", "pytest", "-n", "2", *tests], cwd=ROOT, env=env).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve()))

@@ -1,0 +1,62 @@
+"""Promise: what the README and the headers of the configs say to type works, and the layout is what they say."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from support.launching import accelerate, execute
+from support.runs import ROOT
+from support.small_mnist import write_mnist
+from support.small_model import write_model
+
+# Set-up and test commands: they install, and run these tests.
+NOT_RUN = ("make ", "pip install", "git clone", "cd ", "python -m venv", "source ")
+
+pytestmark = pytest.mark.xdist_group("test_docs")
+
+
+def commands_of(text: str) -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith(("#", *NOT_RUN))]
+
+
+COMMANDS = commands_of((ROOT / "README.md").read_text())
+# The configs that these name run in test_one_result.py, too.
+COMMANDS += [
+    pytest.param(command, marks=pytest.mark.full)
+    for path in ROOT.glob("docs/*.md")
+    for command in commands_of(path.read_text())
+]
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) >= 20
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_works(tmp_path: Path, command: str) -> None:
+    for folder in ("recipes", "accelerate_configs", "benchmarks", "launchers"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    write_mnist(tmp_path / "path" / "to" / "mnist")
+    rows = [f"{x},{x * x % 7},{x + 1}" for x in range(100)]
+    (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
+    for name in ("file.txt", "tinyshakespeare.txt"):
+        (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
+    if "--model_name_or_path" in command:
+        write_model(tmp_path / "path" / "to" / "model", num_positions=64)
+    if "recipes/transformer.py" in command:  # as it is, but for the minutes that its 2,000 steps take
+        command += " --max_steps 10"
+    words = shlex.split(command)
+    env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+    if words[0] == "accelerate":
+        run = accelerate(words[1:], tmp_path, tmp_path / "outputs", env)
+    else:  # one thread, as several commands run at a time
+        run = execute(words, tmp_path, tmp_path / "outputs", {"OMP_NUM_THREADS": "1", **env})
+    if "ylecun/mnist" in command:  # no test needs the network
+        assert "--data digits for the embedded set" in run.stderr
+    else:
+        assert run.exit_code == 0, run.stdout + run.stderr

@@ -1,0 +1,166 @@
+"""Promise: the config decides where and how a recipe runs; the result is the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
+
+from common.schedule import learning_rate_factor
+from support.launching import CONFIGS, fork
+from support.recipes import (
+    BF16_CONFIGS,
+    DIVIDED,
+    FLAGS,
+    FLOAT32_CONFIGS,
+    LINEAR,
+    MISFIT,
+    MNIST,
+    MULTI_NODE_CONFIGS,
+    RECIPES,
+    STEPS,
+    TEXT,
+    TRANSFORMER,
+)
+from support.runs import ROOT, TOLERANCE, Run, assert_same_result, largest_difference, weight_distance
+
+# bf16 keeps 8 bits: one rounding is off by up to 2^-9. The configs round different numbers (DDP
+# inside autocast, FSDP2 and DeepSpeed the weights themselves), and the difference grows along the
+# run: one process in bf16 is up to 0.10 % away from itself in float32 within these 20 steps, the
+# configs up to 0.12 % from one process in bf16. Their first losses, means over a batch, differ by
+# up to 7e-5 and their first gradient norms by less than one rounding.
+BF16_RECIPES = {
+    "mnist cnn": (MNIST, STEPS + "--optimizer sgd --learning_rate 0.1"),
+    "linear regression": (LINEAR, STEPS),
+    "transformer": (TRANSFORMER, STEPS + TEXT),
+}
+BF16_ROUNDING = 2**-8
+BF16_TOLERANCE = 0.005
+
+
+def test_every_config_and_recipe_is_tested() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*FLOAT32_CONFIGS, *BF16_CONFIGS, *MULTI_NODE_CONFIGS}
+    assert {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py")} == {s for s, _ in RECIPES.values()}
+
+
+PAIRS = [
+    pytest.param(config, recipe, marks=pytest.mark.quick if config == "ddp" else [])
+    for config in FLOAT32_CONFIGS
+    for recipe in DIVIDED.get(config, RECIPES)
+]
+
+
+@pytest.mark.parametrize(("config", "recipe"), PAIRS)
+def test_config_gives_the_result_of_one_process(
+    tmp_path: Path, reference: Callable[..., Run], config: str, recipe: str
+) -> None:
+    script, arguments = RECIPES[recipe]
+    run = fork(tmp_path / "run", config, script, arguments + FLAGS.get(config, ""))
+    assert_same_result(run, reference(script, arguments))
+    assert run.card["precision"] == "float32"
+    assert run.card["num_processes"] == load_config_from_file(str(CONFIGS / f"{config}.yaml")).num_processes
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize("config", ["ddp", "deepspeed_zero2"])
+def test_processes_and_accumulation_only_divide_the_batch(
+    tmp_path: Path, reference: Callable[..., Run], config: str, num_processes: int, accumulation: int
+) -> None:
+    script, arguments = RECIPES["mnist cnn"]
+    micro_batch_size = 64 // num_processes // accumulation
+    run = fork(tmp_path / "run", config, script, f"{arguments} --micro-batch-size {micro_batch_size}", num_processes)
+    assert run.card["gradient_accumulation_steps"] == accumulation
+    assert_same_result(run, reference(script, arguments))
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["fsdp2", "fsdp2_tensor_parallel", "hsdp", "deepspeed_zero1", "deepspeed_zero3", "deepspeed_zero3_offload"],
+)
+def test_accumulation_when_sharded(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    script, arguments = RECIPES["mnist mlp" if config in DIVIDED else "mnist cnn"]
+    run = fork(tmp_path / "run", config, script, f"{arguments} --micro_batch_size 8", num_processes=4)
+    assert_same_result(run, reference(script, arguments))
+
+
+@pytest.mark.parametrize("config", BF16_CONFIGS)
+@pytest.mark.parametrize("recipe", BF16_RECIPES)
+def test_bf16_is_close_to_bf16_on_one_process(
+    tmp_path: Path, reference: Callable[..., Run], config: str, recipe: str
+) -> None:
+    script, arguments = BF16_RECIPES[recipe]
+    expected = reference(script, arguments, "--mixed_precision bf16")
+    run = fork(tmp_path / "run", config, script, arguments)
+    assert run.card["precision"] == expected.card["precision"] == "bf16"
+    assert run.column("learning_rate") == expected.column("learning_rate")
+    assert run.column("train/loss")[0] == pytest.approx(expected.column("train/loss")[0], rel=BF16_ROUNDING / 16)
+    assert run.column("grad_norm")[0] == pytest.approx(expected.column("grad_norm")[0], rel=BF16_ROUNDING)
+    for name in ("train/loss", "eval/loss"):
+        assert largest_difference(run.column(name), expected.column(name)) <= BF16_TOLERANCE
+    # It did compute in bf16: its gradients are not those of float32.
+    in_float32 = reference(script, arguments)
+    assert largest_difference(run.column("grad_norm"), in_float32.column("grad_norm")) > 50 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe"),
+    [
+        ("ddp", "mnist mlp"),
+        pytest.param("ddp", "transformer", marks=pytest.mark.full),
+        pytest.param("fsdp2", "transformer", marks=pytest.mark.full),
+        pytest.param("deepspeed_zero2", "transformer", marks=pytest.mark.full),
+        pytest.param("deepspeed_zero3", "transformer", marks=pytest.mark.full),
+    ],
+)
+def test_compiled_model_gives_the_same_result(
+    tmp_path: Path, reference: Callable[..., Run], config: str, recipe: str
+) -> None:
+    script, arguments = RECIPES[recipe]
+    cache = tmp_path / "cache"
+    run = fork(tmp_path / "run", config, script, f"{arguments} --compile", env={"TORCHINDUCTOR_CACHE_DIR": str(cache)})
+    assert_same_result(run, reference(script, arguments))
+    assert any(cache.rglob("*.cpp"))  # it did compile
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
+def test_frozen_weights_are_exported(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    script, arguments = MISFIT, "--case frozen --max_steps 3 --log_every 1"
+    expected = reference(script, arguments)
+    run = fork(tmp_path / "run", config, script, arguments)
+    assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= TOLERANCE
+    assert weight_distance(run, expected) <= TOLERANCE
+
+
+def test_learning_rate_follows_the_schedule(reference: Callable[..., Run]) -> None:
+    rates = reference(*RECIPES["mnist cnn"]).column("learning_rate")
+    assert rates == [1e-2 * learning_rate_factor("cosine", step, 20, 3) for step in range(20)]
+
+
+def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    """Sharded processes hold parts of the gradient; DeepSpeed would clip at 1.0 by itself."""
+    script, arguments = RECIPES["mnist cnn"][0], STEPS + "--model mlp --max_grad_norm 0.01"
+    expected = reference(script, arguments)
+    assert min(expected.column("grad_norm")) > 0.01  # it does clip
+    for config in ("fsdp2_tensor_parallel", "deepspeed_zero3"):
+        assert_same_result(fork(tmp_path / config, config, script, arguments), expected)
+    unclipped = fork(tmp_path / "unclipped", "deepspeed_zero2", script, STEPS + "--max_grad_norm 0")
+    assert_same_result(unclipped, reference(script, STEPS + "--max_grad_norm 0"))
+
+
+def test_exported_model_loads_into_the_recipe_s_module(reference: Callable[..., Run]) -> None:
+    import runpy
+
+    from common.images import load_images
+
+    recipe = runpy.run_path(str(ROOT / MNIST))
+    run = reference(*RECIPES["mnist cnn"])
+    _, eval_set = load_images("digits")
+    model = recipe["ConvNet"](eval_set.image_shape, eval_set.num_classes)
+    model.load_state_dict(load_file(run.output_dir / "model" / "model.safetensors"))
+    with torch.no_grad():
+        values = recipe["forward_step"](model, eval_set.__getitems__(list(range(len(eval_set)))))
+    assert values["loss"].mean().item() == pytest.approx(run.column("eval/loss")[-1], rel=1e-6)
+    assert values["accuracy"].mean().item() == pytest.approx(run.column("eval/accuracy")[-1], rel=1e-6)

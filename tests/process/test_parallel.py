@@ -1,0 +1,69 @@
+"""Promise: a plan for tensor parallelism that does not fit is refused before any training."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.launching import CONFIGS, fork
+from support.recipes import LINEAR, MNIST, RECIPES, TRANSFORMER
+from support.runs import Run, assert_same_result, refused
+from support.small_model import write_model
+
+
+@pytest.mark.parametrize(
+    ("config", "script", "arguments", "num_processes", "expected"),
+    [
+        ("tensor_parallel", MNIST, "", None, "ConvNet has no tp_plan"),
+        ("tensor_parallel", LINEAR, "", None, "Linear has no tp_plan"),
+        ("tensor_parallel", MNIST, "--model mlp", 4, "tp_size 2 = 2 processes, there are 4"),
+        ("fsdp2_tensor_parallel", MNIST, "--model mlp", 2, "type --num_processes 4"),
+        ("hsdp", MNIST, "", 2, "dp_replicate_size 2 × dp_shard_size 2 = 4 processes, there are 2"),
+    ],
+)
+def test_config_that_does_not_fit(
+    tmp_path: Path, config: str, script: str, arguments: str, num_processes: int | None, expected: str
+) -> None:
+    run = fork(tmp_path / "run", config, script, arguments, num_processes, succeeds=False)
+    assert expected in refused(run)
+    assert not (run.output_dir / "metrics.jsonl").exists() or not run.records
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "after", "expected"),
+    [
+        ("fsdp2_tensor_parallel", "MULTI_GPU", "FSDP", "has a tp_size: type distributed_type: MULTI_GPU"),
+        ("hsdp", "distributed_type: FSDP", "distributed_type: MULTI_GPU", "type distributed_type: FSDP"),
+        ("tensor_parallel", "tp_size", "cp_size", "these recipes do not divide sequences"),
+    ],
+)
+def test_sizes_that_would_not_be_applied(tmp_path: Path, config: str, before: str, after: str, expected: str) -> None:
+    text = (CONFIGS / f"{config}.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(text.replace(before, after) + "fsdp_config:\n  fsdp_version: 2\n")
+    run = fork(tmp_path / "run", tmp_path / "config.yaml", MNIST, "--model mlp", succeeds=False)
+    assert expected in refused(run)
+
+
+def test_hsdp_and_tensor_parallelism_together(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    text = (CONFIGS / "fsdp2_tensor_parallel.yaml").read_text().replace("num_processes: 4", "num_processes: 8")
+    (tmp_path / "config.yaml").write_text(text + "  parallelism_config_dp_replicate_size: 2\n")
+    script, arguments = RECIPES["mnist mlp"]
+    run = fork(tmp_path / "run", tmp_path / "config.yaml", script, arguments)
+    assert run.card["parallelism"] == "2 × FSDP2 2 × TP 2"
+    assert_same_result(run, reference(script, arguments))
+
+
+def test_untied_transformers_model_is_trained_and_exported_whole(tmp_path: Path) -> None:
+    """The recipe ties its embedding; a model that does not divides that and the head, too."""
+    from transformers import AutoModelForCausalLM
+
+    write_model(tmp_path / "tiny", num_positions=16, vocab_size=6)
+    (tmp_path / "words.txt").write_text("one two three four " * 100)
+    arguments = f"--data {tmp_path / 'words.txt'} --model_name_or_path {tmp_path / 'tiny'} --context 16 --batch_size 4"
+    arguments += " --max_steps 5 --log_every 1 --sample_tokens 0"
+    single, divided = (fork(tmp_path / c, c, TRANSFORMER, arguments) for c in ("single", "tensor_parallel"))
+    assert divided.column("train/loss") == pytest.approx(single.column("train/loss"), rel=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(divided.output_dir / "model")
+    for name, weight in model.state_dict().items():
+        assert torch.allclose(weight, single.weights[name], rtol=1e-4, atol=1e-6), name

@@ -1,0 +1,196 @@
+"""Runs of real processes, forked from one that has imported everything: a second of CPU time where a launch takes ten.
+
+What `accelerate launch` would do is done by its own code, up to the moment at which it starts processes. From there on
+a supervisor, itself a fork, takes the place of torchrun: it keeps the store in which the processes meet, gives each
+what torchrun gives it, and ends the others when one fails.
+"""
+
+import atexit
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import random
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from functools import cache
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+SHUTDOWN_S = 30  # which torchrun gives processes after SIGTERM
+
+
+@cache
+def server(environment: tuple[tuple[str, str], ...]) -> multiprocessing.context.ForkServerContext:
+    """The process that has imported everything, with that environment; its context starts forks of it."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    # Where the server finds its modules; support.preloaded takes it away again.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    try:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["support.preloaded"])
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def supervise(arguments: list[str], cwd: str, variables: dict[str, str], writers: list[Connection]) -> None:
+    """`accelerate launch <arguments>` with its processes forked; the target of a process of `server`.
+
+    Args:
+        arguments: of accelerate launch.
+        cwd: where the processes start.
+        variables: of their environment, beside those of the server.
+        writers: where standard output and standard error go.
+    """
+    own_session(cwd, variables, writers)
+    import torch.distributed.run
+    from accelerate.commands import launch
+
+    def start_one(args: Namespace) -> None:
+        _, environment = launch.prepare_simple_launcher_cmd_env(args)
+        sys.exit(_start([environment], args.training_script, args.training_script_args))
+
+    launch.simple_launcher = start_one
+    torch.distributed.run.run = _start_several
+    launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+
+
+def own_session(cwd: str, variables: dict[str, str], writers: list[Connection]) -> None:
+    """Gives this process a session of its own, by which is seen what it leaves behind, and its surroundings."""
+    assert "support.preloaded" in sys.modules  # a server that does not find it goes on without a word
+    os.setsid()
+    for number, writer in enumerate(writers, start=1):
+        os.dup2(writer.fileno(), number)
+        writer.close()
+    os.chdir(cwd)
+    os.environ.update(variables)
+
+
+def _start_several(args: Namespace) -> NoReturn:
+    """In the place of torchrun, whose arguments these are, within the environment that Accelerate has made."""
+    from torch.distributed import TCPStore
+
+    size = int(args.nproc_per_node)
+    listener = socket.create_server(("127.0.0.1", 0))  # nobody else gets this port
+    errors = Path(tempfile.mkdtemp())
+    environments = []
+    for rank in range(size):
+        (errors / str(rank)).mkdir()
+        own = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "ROLE_RANK": rank,
+            "GROUP_RANK": 0,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": size,
+            "GROUP_WORLD_SIZE": 1,
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": listener.getsockname()[1],
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            "TORCHELASTIC_ERROR_FILE": errors / str(rank) / "error.json",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+        }
+        environments.append({**os.environ, **{name: str(value) for name, value in own.items()}})
+
+    def keep_store() -> object:
+        # Its threads begin after the forks; who connects earlier waits in the queue of the listener.
+        port, descriptor = listener.getsockname()[1], listener.detach()
+        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+    exit_code = _start(environments, args.training_script, args.training_script_args, keep_store)
+    shutil.rmtree(errors)
+    os._exit(exit_code)  # not through the end of the interpreter, which is the store's, too
+
+
+def _start(
+    environments: list[dict[str, str]],
+    script: str,
+    arguments: list[str],
+    meanwhile: Callable[[], object] = lambda: None,
+) -> int:
+    """Forks a process for each environment. Returns the exit code of the first that failed, after ending the others."""
+    pids = set()
+    for environment in environments:
+        pid = os.fork()
+        if pid == 0:
+            _work(environment, script, arguments)
+        pids.add(pid)
+    kept = meanwhile()
+    exit_code, deadline = 0, float("inf")
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in pids:
+            pids.remove(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if code != 0 and exit_code == 0:
+                exit_code, deadline = code, time.monotonic() + SHUTDOWN_S
+                _signal(pids, signal.SIGTERM)
+        elif time.monotonic() > deadline:
+            _signal(pids, signal.SIGKILL)
+        else:
+            time.sleep(0.01)
+    del kept
+    return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:  # not yet waited for, so that they are still ours
+        os.kill(pid, number)
+
+
+def _work(environment: dict[str, str], script: str, arguments: list[str]) -> NoReturn:
+    """What `python <script> <arguments>` does."""
+    import numpy
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.closerange(3, 4096)
+    _forget_multiprocessing()
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    for seed in (random.seed, numpy.random.seed, torch.seed):  # else all forks draw the same numbers
+        seed()
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def _forget_multiprocessing() -> None:
+    """For that module this process is the child of a fork server; it is to be a main process, which forks."""
+    process = multiprocessing.process
+    process._current_process = sys.modules["support.preloaded"].MAIN_PROCESS
+    process._current_process.name = "MainProcess"
+    process._parent_process, process._children = None, set()
+    multiprocessing.set_start_method(None, force=True)
+    tracker = resource_tracker._resource_tracker  # that of the server, whom nobody reaches any more
+    tracker._fd = tracker._pid = None

@@ -1,0 +1,45 @@
+"""What recipes import, imported once for all runs that are forked from this process."""
+
+import gc
+import multiprocessing
+import os
+from importlib import import_module
+from pathlib import Path
+
+MODULES = """
+    accelerate.commands.launch
+    accelerate.utils.deepspeed
+    common.images
+    common.language_models
+    common.tables
+    common.text
+    deepspeed.launcher.runner
+    deepspeed.module_inject.auto_ep_config
+    deepspeed.ops.adam
+    deepspeed.ops.op_builder.all_ops
+    deepspeed.runtime.engine
+    deepspeed.runtime.superoffload.superoffload_stage3
+    deepspeed.runtime.zero.muon.muon_optimizer
+    deepspeed.runtime.zero.stage3
+    torch.distributed.run
+    torch.distributed.tensor
+    torch.utils.cpp_extension
+    transformers.models.llama.modeling_llama
+"""
+
+MAIN_PROCESS = multiprocessing.current_process()  # as a child sees itself that is not to know that it is one
+
+path = os.environ.pop("PYTHONPATH").partition(os.pathsep)[2]
+if path:
+    os.environ["PYTHONPATH"] = path
+os.environ["DS_ACCELERATOR"] = "cpu"  # as `start` sets it before the first import of deepspeed
+for name in MODULES.split():
+    import_module(name)
+del os.environ["DS_ACCELERATOR"]
+
+# A child that is forked beside a second thread may wait for ever for a lock that this one held.
+num_threads = len(list(Path("/proc/self/task").iterdir()))
+assert num_threads == 1, f"{num_threads} threads after the imports: a fork of them is not safe"
+
+gc.collect()
+gc.freeze()  # else each collection in a child walks through, and so copies, all that was imported

@@ -1,0 +1,52 @@
+"""The recipes and scripts that tests run, with flags under which they have something to show."""
+
+from support.runs import ROOT
+
+MNIST = "recipes/mnist.py"
+LINEAR = "recipes/linear_regression.py"
+TRANSFORMER = "recipes/transformer.py"
+DISTURBED = "tests/scripts/disturbed.py"
+MISFIT = "tests/scripts/misfit.py"
+SAME_SAMPLES = "tests/scripts/same_samples.py"
+
+FLOAT32_CONFIGS = [
+    "single",
+    "ddp",
+    "ddp_fp16",  # without a GPU it says so and runs in float32
+    "fsdp2",
+    "hsdp",
+    "tensor_parallel",
+    "fsdp2_tensor_parallel",
+    "pipeline_parallel",
+    "deepspeed_zero1",
+    "deepspeed_zero2",
+    "deepspeed_zero3",
+    "deepspeed_zero3_offload",
+]
+BF16_CONFIGS = ["ddp_bf16", "fsdp2_bf16", "deepspeed_zero2_bf16"]
+MULTI_NODE_CONFIGS = ["multi_node_ddp", "multi_node_hsdp", "multi_node_deepspeed_zero3"]
+
+# 20 steps without dropout; cosine, so that the learning rate differs at each step.
+STEPS = "--max_steps 20 --log_every 1 --eval_every 10 --lr_schedule cosine --warmup_steps 3 --learning_rate 1e-2 "
+TEXT = f"--data {ROOT / 'LICENSE'} --context 32 --batch_size 16 --num_layers 2 --hidden_size 64 --sample_tokens 0"
+# At three times the rate, other texts were seen to lead 1.4e-5 apart by a weight whose gradient is nearly zero, which
+# Adam blows up together with its rounding.
+TEXT += " --learning_rate 1e-3"
+RECIPES = {
+    "mnist cnn": (MNIST, STEPS),
+    "mnist mlp": (MNIST, STEPS + "--model mlp"),
+    "linear regression": (LINEAR, STEPS),
+    "transformer": (TRANSFORMER, STEPS + TEXT),
+}
+# What has a plan for the parallelism; test_parallel.py and test_pipeline.py have the refusal of the others.
+DIVIDED = {
+    "tensor_parallel": ("mnist mlp", "transformer"),
+    "fsdp2_tensor_parallel": ("mnist mlp", "transformer"),
+    "pipeline_parallel": ("transformer",),
+}
+FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # that a config needs beside its file
+
+# Of DISTURBED: 4 steps an epoch, records every 3 steps, evaluations every 4, so that each resumed run is in the middle
+# of something.
+COURSE = "--max_steps 14 --save_every 3"
+LATEST = "--resume_from_checkpoint latest"

@@ -1,0 +1,101 @@
+"""A run that has ended, and how two of them are compared."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from common.output_dir import checkpoints
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+TIMED = ("samples_per_second", "tokens_per_second")  # what depends on the clock
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has said and left behind.
+
+    Attributes:
+        exit_code: of the launcher, which turns every failure into 1; of a run that was forked, the recipe's own.
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    output_dir: Path
+
+    @cached_property
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def column(self, name: str) -> list[float]:
+        return [record[name] for record in self.records if name in record]
+
+    @property
+    def lasting_records(self) -> list[dict]:
+        """Records without what depends on the clock."""
+        return [{name: record[name] for name in record if name not in TIMED} for record in self.records]
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps of those that are there."""
+        return [step for step, _ in checkpoints(self.output_dir)]
+
+    @cached_property
+    def card(self) -> dict:
+        return json.loads((self.output_dir / "run.json").read_text())
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.output_dir / "model" / "model.safetensors")
+
+
+def assert_equal_to_the_last_bit(run: Run, reference: Run) -> None:
+    """Records and exported weights."""
+    assert run.lasting_records == reference.lasting_records
+    assert weight_distance(run, reference) == 0
+
+
+def assert_same_result(run: Run, expected: Run) -> None:
+    """The first promise: losses, learning rates, evaluations and weights."""
+    assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= TOLERANCE
+    assert largest_difference(run.column("grad_norm"), expected.column("grad_norm")) <= 10 * TOLERANCE
+    assert run.column("learning_rate") == expected.column("learning_rate")
+    for name in {name for record in expected.records for name in record if name.startswith("eval/")}:
+        assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
+    assert weight_distance(run, expected) <= TOLERANCE
+    for file in expected.output_dir.glob("model/*.json"):  # of a transformers model
+        assert (run.output_dir / "model" / file.name).read_text() == file.read_text()
+
+
+def weight_distance(run: Run, reference: Run) -> float:
+    """Largest ‖w − w₀‖ / ‖w₀‖ of all weight tensors."""
+    assert run.weights.keys() == reference.weights.keys()
+    distances = []
+    for name, expected in reference.weights.items():
+        assert run.weights[name].shape == expected.shape and run.weights[name].dtype == expected.dtype == torch.float32
+        distances.append(float((run.weights[name] - expected).norm() / expected.norm()))
+    return max(distances)
+
+
+def largest_difference(values: list[float], expected: list[float]) -> float:
+    """Largest relative difference; the lists are of one length."""
+    assert len(values) == len(expected) > 0
+    return max(abs(value - other) / abs(other) for value, other in zip(values, expected))
+
+
+def refused(run: Run) -> str:
+    """The one line that a run with a user's mistake ended with, after checking that there was no more."""
+    output = run.stdout + run.stderr
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert run.exit_code in (1, 2) and len(lines) == 1, output
+    for folder in ("common", "recipes", "tests"):
+        assert f'File "{ROOT / folder}' not in output, "a traceback of ours"
+    codes = {line.split()[2] for line in run.stderr.splitlines() if line.strip().startswith("exitcode  :")}
+    # torchrun ends the others with SIGTERM if they did not end by themselves.
+    assert codes <= {"2", "-15"} and (not codes or "2" in codes), output
+    return lines[0]

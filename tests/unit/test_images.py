@@ -1,0 +1,82 @@
+"""Promise: images load into what they are, and damaged files are named."""
+
+import gzip
+import re
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from common.errors import UsageError
+from common.images import load_images
+from support.small_mnist import write_idx, write_mnist
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    train_set, eval_set = load_images("digits")
+    assert (len(train_set), len(eval_set), train_set.image_shape, train_set.num_classes) == (1438, 359, (1, 8, 8), 10)
+    digits = load_digits()
+    expected = {(tuple(image.ravel().round(3)), label) for image, label in zip(digits.images / 16, digits.target)}
+    batches = [dataset.__getitems__(list(range(len(dataset)))) for dataset in (train_set, eval_set)]
+    images = (torch.cat([batch["image"] for batch in batches]) * 16).round().flatten(1) / 16
+    labels = torch.cat([batch["label"] for batch in batches])
+    assert {(tuple(image.round(3)), label) for image, label in zip(images.double().numpy(), labels.numpy())} == expected
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("place", ["", "MNIST/raw"])
+def test_idx_files(tmp_path: Path, suffix: str, place: str) -> None:
+    write_mnist(tmp_path / place, suffix)
+    train_set, eval_set = load_images(str(tmp_path))
+    assert (len(train_set), len(eval_set), train_set.image_shape, train_set.num_classes) == (256, 50, (1, 12, 12), 4)
+    batch = eval_set.__getitems__([5, 2])
+    assert batch["label"].tolist() == [1, 2]
+    assert batch["image"].shape == (2, 1, 12, 12) and batch["image"].dtype == torch.float32
+    assert torch.equal(batch["image"][0], eval_set[5]["image"])
+    assert batch["image"][:, 0, 0, 0].tolist() == pytest.approx([60 / 255, 120 / 255])
+
+
+def damage(folder: Path, kind: str) -> None:
+    images = folder / "train-images-idx3-ubyte"
+    if kind == "truncated":
+        images.write_bytes(images.read_bytes()[:1000])
+    elif kind == "truncated gzip":
+        images.with_suffix(".gz").write_bytes(gzip.compress(images.read_bytes())[:-20])
+        images.unlink()
+    elif kind == "not gzip":
+        images.with_suffix(".gz").write_bytes(images.read_bytes())
+        images.unlink()
+    elif kind == "wrong magic":
+        images.write_bytes(b"GIF8" + images.read_bytes())
+    elif kind == "missing":
+        (folder / "t10k-labels-idx1-ubyte").unlink()
+    elif kind == "labels of another set":
+        write_idx(folder / "t10k-labels-idx1-ubyte", numpy.zeros(49))
+    elif kind == "sizes":
+        write_idx(folder / "t10k-images-idx3-ubyte", numpy.zeros((50, 8, 8)))
+    elif kind == "empty":
+        for path in folder.iterdir():
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("truncated", "train-images-idx3-ubyte has 1000 bytes, its header says 36880: download it again"),
+        ("truncated gzip", "train-images-idx3-ubyte.gz is truncated or damaged"),
+        ("not gzip", "train-images-idx3-ubyte.gz is truncated or damaged"),
+        ("wrong magic", "train-images-idx3-ubyte is not an IDX file of bytes in 3 dimensions"),
+        ("missing", "t10k-labels-idx1-ubyte: no such file, nor"),
+        ("labels of another set", "t10k-images has 50 images but t10k-labels 49 labels"),
+        ("sizes", "training images are 12 x 12, test images 8 x 8: expected one size"),
+        ("empty", "no data there; expected the four MNIST IDX files"),
+    ],
+)
+def test_damaged_idx_files(tmp_path: Path, kind: str, expected: str) -> None:
+    write_mnist(tmp_path / "data")
+    damage(tmp_path / "data", kind)
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        load_images(str(tmp_path / "data"))

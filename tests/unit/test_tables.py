@@ -1,0 +1,39 @@
+"""Promise: a table that cannot be fitted is refused in one line that names the place."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from common.config import parse
+from common.errors import UsageError
+from support.recipes import LINEAR
+from support.runs import ROOT
+
+recipe = runpy.run_path(str(ROOT / LINEAR))
+LinearConfig, load_table = recipe["Config"], recipe["load_table"]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "expected"),
+    [
+        ("a,b\n1,2\n3,4\n", "", "needs --target, the column to predict: type one of a, b"),
+        ("a,b\n1,2\n3,4\n", "--target c", "--target c: no such column in"),
+        ("a,b\n1,2\n3,nan\n", "--target a", "column b, row 2 below the header: expected a number, got 'nan'"),
+        ("a,b\n1,2\nred,4\n", "--target b", "column a, row 2 below the header: expected a number, got 'red'"),
+        ("a,b\n1,2\n3,\n", "--target a", "column b, row 2 below the header: expected a number, got ''"),
+        ("a,b\n1,2\n1,3\n", "--target a", "--target a has the same value in each row"),
+        ("a,b\n", "--target a", "has 0 rows and 2 columns"),
+        ("", "--target a", "cannot be read as CSV"),
+        (b"\x89PNG\x00\xff\xfe", "--target a", "cannot be read as CSV"),
+        (None, "--target a", "cannot be read as CSV (No such file or directory)"),
+    ],
+)
+def test_tables(tmp_path: Path, content: str | bytes | None, arguments: str, expected: str) -> None:
+    path = tmp_path / "file.csv"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    config = parse(LinearConfig, ["--data", str(path), *arguments.split()])
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        load_table(config)

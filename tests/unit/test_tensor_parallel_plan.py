@@ -1,0 +1,64 @@
+"""Promise: a plan for tensor parallelism that does not fit is refused before any training."""
+
+import pytest
+from torch import nn
+
+from common.errors import UsageError
+from common.parallel import check_plan
+
+
+class Net(nn.Module):
+    def __init__(self, tied: bool = False, **plan: str):
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 12, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.tp_plan = {name.replace("_", "."): style for name, style in plan.items()}
+
+
+def test_plan_names_modules_with_a_star_for_numbers() -> None:
+    plan = {"layers_*_1": "colwise", "head": "colwise_rep", "embedding": "embedding_rowwise"}
+    assert check_plan(Net(**plan), 4) == {
+        "layers.0.1": "colwise",
+        "layers.1.1": "colwise",
+        "head": "colwise_rep",
+        "embedding": "embedding_rowwise",
+    }
+
+
+@pytest.mark.parametrize(
+    ("net", "size", "expected"),
+    [
+        (Net(), 2, "Net has no tp_plan"),
+        (Net(layer="colwise"), 2, "tp_plan: layer names no module of Net"),
+        (Net(head="diagonal"), 2, "tp_plan: head: diagonal: expected one of colwise, rowwise"),
+        (Net(**{"layers_*_0": "colwise"}), 2, r"layers.0.0 is 9 wide, which 2 processes cannot divide"),
+        (Net(**{"layers_*_1": "rowwise"}), 2, r"layers.0.1 is 9 wide"),
+        (Net(embedding="embedding_rowwise"), 5, "embedding is 12 wide"),
+        (Net(**{"layers_0": "colwise"}), 2, r"layers.0 is Sequential: expected Linear or Embedding"),
+        (Net(tied=True, head="colwise"), 2, "head shares its weight with embedding"),
+    ],
+)
+def test_plan_that_does_not_fit(net: Net, size: int, expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        check_plan(net, size)
+
+
+def llama(**changes: object) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 6}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, **(shape | changes)))
+
+
+def test_transformers_models_bring_their_plan() -> None:
+    untied = check_plan(llama(), 2)
+    assert untied["model.layers.0.self_attn.q_proj"] == "colwise"
+    assert untied["lm_head"] == "colwise_gather_output" and untied["model.embed_tokens"] == "embedding_rowwise"
+    assert untied.keys() - check_plan(llama(tie_word_embeddings=True), 2).keys() == {"lm_head", "model.embed_tokens"}
+    with pytest.raises(UsageError, match="num_attention_heads is 6, which 4 processes cannot divide"):
+        check_plan(llama(), 4)
+    with pytest.raises(UsageError, match="num_key_value_heads is 3, which 2 processes cannot divide"):
+        check_plan(llama(num_key_value_heads=3), 2)

@@ -1,0 +1,84 @@
+"""Promise: text becomes tokens of which each is predicted once, or is refused in one line."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config import parse
+from common.errors import UsageError
+from common.language_models import byte_tokenizer
+from common.text import IGNORED, TokenDataset, load_tokens
+from support.recipes import TRANSFORMER
+from support.runs import ROOT
+from support.small_model import write_model
+
+RECIPE = runpy.run_path(str(ROOT / TRANSFORMER))
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    write_model(tmp_path / "tiny", num_positions=48)
+    (tmp_path / "words.txt").write_text("one two three four " * 100)
+    return tmp_path / "tiny"
+
+
+@pytest.mark.parametrize("num_tokens", [2, 5, 9, 10])
+def test_each_token_but_the_first_is_predicted_once(num_tokens: int) -> None:
+    tokens = torch.arange(100, 100 + num_tokens)
+    dataset = TokenDataset(tokens, context=4, drop_last=False)
+    batch = dataset.__getitems__(list(range(len(dataset))))
+    counted = batch["labels"] != IGNORED
+    assert batch["labels"][counted].tolist() == tokens[1:].tolist()
+    assert torch.equal(batch["tokens"][counted] + 1, batch["labels"][counted])
+    assert torch.equal(batch["weight"], counted.sum(1).float())
+    training = TokenDataset(tokens, context=4, drop_last=True)
+    assert len(training) == (num_tokens - 1) // 4
+    if len(training):
+        assert "weight" not in training[0] and (training.__getitems__([0])["labels"] != IGNORED).all()
+
+
+def test_bytes_are_the_tokens() -> None:
+    text = "naïve 日本\n\tdef f(): pass\x00"
+    tokenizer = byte_tokenizer()
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_files_of_a_folder_and_the_last_tenth_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 70)
+    (tmp_path / "b.txt").write_text("b" * 29)
+    train_set, eval_set = load_tokens(str(tmp_path), byte_tokenizer(), 8)
+    assert bytes(train_set.tokens[:90].tolist()) == b"a" * 70 + b"\n" + b"b" * 19
+    assert bytes(eval_set.tokens[:10].tolist()) == b"b" * 10
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "expected"),
+    [
+        ("", "", "is empty: expected text"),
+        ("short", "", "has 4 tokens to train on and 1 to evaluate: a block needs 65"),
+        (b"\xff\xfe\x00binary", "", "is not text in UTF-8 (invalid start byte at byte 0)"),
+        (None, "", "no such file or folder; type --data stdlib"),
+        ("x" * 900, "--model_name_or_path ./nothing", "--model_name_or_path ./nothing: no causal model there"),
+        (
+            "x" * 900,
+            "--num_heads 3",
+            "--hidden_size 128 does not divide into 3 heads of even width: type --hidden_size 126",
+        ),
+        ("x" * 900, "--model_name_or_path TINY --context 64", "--context 64 is more than the 48 of that model"),
+    ],
+)
+def test_bad_input(
+    tmp_path: Path, tiny_model: Path, content: str | bytes | None, arguments: str, expected: str
+) -> None:
+    path = tmp_path / "input.txt"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    arguments = arguments.replace("TINY", str(tiny_model))
+    config = parse(RECIPE["Config"], ["--data", str(path), *arguments.split()])
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        _, tokenizer = RECIPE["build"](config)
+        load_tokens(config.data, tokenizer, config.context)
