@@ -150,7 +150,7 @@ def submit(cluster: Cluster, folder: Path, arguments: str, *options: str) -> Job
     return Job(cluster, number, folder)
 
 
-ARGUMENTS = "--max_steps 2000 --log_every 100 --eval_every 2000 --lr_schedule constant"
+ARGUMENTS = "--max_steps 1500 --log_every 100 --eval_every 1500 --lr_schedule constant"
 
 
 def test_job_is_stopped_and_goes_on_by_itself(tmp_path: Path, cluster: Cluster, made_once: Callable[..., Run]) -> None:

@@ -193,6 +193,7 @@ def test_evaluation_that_a_signal_ended_is_recorded_once(
     assert_equal_to_the_last_bit(last, undisturbed("single", COURSE))
 
 
+@pytest.mark.full
 def test_launcher_does_not_start_again_as_another_run(tmp_path: Path) -> None:
     """The first attempt of --overwrite_output_dir dies before it has removed what is there."""
     launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} --seed 1")

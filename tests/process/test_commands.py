@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from common.output_dir import read_card
 from support.launching import accelerate, execute
 from support.runs import ROOT
 from support.small_mnist import write_mnist
@@ -47,8 +48,8 @@ def test_command_works(tmp_path: Path, command: str) -> None:
         (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
     if "--model_name_or_path" in command:
         write_model(tmp_path / "path" / "to" / "model", num_positions=64)
-    if "recipes/transformer.py" in command:  # as it is, but for the minutes that its 2,000 steps take
-        command += " --max_steps 10"
+    if "recipes/transformer.py" in command:  # as it is, but for the minutes that 2,000 steps and evaluations take
+        command += " --max_steps 4" + " --data path/to/file.txt" * ("fsdp2" in command)
     words = shlex.split(command)
     env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
@@ -58,5 +59,9 @@ def test_command_works(tmp_path: Path, command: str) -> None:
         run = execute(words, tmp_path, tmp_path / "outputs", {"OMP_NUM_THREADS": "1", **env})
     if "ylecun/mnist" in command:  # no test needs the network
         assert "--data digits for the embedded set" in run.stderr
-    else:
-        assert run.exit_code == 0, run.stdout + run.stderr
+        return
+    assert run.exit_code == 0, run.stdout + run.stderr
+    expected = {"python": (1, "no parallelism"), "torchrun": (2, "DDP")}  # without accelerate launch
+    if "recipes/mnist.py" in words and words[0] in expected and "--help" not in words:
+        card = read_card(tmp_path / "outputs" / "mnist")
+        assert (card["num_processes"], card["parallelism"]) == expected[words[0]]

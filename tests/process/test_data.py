@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from common.images import load_images
-from support.launching import environment, execute, fork, launch
+from support.launching import CONFIGS, environment, execute, fork
 from support.recipes import MNIST
 from support.runs import ROOT
 
@@ -59,16 +59,6 @@ def test_digits_reach_98_percent(tmp_path: Path) -> None:
     assert run.stdout.startswith("2 processes on 1 machine, DDP, float32, batch 64 = 2 × 32")
 
 
-def test_recipe_runs_without_accelerate_launch(tmp_path: Path) -> None:
-    recipe = [str(ROOT / MNIST), "--max_steps", "2"]
-    alone = execute([sys.executable, *recipe], tmp_path, tmp_path / "outputs" / "mnist")
-    assert alone.exit_code == 0 and alone.card["num_processes"] == 1, alone.stderr
-    command = ["torchrun", "--standalone", "--nproc_per_node", "2", *recipe, "--output_dir", "other"]
-    both = execute(command, tmp_path, tmp_path / "other")
-    assert both.exit_code == 0 and both.card["num_processes"] == 2, both.stderr
-    assert both.card["parallelism"] == "DDP"
-
-
 def test_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (24, 160))
@@ -97,9 +87,11 @@ def test_cores_are_divided_among_processes_unless_the_user_chose(tmp_path: Path)
         "run(main, RunConfig)\n"
     )
     chosen = {"OMP_NUM_THREADS": "1"}
-    for config, env, expected in (("single", {}, cores), ("ddp", {}, max(1, cores // 2)), ("single", chosen, 1)):
-        run = launch(tmp_path / "run", config, script, env=env)
-        assert f"threads {expected}\n" in run.stdout
+    cases = [("single", {}, cores), ("single", chosen, 1)] + [("ddp", {}, cores // 2)] * (cores >= 4)
+    for config, env, expected in cases:
+        command = ["accelerate", "launch", "--config_file", str(CONFIGS / f"{config}.yaml"), str(script)]
+        run = execute(command, tmp_path, tmp_path / "run", env)
+        assert f"threads {expected}\n" in run.stdout, run.stderr
 
 
 @needs_real_data

@@ -201,7 +201,9 @@ def test_compiling_by_config_is_refused(tmp_path: Path) -> None:
 
 def test_address_of_a_cluster_does_not_stop_a_single_process(tmp_path: Path) -> None:
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    assert launch(tmp_path / "run", "single", MNIST, "--max_steps 1", env=env).card["num_processes"] == 1
+    command = ["accelerate", "launch", "--config_file", str(CONFIGS / "single.yaml"), str(ROOT / MNIST)]
+    run = execute([*command, "--max_steps", "1"], tmp_path, tmp_path / "outputs" / "mnist", env)
+    assert run.exit_code == 0 and run.card["num_processes"] == 1, run.stderr
 
 
 def test_output_dir_in_use(tmp_path: Path) -> None:

@@ -58,16 +58,14 @@ def launch(
 ) -> Run:
     """`accelerate launch --config_file <config> <script> <arguments>`, for real."""
     command = _arguments_of_launch(output_dir, config, script, arguments, num_processes, options)
-    cwd = _nearest_folder(output_dir)
-    if env is None:
-        run = accelerate(["launch", *command], cwd, output_dir)
-    else:
-        run = execute(["accelerate", "launch", *command], cwd, output_dir, env)
-    return _checked(run, succeeds)
+    return _checked(accelerate(["launch", *command], _nearest_folder(output_dir), output_dir, env), succeeds)
 
 
 def accelerate(arguments: list[str], cwd: Path, output_dir: Path, env: dict[str, str] | None = None) -> Run:
-    """The command `accelerate <arguments>`, itself in a fork, which saves its imports; what it starts, it executes."""
+    """The command `accelerate <arguments>`, itself in a fork, which saves its imports; what it starts, it executes.
+
+    Where it matters what the launcher's own process was started with, take `execute`.
+    """
     return _forked(_run_accelerate, arguments, cwd, env or {}, output_dir)
 
 
