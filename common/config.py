@@ -103,7 +103,10 @@ class RunConfig:
     def validate(self) -> None:
         """Raises UsageError for a value out of range."""
         for field in dataclasses.fields(self):
-            metadata, value = _declaration(type(self), field.name)[1], getattr(self, field.name)
+            (hint, metadata), value = _declaration(type(self), field.name), getattr(self, field.name)
+            choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else (value,)
+            if value not in choices:  # as a default may be
+                raise UsageError(f"--{field.name} {value}: no such choice; type one of {', '.join(map(str, choices))}")
             if value is None or isinstance(value, str | bool):
                 continue
             minimum, above, below = (metadata.get(bound) for bound in ("minimum", "above", "below"))
@@ -147,6 +150,15 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
     return config
 
 
+OF_THE_LAUNCHER = [
+    "--config_file",
+    "--machine_rank",
+    "--main_process_ip",
+    "--main_process_port",
+    "--mixed_precision",
+    "--num_machines",
+    "--num_processes",
+]
 # What belongs to one run and not to what it computes.
 _NOT_REPEATED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "repeat")
 
@@ -177,7 +189,10 @@ class _Parser(argparse.ArgumentParser):
         values, unknown = self.parse_known_args([_with_underscores(argument) for argument in arguments])
         if unknown:
             flags = [option for option in self._option_string_actions if option.startswith("--")]
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+            name = unknown[0].partition("=")[0]
+            if name in OF_THE_LAUNCHER:
+                self.error(f"{name} belongs before the script: accelerate launch {name} ... {self.prog}")
+            close = difflib.get_close_matches(name, flags, n=1)
             advice = f"did you mean {close[0]}?" if close else "--help lists them"
             self.error(f"{unknown[0]}: no such flag; {advice}")
         if getattr(values, "help", False):

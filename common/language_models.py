@@ -25,10 +25,22 @@ def load_pretrained(name_or_path: str, context: int, attention: str) -> tuple[Pr
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, attn_implementation=attention)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            name_or_path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+        )
     except (OSError, ValueError, ImportError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"--model_name_or_path {name_or_path}: no causal model there ({reason})") from None
+    if missing := sorted(loaded["missing_keys"]):
+        raise UsageError(
+            f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
+            f"as {missing[0]}: type the path of a whole causal model"
+        )
+    if _sees_the_future(model):
+        raise UsageError(
+            f"--model_name_or_path {name_or_path}: {type(model).__name__} sees the tokens that it is to predict: type "
+            "the path of a causal model, not of an encoder"
+        )
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--context {context} is more than the {longest} of that model: type --context {longest}")
@@ -39,6 +51,17 @@ def load_pretrained(name_or_path: str, context: int, attention: str) -> tuple[Pr
             f"{num_embeddings}: they do not belong together"
         )
     return model, tokenizer
+
+
+@torch.no_grad()
+def _sees_the_future(model: PreTrainedModel) -> bool:
+    """Whether another last token changes what the model says before it."""
+    tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).repeat(2, 1)
+    tokens[1, -1] = 1 - tokens[1, -1].clamp(max=1)
+    training = model.training
+    first, second = model.eval()(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    model.train(training)
+    return not torch.allclose(first, second, rtol=1e-3, atol=1e-5)
 
 
 def with_losses(model: PreTrainedModel) -> PreTrainedModel:

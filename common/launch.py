@@ -50,6 +50,14 @@ def uses_deepspeed() -> bool:
     return is_true("ACCELERATE_USE_DEEPSPEED")
 
 
+def offloads() -> bool:
+    """Whether DeepSpeed keeps weights or optimizer state in the memory of the CPU."""
+    return "cpu" in (
+        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
+        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
+    )
+
+
 def has_gpu() -> bool:
     """Whether there is one to train on; Apple's is none: it has no float64 and no way to work with others."""
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -155,11 +163,7 @@ def _check_deepspeed() -> None:
         raise UsageError(
             "zero_stage: 0 in the config file divides nothing: type --config_file accelerate_configs/ddp.yaml"
         )
-    offloads = "cpu" in (
-        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
-        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
-    )
-    if torch.cuda.is_available() and not offloads:
+    if torch.cuda.is_available() and not offloads():
         return
     if shutil.which("ninja") is None:
         raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja: type pip install ninja")

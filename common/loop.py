@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from common.checkpoint import Saver, export_model, find_checkpoint, identity
+from common.checks import check_same_start
 from common.config import RunConfig
 from common.data import Batch, ForwardStep, MapDataset, batches, check_dataset
 from common.errors import UsageError
@@ -76,6 +77,7 @@ def fit(
             return {}
         if checkpoint:
             checkpoint.load_weights(model)
+        check_same_start(model, (train_set, eval_set), group)
         trainer = prepare(accelerator, model, optimizer, forward_step, plan)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config.num_workers)
         set_seed(config.seed + plan.share)  # from here on other samples have another dropout
@@ -194,11 +196,11 @@ def evaluate(
     sample_ids = (torch.arange(start, start + size).clamp_(max=num_samples - 1) for start in starts)
     sums: dict[str, torch.Tensor] = {}
     total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-    model.eval()
+    _set_training(model, False)
     with random_state_kept():  # training goes on as if there had been no evaluation
         for start, batch in zip(starts, batches(eval_set, sample_ids, accelerator.device, plan.config.num_workers)):
             if stops():
-                model.train()
+                _set_training(model, True)
                 return None
             num_real = min(max(num_samples - start, 0), size)
             values = forward_step(model, batch)
@@ -206,6 +208,11 @@ def evaluate(
             total += weight.sum()
             for name, value in values.items():
                 sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight).sum()
-    model.train()
+    _set_training(model, True)
     *means, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
     return {name: mean / total for name, mean in zip(sums, means)}
+
+
+def _set_training(model: nn.Module, training: bool) -> None:
+    model.train(training)
+    model.training = training  # DeepSpeed's engine passes it on, and keeps its own

@@ -22,8 +22,8 @@ class OutputDir:
     """The folder of a run, owned by one run at a time; the main process holds the lock.
 
     Raises (on entering): UsageError if it cannot be written, another run owns it, it holds
-    checkpoints and nobody said what to do with them, or not all machines see it. Nothing in it has
-    changed then.
+    checkpoints or a model and nobody said what to do with them, or not all machines see it. Nothing
+    in it has changed then.
     """
 
     def __init__(self, plan: Plan, group: CpuGroup):
@@ -51,18 +51,18 @@ class OutputDir:
             return f"another run writes to {self.path}: wait for it, or type --output_dir"
         except OSError as error:
             return f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
-        holds_checkpoints = len(checkpoints(self.path)) > 0
+        held = "checkpoints" if checkpoints(self.path) else "the model" if (self.path / "model").exists() else None
         resumed = self.config.resume_from_checkpoint
-        if not holds_checkpoints or self.config.overwrite_output_dir:
+        if held is None or self.config.overwrite_output_dir:
             return None
         if resumes_from_elsewhere(self.config):
             return (
-                f"{self.path} holds checkpoints of another run than {resumed}: type --resume_from_checkpoint latest to "
-                "go on from them, --overwrite_output_dir to remove them, or another --output_dir"
+                f"{self.path} holds {held} of another run than {resumed}: type --resume_from_checkpoint latest to "
+                "go on from there, --overwrite_output_dir to replace it, or another --output_dir"
             )
         if resumed is None:
             return (
-                f"{self.path} holds checkpoints of an earlier run: type --resume_from_checkpoint latest to go on, "
+                f"{self.path} holds {held} of an earlier run: type --resume_from_checkpoint latest to go on, "
                 "--overwrite_output_dir to start over, or another --output_dir"
             )
         return None

@@ -26,6 +26,8 @@ from common.start import parallelism, precision
 from common.state import TrainState
 from common.step import StepResult
 
+PREVIOUS = "previous"  # what --overwrite_output_dir replaces, until there is something in its place
+
 
 class Recorder:
     """Sums up what the steps give, and writes and shows it when a record is due.
@@ -62,7 +64,7 @@ class Recorder:
             }
             self._start_trackers()
             kept = self._records_up_to(self.state.step)
-            self._clear()
+            self._set_aside()
             part = self.path / "metrics.jsonl.part"
             part.write_text("".join(kept))
             part.rename(self.path / "metrics.jsonl")  # a kill in between loses no record
@@ -83,6 +85,7 @@ class Recorder:
                 self._metrics.close()
             if error is None:
                 self._write_card({"status": "done", "exit_code": 0, "error": None})
+                shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
             self._finish_trackers()
         if error is not None:  # that another process failed first, shows here as a broken connection
             self._fail_card(first_failure(error))
@@ -207,18 +210,28 @@ class Recorder:
                     kept.append(f"{line}\n")
         return kept
 
-    def _clear(self) -> None:
-        """Removes what an earlier run left that this one does not go on from."""
+    def _set_aside(self) -> None:
+        """Moves what an earlier run left, and this one does not go on from, to `previous/`, where it stays until this
+        one is done."""
         none_is_own = self.state.step == 0 or resumes_from_elsewhere(self.plan.config)
-        leftovers = [self.path / "best", self.path / "model"] if self.state.step == 0 else []
+        names = ("best", "model", "metrics.jsonl") if self.state.step == 0 else ()
+        leftovers = [self.path / name for name in names if (self.path / name).exists()]
         for step, checkpoint in checkpoints(self.path):
             if none_is_own or (step > self.state.step and self.plan.config.resume_from_checkpoint != "latest"):
                 leftovers.append(checkpoint)  # of another course
             elif step > self.state.step:  # damaged, or on a disk that could not be read
                 with suppress(OSError):
                     checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
+        aside = self.path / PREVIOUS
+        if (aside / "model").exists() and not (self.path / "model").exists():
+            aside = self.path / f"{PREVIOUS}.unfinished"  # of a run that came to no model: the one before it stays
         for leftover in leftovers:
-            shutil.rmtree(leftover, ignore_errors=True)
+            place = aside / leftover.relative_to(self.path)
+            if leftover is leftovers[0]:
+                shutil.rmtree(aside, ignore_errors=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            leftover.rename(place)
+        shutil.rmtree(self.path / f"{PREVIOUS}.unfinished", ignore_errors=True)
 
     def _attempt(self) -> int:
         card = read_card(self.path)

@@ -22,6 +22,7 @@ from accelerate.utils import (
 
 from common.config import RunConfig
 from common.errors import UsageError
+from common.extensions import load_extensions
 from common.group import patience
 from common.launch import (
     check_compiler,
@@ -31,6 +32,7 @@ from common.launch import (
     local_world_size,
     num_machines,
     num_restarts,
+    offloads,
     user_chose_threads,
     uses_deepspeed,
     world_size,
@@ -62,6 +64,8 @@ def start(config: RunConfig) -> Accelerator:
         _join_after_restart("gloo" if rehearses else "nccl", timeout)
     if rehearses:
         _prepare_rehearsal(timeout)
+    elif uses_deepspeed() and offloads():
+        load_extensions(["cpu_adam"])
     try:
         accelerator = Accelerator(
             log_with=trackers,
@@ -144,6 +148,7 @@ def _prepare_rehearsal(timeout: timedelta) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if uses_deepspeed():
         with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", in every process
+            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads() else [])])
             PartialState(backend="gloo", timeout=timeout)
     elif divides:
         PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU

@@ -1,6 +1,5 @@
 """One optimizer step, under Accelerate, DeepSpeed or a pipeline: the only place where they differ."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,12 +13,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.average import WeightAverage
+from common.checks import (
+    check_all_used,
+    check_optimizer,
+    check_same_way,
+    check_shapes,
+    checked,
+    choose_wrapped_layers,
+    freeze_what_is_not_trained,
+    say_what_depends_on_the_layout,
+)
 from common.data import Batch, ForwardStep
 from common.errors import UsageError
 from common.parallel import parallelize, sharded_layers, tensor_parallel_size
 from common.pipeline import Pipeline
 from common.plan import Plan
 from common.start import load_models_whole
+
+DIVIDES = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # weights, gradients or optimizer state
 
 
 @dataclass
@@ -51,6 +62,7 @@ class Trainer:
     forward_step: ForwardStep
     plan: Plan
     average: WeightAverage | None = None
+    way: int | None = None  # through the model, which ZeRO wants all forward passes to take
 
     def __post_init__(self) -> None:
         share = self.plan.num_shares / self.plan.config.batch_size
@@ -127,16 +139,18 @@ def prepare(
     """Hands model and optimizer to the parallelism of the config.
 
     Raises:
-        UsageError: the model lacks a layer class that the config names, the DeepSpeed section sets
-            what the command line decides, or the optimizer does not go with the precision.
+        UsageError: the DeepSpeed section sets what the command line decides, or model or optimizer would not
+            give the result of one process.
     """
-    _warn_of_batch_norm(accelerator, model, plan)
+    check_optimizer(accelerator, optimizer)
+    freeze_what_is_not_trained(accelerator, model, optimizer)
+    check_shapes(accelerator, model)
+    say_what_depends_on_the_layout(accelerator, model, plan)
+    forward_step = checked(forward_step, plan.micro_batch_size)
     if accelerator.distributed_type == DistributedType.FSDP:
-        _check_wrap_classes(accelerator, model)
+        choose_wrapped_layers(accelerator, model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _configure_deepspeed(accelerator, model, optimizer, plan)
-    if accelerator.scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
-        raise UsageError("fused=True hides from the loss scaling of fp16 which steps were skipped: remove it")
     if accelerator.mixed_precision != "no":
         _cast_inputs_and_outputs(accelerator, model)
     if plan.config.pipeline_stages > 1:
@@ -242,6 +256,11 @@ def _loss_scale_state(trainer: Trainer) -> dict[str, float]:
 
 def _loss_sum(trainer: Trainer, batch: Batch) -> Tensor:
     loss = trainer.forward_step(trainer.model, batch)["loss"]
+    if trainer.accelerator.distributed_type in DIVIDES or isinstance(trainer.model, DistributedDataParallel):
+        rank = trainer.accelerator.process_index
+        way = check_all_used(trainer.module, loss, rank)
+        if trainer.uses_deepspeed:
+            trainer.way = check_same_way(trainer.way, way, rank)
     return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
 
 
@@ -254,30 +273,6 @@ def _loss_scale(trainer: Trainer, micro_batches: Sequence[Batch]) -> tuple[Tenso
     weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
     # Where several processes see the same samples, the sum counts these as often.
     return trainer.accelerator.num_processes / trainer.accelerator.reduce(weight, "sum"), weight
-
-
-def _warn_of_batch_norm(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
-    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    if has_batch_norm and plan.micro_batch_size < plan.config.batch_size:
-        accelerator.print(
-            f"this model has BatchNorm, which sees {plan.micro_batch_size} of {plan.config.batch_size} samples at a "
-            "time: the result depends on the number of processes; GroupNorm or LayerNorm avoid that"
-        )
-
-
-def _check_wrap_classes(accelerator: Accelerator, model: nn.Module) -> None:
-    named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    classes = named.split(",") if named else getattr(model, "_no_split_modules", None) or []
-    present = {type(module).__name__ for module in model.modules()}
-    missing = [name for name in classes if name not in present]
-    if missing:
-        source = "fsdp_transformer_layer_cls_to_wrap" if named else f"{type(model).__name__}._no_split_modules"
-        raise UsageError(f"{source} names {missing[0]}, but the model's layers are {', '.join(sorted(present))}")
-    if not classes:
-        accelerator.print(
-            f"{type(model).__name__} names no layers in _no_split_modules: FSDP gathers the whole model at once, "
-            "which saves less memory"
-        )
 
 
 def _configure_deepspeed(

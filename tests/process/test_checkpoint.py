@@ -269,6 +269,22 @@ def test_latest_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:
     assert "a fresh start" in run.stdout and run.card["attempt"] == 1
 
 
+def test_model_of_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
+    """Nor, where that was asked for, before there is another in its place."""
+    first = fork(tmp_path / "run", "single", MNIST, "--max_steps 2")
+    assert first.weights
+    line = refused(fork(tmp_path / "run", "single", MNIST, "--max_steps 2", succeeds=False))
+    assert "holds the model of an earlier run: type --resume_from_checkpoint latest" in line
+    assert Run(0, "", "", first.output_dir).card == first.card
+    flags = "--max_steps 3 --overwrite_output_dir"
+    killed = fork(tmp_path / "run", "single", MNIST, f"{flags} --learning_rate 1e30", succeeds=False)
+    assert killed.exit_code == 3 and not (killed.output_dir / "model").exists()
+    kept = load_file(killed.output_dir / "previous" / "model" / "model.safetensors")
+    assert all(torch.equal(kept[name], weight) for name, weight in first.weights.items())
+    last = fork(tmp_path / "run", "single", MNIST, flags)
+    assert last.records[-1]["step"] == 3 and last.weights and not (last.output_dir / "previous").exists()
+
+
 def test_overwriting_starts_over(tmp_path: Path) -> None:
     fork(tmp_path / "run", "single", MNIST, STEPS)
     run = fork(tmp_path / "run", "single", MNIST, "--max_steps 2 --log_every 1 --overwrite_output_dir")

@@ -61,7 +61,7 @@ def test_profile_traces_three_steps_of_each_process(tmp_path: Path) -> None:
 
 def test_too_few_steps_for_a_trace_lose_nothing(tmp_path: Path) -> None:
     first = fork(tmp_path / "run", "single", LINEAR, "--max_steps 3")
-    second = fork(tmp_path / "run", "single", LINEAR, "--max_steps 3 --profile", succeeds=False)
+    second = fork(tmp_path / "run", "single", LINEAR, "--max_steps 3 --profile --overwrite_output_dir", succeeds=False)
     assert "error: --profile needs 6 steps, there are 3: type --max_steps" in second.stderr
     assert second.card == first.card and second.weights.keys() == {"weight", "bias"}
 

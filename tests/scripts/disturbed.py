@@ -116,6 +116,7 @@ class Fault:
                 victim.kill()
         elif kind in ("signal", "evaluation", "spoil"):
             os.kill(os.getpid(), getattr(signal, self.config.signal))
+            time.sleep(0.1)  # until the thread that listens has noted it
             self.spoils = kind == "spoil"
         elif kind == "hang":
             time.sleep(1000)

@@ -8,6 +8,7 @@ TRANSFORMER = "recipes/transformer.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
 SAME_SAMPLES = "tests/scripts/same_samples.py"
+CASES = "tests/support/cases.py"
 
 FLOAT32_CONFIGS = [
     "single",
