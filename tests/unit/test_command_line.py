@@ -1,6 +1,8 @@
 """Promise: what is typed wrong gets one line that says what to type instead."""
 
 import re
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import pytest
 from common.config import RunConfig, parse
 from common.errors import UsageError
 from common.launch import check_num_gpus
+from common.record import _git_commit
+from common.schedule import Schedule
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,8 @@ from common.launch import check_num_gpus
         ("--ema_decay 1", "--ema_decay 1.0: expected less than 1"),
         ("--seed 3000000000", "--seed 3000000000: expected less than 2147483648"),
         ("stray", "stray: no such flag; --help lists them"),
+        ("--num_processes 4", "--num_processes belongs before the script: accelerate launch --num_processes ... "),
+        ("--config-file=x.yaml", "--config_file belongs before the script: accelerate launch --config_file ... "),
         ("--repeat nowhere/run.json", "--repeat nowhere/run.json is no run card"),
     ],
 )
@@ -52,3 +58,30 @@ def test_more_processes_than_gpus() -> None:
         check_num_gpus(num_processes=2, num_gpus=1)
     with pytest.raises(UsageError, match="4 processes but 2 GPUs on this machine: type --num_processes 2"):
         check_num_gpus(num_processes=4, num_gpus=2)
+
+
+def test_default_that_is_no_choice_is_refused_before_training() -> None:
+    @dataclass(kw_only=True)
+    class Config(RunConfig):
+        lr_schedule: Schedule = "cosinus"  # type: ignore[assignment]
+
+    with pytest.raises(UsageError, match="--lr_schedule cosinus: no such choice; type one of constant, linear"):
+        parse(Config, [])
+
+
+def test_commit_is_dirty_by_tracked_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> None:
+        user = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+        subprocess.run(["git", *user, "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+
+    script = tmp_path / "recipe.py"
+    script.touch()
+    git("init")
+    git("add", "recipe.py")
+    git("commit", "--message", "one")
+    monkeypatch.setattr("sys.argv", [str(script)])
+    (tmp_path / "untracked").touch()
+    commit = _git_commit()
+    assert commit is not None and re.fullmatch("[0-9a-f]{40}", commit)
+    script.write_text("changed")
+    assert _git_commit() == f"{commit}-dirty"

@@ -2,14 +2,16 @@
 
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.config import parse
 from common.errors import UsageError
-from common.language_models import byte_tokenizer
+from common.language_models import byte_tokenizer, load_pretrained
 from common.text import IGNORED, TokenDataset, load_tokens
 from support.recipes import TRANSFORMER
 from support.runs import ROOT
@@ -82,3 +84,24 @@ def test_bad_input(
     with pytest.raises(UsageError, match=re.escape(expected)):
         _, tokenizer = RECIPE["build"](config)
         load_tokens(config.data, tokenizer, config.context)
+
+
+def test_encoder_is_no_language_model(tmp_path: Path, tiny_model: Path) -> None:
+    """It would see what it is to predict, and come to a perplexity of 1."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertLMHeadModel(BertConfig(vocab_size=8, **shape)).save_pretrained(tmp_path / "bert")
+    for path in tiny_model.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "bert")
+    with pytest.raises(UsageError, match="BertLMHeadModel sees the tokens that it is to predict"):
+        load_pretrained(str(tmp_path / "bert"), 16, "eager")
+
+
+def test_model_that_lacks_weights(tiny_model: Path) -> None:
+    path = tiny_model / "model.safetensors"
+    weights = load_file(path)
+    lost = next(name for name in weights if "q_proj" in name)
+    save_file({name: weight for name, weight in weights.items() if name != lost}, path, metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=f"lacks 1 of the weights of LlamaForCausalLM, such as {lost}"):
+        load_pretrained(str(tiny_model), 16, "eager")
