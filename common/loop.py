@@ -215,4 +215,4 @@ def evaluate(
 
 def _set_training(model: nn.Module, training: bool) -> None:
     model.train(training)
-    model.training = training  # DeepSpeed's engine passes it on, and keeps its own
+    model.training = training  # what is wrapped around a model may pass it on, and keep its own
