@@ -14,7 +14,6 @@ MODULES = """
     common.tables
     common.text
     deepspeed.launcher.runner
-    deepspeed.module_inject.auto_ep_config
     deepspeed.ops.adam
     deepspeed.ops.op_builder.all_ops
     deepspeed.runtime.engine
