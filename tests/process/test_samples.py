@@ -22,6 +22,9 @@ def ids_of_each_step(run: Run, num_processes: int) -> list[list[int]]:
         [int(i) for i in (run.output_dir / f"train_ids_{p}.txt").read_text().split()] for p in range(num_processes)
     ]
     share = BATCH_SIZE // num_processes
+    # Where there are several processes, each has shown the others its first sample before.
+    assert {len(ids) for ids in fetched} == {NUM_STEPS * share + (num_processes > 1)}
+    fetched = [ids[-NUM_STEPS * share :] for ids in fetched]
     return [
         sorted(index for ids in fetched for index in ids[step * share : (step + 1) * share])
         for step in range(NUM_STEPS)
