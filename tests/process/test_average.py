@@ -15,10 +15,9 @@ STEPS = "--max_steps 6 --log_every 1 --eval_every 2 --save_every 1 --keep_checkp
 pytestmark = pytest.mark.xdist_group("test_average")
 
 
-def averaged_by_hand(run: Run, decay: float) -> dict:
-    """From the weights after each step, as the checkpoints have them; those before the first step follow from
-    a run without a learning rate to speak of."""
-    start = fork(run.output_dir.parent / "start", "single", MNIST, "--max_steps 1 --learning_rate 1e-30")
+def averaged_by_hand(start: Run, run: Run, decay: float) -> dict:
+    """From the weights after each step, as the checkpoints have them; those before the first step are
+    `start`, a run without a learning rate to speak of."""
     averages = start.weights
     for step in range(1, 7):
         saved = load_file(run.output_dir / "checkpoints" / f"step_{step:08d}" / "shard_00000.safetensors")
@@ -30,7 +29,7 @@ def averaged_by_hand(run: Run, decay: float) -> dict:
 
 @pytest.fixture(scope="module")
 def expected(reference: Callable[..., Run]) -> dict:
-    return averaged_by_hand(reference(MNIST, STEPS), decay=0.3)
+    return averaged_by_hand(reference(MNIST, "--max_steps 1 --learning_rate 1e-30"), reference(MNIST, STEPS), decay=0.3)
 
 
 @pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])

@@ -148,11 +148,12 @@ def main(config: Config) -> None:
         if fault.spoils:
             fault.spoils = False
             return {"loss": loss + (loss * 0).sqrt()}
+        factor = 1.0
         if config.fault == "slow_write":
             fault.num_passes += 1
         elif config.fault not in ("none", "write") and in_training == trains and fault.happens():
-            loss = loss * fault.strike()
-        return {"loss": loss}
+            factor = fault.strike()
+        return {"loss": loss * factor}  # in each pass, as ZeRO wants all to take one way
 
     fit(accelerator, model, optimizers[config.optimizer](), forward_step, Noisy(), Noisy(), config)
 
