@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from common.errors import UsageError
 
@@ -55,10 +55,7 @@ def batches(
     fetched: Iterator[Batch]
     if num_workers:
         loader: DataLoader[Batch] = DataLoader(
-            dataset,  # type: ignore[arg-type]  # torch means any map-style set
-            batch_sampler=ids,
-            num_workers=num_workers,
-            collate_fn=_collate,
+            _Fetching(dataset), batch_size=None, sampler=ids, num_workers=num_workers, collate_fn=_as_it_is
         )
         fetched = _from_workers(iter(loader))
     else:
@@ -72,7 +69,21 @@ def fetch(dataset: MapDataset, ids: list[int]) -> Batch:
     """The samples of these ids as a batch, on the CPU. Raises UsageError as `batches`."""
     if hasattr(dataset, "__getitems__"):
         return _collate(dataset.__getitems__(ids), len(ids))
-    return _collate([dataset[index] for index in ids])
+    return _collate([dataset[index] for index in ids], len(ids))
+
+
+class _Fetching(Dataset):
+    """Lets a worker fetch a batch as `fetch` does."""
+
+    def __init__(self, dataset: MapDataset):
+        self.dataset = dataset
+
+    def __getitem__(self, ids: list[int]) -> Batch:
+        return fetch(self.dataset, ids)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _from_workers(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -87,8 +98,8 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.pin_memory().to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
-def _collate(samples: Any, size: int | None = None) -> Batch:
-    """A batch of samples, of which `__getitems__` may have made one already."""
+def _collate(samples: Any, size: int) -> Batch:
+    """A batch of `size` samples, of which `__getitems__` may have made one already."""
     try:
         batch = samples if isinstance(samples, dict) else default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
@@ -96,7 +107,6 @@ def _collate(samples: Any, size: int | None = None) -> Batch:
     if not isinstance(batch, dict):
         kind = type(samples[0] if isinstance(samples, list) and samples else samples).__name__
         raise UsageError(f'samples are of the type {kind}: expected dicts, such as {{"image": ..., "label": ...}}')
-    size = len(samples) if size is None else size
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             if value.ndim == 0 or len(value) != size or (name == "weight" and value.ndim > 1):

@@ -79,6 +79,13 @@ def test_weights_are_those_of_the_global_batch(
     assert largest_difference(unweighted.column("train/loss"), expected.column("train/loss")) > 1e-3
 
 
+def test_worker_processes_fetch_whole_batches(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    """Images come as batches from their set."""
+    arguments = "--max_steps 3 --log_every 1"
+    run = fork(tmp_path / "run", "ddp", MNIST, f"{arguments} --num_workers 1")
+    assert largest_difference(run.column("train/loss"), reference(MNIST, arguments).column("train/loss")) <= 1e-5
+
+
 def test_worker_processes_fetch_the_same(tmp_path: Path, reference: Callable[..., Run]) -> None:
     run = fork(tmp_path / "run", "ddp", SAME_SAMPLES, f"{ARGUMENTS} --num_workers 2")
     expected = reference(SAME_SAMPLES, ARGUMENTS)
