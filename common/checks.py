@@ -19,9 +19,9 @@ from common.group import CpuGroup
 from common.plan import Plan
 from common.random_state import random_state_kept
 
-# Their step of a weight depends on nothing but the gradients of that weight, so that they may step on pieces of it.
-# Written for whole weights: on DTensors, which FSDP2 makes of them, they fail in the first step (torch 2.13).
+# On DTensors, which FSDP2 makes of the weights, they fail in the first step (torch 2.13).
 WHOLE_ONLY = ("Adafactor", "Muon", "Rprop")
+# Each number's step depends on the gradients of that number alone, so that they may step on pieces of the weights.
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 
@@ -261,7 +261,7 @@ def check_same_start(model: nn.Module, datasets: Iterable[MapDataset], group: Cp
 
 def _sample(tensor: Tensor) -> str:
     """Of up to 64 of its numbers, spread over all."""
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    flat = tensor.detach().flatten()
     values = flat[:: max(1, flat.numel() // 64)][:64]
     return f"{tuple(tensor.shape)} {tensor.dtype} {values.tolist()}"
 

@@ -225,10 +225,10 @@ class Recorder:
         aside = self.path / PREVIOUS
         if (aside / "model").exists() and not (self.path / "model").exists():
             aside = self.path / f"{PREVIOUS}.unfinished"  # of a run that came to no model: the one before it stays
+        if leftovers:
+            shutil.rmtree(aside, ignore_errors=True)
         for leftover in leftovers:
             place = aside / leftover.relative_to(self.path)
-            if leftover is leftovers[0]:
-                shutil.rmtree(aside, ignore_errors=True)
             place.parent.mkdir(parents=True, exist_ok=True)
             leftover.rename(place)
         shutil.rmtree(self.path / f"{PREVIOUS}.unfinished", ignore_errors=True)
