@@ -105,10 +105,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         until(lambda: "idle" in made.command("sinfo", "--noheader", "--format=%T %D"), 60)
         yield made
     finally:
-        for daemon in reversed(daemons):
+        for daemon in reversed(daemons):  # a node says farewell to its controller, and both need munged for that
             daemon.terminate()
-        for daemon in daemons:
-            daemon.wait(timeout=30)
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:  # a node waits for the end of a step a minute long
+                daemon.kill()
+                daemon.wait()
 
 
 def is_free(port: int) -> bool:
