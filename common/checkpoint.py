@@ -5,9 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args, get_type_hints
 
 import torch
 from accelerate.utils import set_seed
@@ -24,15 +25,22 @@ from common.random_state import random_state, set_random_state
 from common.shards import full_weights, load_state, state_parts
 from common.state import TrainState
 from common.step import Trainer
-from common.storage import DamagedError, Part, Reader, Shard, WriteError, flush, own_shard, remove, write
+from common.storage import MANIFEST, DamagedError, Part, Reader, Shard, WriteError, flush, own_shard, remove, write
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint found on disk and verified."""
+    """A checkpoint found on disk and verified.
+
+    Attributes:
+        path: its folder.
+        reader: of it.
+        trained: names of the weights that the optimizer of this run was given.
+    """
 
     path: Path
     reader: Reader
+    trained: list[str]
 
     @property
     def state(self) -> TrainState:
@@ -66,6 +74,10 @@ class Checkpoint:
         accelerator, here = trainer.accelerator, layout(trainer.plan, group)
         there = {name: content["layout"][name] for name in here}  # an older checkpoint tells more
         accelerator.print(f"resumed from {self.path}")
+        have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
+        anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
+        if have_state and anew:  # right for a weight that no forward pass has used
+            accelerator.print(f"it has no state of the optimizer for {', '.join(anew)}: there it begins anew")
         if there == here:
             self._load_process(group.rank, state, accelerator.device)
             prefix = f"process_{group.rank:05d}."
@@ -121,7 +133,9 @@ def identity(plan: Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def find_checkpoint(plan: Plan, identity: dict[str, Any], group: CpuGroup) -> Checkpoint | None:
+def find_checkpoint(
+    plan: Plan, identity: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, group: CpuGroup
+) -> Checkpoint | None:
     """The checkpoint that `--resume_from_checkpoint` names, verified; None for a fresh start.
 
     Raises:
@@ -131,24 +145,37 @@ def find_checkpoint(plan: Plan, identity: dict[str, Any], group: CpuGroup) -> Ch
     wanted = plan.config.resume_from_checkpoint
     if wanted is None:
         return None
+    given = {weight for parameters in optimizer.param_groups for weight in parameters["params"]}
+    trained = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor in given]
+
+    def open_checked(path: Path) -> Checkpoint:
+        reader = Reader.verified(path, group)
+        _check_content(reader.content)
+        for name, value in identity.items():
+            there = reader.content["identity"].get(name)
+            if there != value:
+                raise UsageError(f"{path} was made with {name} {there}, this run has {value}")
+        _check_tensors(reader, averaged=trained if plan.config.ema_decay else [])
+        return Checkpoint(path, reader, trained)
+
     if wanted == "latest":
-        return _newest(plan.config, identity, group)
+        return _newest(plan.config, open_checked, group)
     path = Path(wanted)
     if not path.is_dir():
         raise UsageError(f"--resume_from_checkpoint {wanted}: no checkpoint there; type latest or a path to one")
     try:
-        return _open(path, identity, group)
+        return open_checked(path)
     except DamagedError as error:
         raise UsageError(
             f"--resume_from_checkpoint {wanted} is no whole checkpoint ({error}): type latest for the newest whole one"
         ) from None
 
 
-def _newest(config: RunConfig, identity: dict[str, Any], group: CpuGroup) -> Checkpoint | None:
+def _newest(config: RunConfig, open_checked: Callable[[Path], Checkpoint], group: CpuGroup) -> Checkpoint | None:
     paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(Path(config.output_dir))])]
     for path in reversed(paths):
         try:
-            return _open(path, identity, group)
+            return open_checked(path)
         except DamagedError as error:
             if group.rank == 0:
                 print(f"{path} is no whole checkpoint ({error}): taking the one before it", flush=True)
@@ -159,13 +186,38 @@ def _newest(config: RunConfig, identity: dict[str, Any], group: CpuGroup) -> Che
     return None
 
 
-def _open(path: Path, identity: dict[str, Any], group: CpuGroup) -> Checkpoint:
-    reader = Reader.verified(path, group)
-    for name, value in identity.items():
-        there = reader.content["identity"].get(name)
-        if there != value:
-            raise UsageError(f"{path} was made with {name} {there}, this run has {value}")
-    return Checkpoint(path, reader)
+def _check_content(content: dict[str, Any]) -> None:
+    """Raises DamagedError unless a manifest has what `Saver` gave it, of its kind."""
+    kinds = get_type_hints(TrainState)
+    expected: dict[str, dict[str, Any]] = {
+        "identity": {},
+        "layout": dict.fromkeys(("processes", "shares", "stages"), int),
+        "state": {name: kinds[name] for name in TrainState().numbers()},
+        "trainer": {"num_averaged": int, "loss_scale": dict},
+    }
+    for part, names in expected.items():
+        values = content.get(part)
+        if not isinstance(values, dict) or (part == "state" and not values.keys() <= names.keys()):
+            raise DamagedError(f"{MANIFEST} has another {part} than a checkpoint has")
+        for name, kind in names.items():
+            kind = kind | int if float in (kind, *get_args(kind)) else kind  # JSON may write 1 for 1.0
+            if not isinstance(values.get(name), kind):
+                raise DamagedError(f"{MANIFEST} has no {name} in {part}, or one of another kind")
+    processes, shares, stages = (content["layout"][name] for name in expected["layout"])
+    if content["state"]["step"] < 0 or min(processes, shares, stages) < 1 or processes % (shares * stages):
+        raise DamagedError(f"{MANIFEST} has numbers that no run has")
+
+
+def _check_tensors(reader: Reader, averaged: list[str]) -> None:
+    """Raises DamagedError unless what each process had of its own is there, and the averages of these weights."""
+    own = [name for name in (*random_state(), "losses", "weights") if name != "random.cuda"]
+    ranks = range(reader.content["layout"]["processes"])
+    of_processes = (f"process_{rank:05d}.{name}" for rank in ranks for name in own)
+    # Of a weight that is not there either, it is of another model.
+    averages = (f"average.{name}" for name in averaged if f"model.{name}" in reader.tensors)
+    for name in chain(of_processes, averages):
+        if name not in reader.tensors:
+            raise DamagedError(f"{name} is missing")
 
 
 class Saver:

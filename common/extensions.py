@@ -2,8 +2,14 @@
 
 import hashlib
 import os
+import platform
+import re
 import sys
+from importlib.machinery import ExtensionFileLoader
+from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -12,11 +18,21 @@ BUILDERS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBui
 
 
 def extensions_folder() -> Path:
-    """Of this environment alone: two that share torch's own folder compile in turns, each what the other has."""
+    """Of this environment and kind of processor alone: environments that share torch's own folder compile in turns,
+    each what the other has, and what was compiled for one processor may not run on another."""
     from torch.utils.cpp_extension import get_default_build_root
 
-    key = hashlib.sha256(f"{sys.prefix} {sys.version} {torch.__version__}".encode()).hexdigest()[:12]
+    facts = [sys.prefix, sys.version, torch.__version__, version("deepspeed"), platform.machine(), *_processor()]
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     return Path(get_default_build_root()) / f"accelerate_recipes_{key}"
+
+
+def _processor() -> list[str]:
+    """What it can do, as far as Linux tells."""
+    try:
+        return re.findall(r"^(?:flags|Features)\s*:.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
+    except OSError:
+        return []
 
 
 def load_extensions(names: list[str]) -> None:
@@ -33,8 +49,24 @@ def load_extensions(names: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "accelerate_recipes.lock"):
         for name in names:
+            builder = get_accelerator().create_op_builder(BUILDERS[name])
+            library, is_whole = folder / name / f"{name}.so", folder / name / "is_whole"
+            if own and library.exists() and is_whole.exists():
+                # The builder would ask compiler and processor again what they can do: 5 s for cpu_adam.
+                builder._loaded_ops[name] = _loaded(library, name)
+                continue
             if own:
                 (folder / name / "lock").unlink(missing_ok=True)
-            if not (folder / name / f"{name}.so").exists():
+            if not library.exists():
                 print("compiling an extension of DeepSpeed, once, about a minute", file=sys.stderr, flush=True)
-            get_accelerator().create_op_builder(BUILDERS[name]).load(verbose=False)
+            builder.load(verbose=False)
+            if own:
+                is_whole.touch()
+
+
+def _loaded(library: Path, name: str) -> Any:
+    spec = spec_from_file_location(name, library, loader=ExtensionFileLoader(name, str(library)))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

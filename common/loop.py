@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -70,7 +71,7 @@ def fit(
     plan = Plan.of(config, len(train_set), *data_shares(accelerator, config))
     group, this_run = CpuGroup(config.hang_timeout), identity(plan, optimizer)
     with OutputDir(plan, group), Watch(accelerator, plan, group) as watch:
-        checkpoint = find_checkpoint(plan, this_run, group)
+        checkpoint = find_checkpoint(plan, this_run, model, optimizer, group)
         state = checkpoint.state if checkpoint else TrainState()
         if config.resume_from_checkpoint and group.broadcast(is_done(plan, state)):
             accelerator.print(f"nothing to do: {config.output_dir} is done; --overwrite_output_dir starts over")
@@ -105,11 +106,11 @@ def fit(
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
                 result = trainer.step(micro_batches, wants_norm=plan.reads(step) or watch.stops)
-                recorder.add(result)
+                recorder.add(learning_rate, result)
                 watch.step(step, result)
                 step_profiler()
                 if plan.logs(step):
-                    recorder.training(step, learning_rate, result)
+                    recorder.training(step)
                 if plan.evaluates(step):
                     metrics = evaluation(trainer, eval_set, summarize, state, recorder, watch)
                 # Never after a step of whose gradient nothing is known: the next one asks for its norm.
@@ -141,7 +142,7 @@ def evaluation(
         watch.settle()
         if means is None:
             return {}
-        metrics = summarize(means)
+        metrics = {name: number(name, value) for name, value in summarize(means).items()}
         state.evaluation_due = False
         config = trainer.plan.config
         name = config.metric_for_best_model
@@ -159,9 +160,17 @@ def check_metric(trainer: Trainer, eval_set: MapDataset, summarize: Callable[[Me
     one: Subset[Batch] = Subset(eval_set, [0])  # type: ignore[arg-type]  # torch means any map-style set
     means = evaluate(trainer.accelerator, trainer.model, trainer.forward_step, one, plan)
     assert means is not None  # nothing stops it
-    metrics = summarize(means)
+    metrics = {name: number(name, value) for name, value in summarize(means).items()}
     if name not in metrics:
         raise UsageError(f"--metric_for_best_model {name}: no such metric; type one of {', '.join(sorted(metrics))}")
+
+
+def number(name: str, value: Any) -> float:
+    """What `summarize` gave. Raises UsageError if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f'summarize gives "{name}" as {type(value).__name__}: expected a number') from None
 
 
 @torch.no_grad()

@@ -4,13 +4,15 @@ import json
 import os
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
 from common.config import RunConfig
-from common.errors import Failure, StoppedError, UsageError
+from common.errors import Failure, StoppedError, UsageError, first_failure
 from common.group import CpuGroup
 from common.launch import num_machines
 from common.machines import check_shared_folder
@@ -37,9 +39,22 @@ class OutputDir:
             check_shared_folder(self.path, self.group)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._tell(first_failure(error), is_refused=isinstance(error, UsageError))
         if self.group.rank == 0:
             self._lock.release()
+
+    def _tell(self, failure: Failure, is_refused: bool) -> None:
+        """Leaves a card of a run that failed before it had one."""
+        card = read_card(self.path)
+        if is_refused and card:  # it is this run's, which says so, or an earlier one's, of which nothing was touched
+            return
+        if self.group.rank == 0 or failure.is_mine:
+            own = {"command": " ".join(sys.argv), "config": asdict(self.config)}
+            replace_card(self.path, own | card | ending(failure))
 
     def _own(self) -> str | None:
         """What is wrong with it, if anything."""
@@ -79,8 +94,11 @@ def is_done(plan: Plan, state: TrainState) -> bool:
     card, config = read_card(Path(plan.config.output_dir)), plan.config
     if card.get("status") != "done":
         return False
-    same = all(card["config"].get(name) == getattr(config, name) for name in ("seed", "batch_size", "data"))
-    at_end = card["num_steps"] == card["last_metrics"].get("step") == plan.num_steps
+    try:
+        same = all(card["config"].get(name) == getattr(config, name) for name in ("seed", "batch_size", "data"))
+        at_end = card["num_steps"] == card["last_metrics"].get("step") == plan.num_steps
+    except (KeyError, TypeError, AttributeError):  # somebody else wrote it
+        return False
     return plan.is_over(state) or (config.resume_from_checkpoint == "latest" and same and at_end)
 
 
@@ -92,11 +110,12 @@ def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def read_card(output_dir: Path) -> dict[str, Any]:
-    """The run card; empty where there is none."""
+    """The run card; empty where there is none, or what is none."""
     try:
-        return json.loads((output_dir / "run.json").read_text())
-    except (OSError, ValueError):
+        card = json.loads((output_dir / "run.json").read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    return card if isinstance(card, dict) else {}
 
 
 def write_failure(output_dir: Path, failure: Failure) -> None:
@@ -114,7 +133,7 @@ def replace_card(output_dir: Path, card: dict[str, Any]) -> None:
     """Writes the run card."""
     part = output_dir / f"run.json.{os.getpid()}"
     try:
-        part.write_text(json.dumps(card, indent=2) + "\n")
+        part.write_text(json.dumps(card, indent=2, default=str) + "\n")
         part.rename(output_dir / "run.json")  # a reader never meets half a card
     except OSError as error:
         print(f"{output_dir}/run.json could not be written ({error.strerror})", file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
 """What a run tells of itself as it goes: metrics.jsonl, the run card, trackers, and what the terminal shows."""
 
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from common.errors import Failure, UsageError, first_failure
 from common.hardware import hardware, peak_flops, versions
+from common.metrics_file import MetricsFile
 from common.output_dir import checkpoints, ending, read_card, replace_card, resumes_from_elsewhere, write_failure
 from common.plan import Plan
 from common.start import parallelism, precision
@@ -52,6 +52,9 @@ class Recorder:
         self.path = Path(plan.config.output_dir)
         self.last_metrics: dict[str, float] = {}
         self._line: dict[str, str] = {}
+        self._num_lost = 0
+        self._learning_rate: float | None = None
+        self._grad_norm: torch.Tensor | float | None = None
 
     def __enter__(self) -> Self:
         self._started = self._resumed = time.perf_counter()
@@ -63,12 +66,11 @@ class Recorder:
                 "hardware": hardware(),
             }
             self._start_trackers()
-            kept = self._records_up_to(self.state.step)
-            self._set_aside()
-            part = self.path / "metrics.jsonl.part"
-            part.write_text("".join(kept))
-            part.rename(self.path / "metrics.jsonl")  # a kill in between loses no record
-            self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
+            try:
+                self._set_aside()
+                self._metrics = MetricsFile(self.path, self._goes_on_after)
+            except OSError as error:
+                raise UsageError(f"--output_dir {self.path} cannot be written ({error.strerror}): make room") from None
             self._write_card({"status": "running", "exit_code": None, "error": None})
         self.accelerator.wait_for_everyone()  # whichever process fails finds the card
         terminal = self.accelerator.is_main_process and sys.stderr.isatty()
@@ -81,8 +83,7 @@ class Recorder:
         if self._bar is not None:
             self._bar.close()
         if self.accelerator.is_main_process:
-            with suppress(OSError):
-                self._metrics.close()
+            self._num_lost = self._metrics.close()
             if error is None:
                 self._write_card({"status": "done", "exit_code": 0, "error": None})
                 shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
@@ -90,9 +91,10 @@ class Recorder:
         if error is not None:  # that another process failed first, shows here as a broken connection
             self._fail_card(first_failure(error))
 
-    def add(self, result: StepResult) -> None:
+    def add(self, learning_rate: float, result: StepResult) -> None:
         """Takes in one optimizer step."""
         state = self.state
+        self._learning_rate, self._grad_norm = learning_rate, None if result.skipped else result.grad_norm
         state.step += 1
         state.num_steps += 1
         state.num_skipped += result.skipped
@@ -101,7 +103,7 @@ class Recorder:
         if self._bar is not None:
             self._bar.update()
 
-    def training(self, step: int, learning_rate: float, result: StepResult) -> None:
+    def training(self, step: int) -> None:
         """Writes a training record after optimizer step `step` (counted from 0)."""
         state = self.state
         # In float64, in which numbers of tokens are exact.
@@ -110,15 +112,14 @@ class Recorder:
             weight += one
         sums = torch.stack([torch.stack(state.losses).double().sum(), weight])
         loss_sum, weight_sum = self.accelerator.reduce(sums, "sum").tolist()
-        grad_norm = float(result.grad_norm) if result.grad_norm is not None and not result.skipped else None
         self._count_seconds()
         samples_per_second = state.num_steps * self.plan.config.batch_size / state.seconds
         record = {
             "step": step + 1,
             "epoch": round((step + 1) / self.plan.steps_per_epoch, 4),
             "train/loss": loss_sum / weight_sum,
-            "learning_rate": learning_rate,
-            "grad_norm": grad_norm,
+            "learning_rate": self._learning_rate,
+            "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "samples_per_second": round(samples_per_second, 1),
         }
         if self.tokens_per_sample:
@@ -137,6 +138,8 @@ class Recorder:
         record = {"step": step + 1} | {f"eval/{name}": value for name, value in metrics.items()}
         self._write(record)
         self._show(record)
+        if self.state.num_steps and self.plan.is_over(self.state):  # earlier than planned, between two records
+            self.training(step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -155,10 +158,7 @@ class Recorder:
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
         self.last_metrics |= {name: value for name, value in finite.items() if value is not None}
         if self.accelerator.is_main_process:
-            try:
-                self._metrics.write(json.dumps(finite) + "\n")
-            except OSError as error:
-                print(f"{self._metrics.name} could not be written ({error.strerror})", file=sys.stderr, flush=True)
+            self._metrics.write(finite)
             numbers = {name: value for name, value in record.items() if value is not None and name != "step"}
             self.accelerator.log(numbers, step=record["step"])
 
@@ -197,18 +197,11 @@ class Recorder:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def _records_up_to(self, step: int) -> list[str]:
-        path = self.path / "metrics.jsonl"
-        if step == 0 or not path.exists():
-            return []
-        kept = []
-        for line in path.read_text(errors="replace").splitlines():
-            with suppress(ValueError):  # half a line: the disk was full, or the machine lost its power
-                record = json.loads(line)
-                again = self.state.evaluation_due and record["step"] == step and "train/loss" not in record
-                if record["step"] <= step and not again:
-                    kept.append(f"{line}\n")
-        return kept
+    def _goes_on_after(self, record: dict[str, Any]) -> bool:
+        """Whether a record of before belongs to the course that this run goes on with."""
+        state = self.state
+        comes_again = state.evaluation_due and record["step"] == state.step and "train/loss" not in record
+        return record["step"] <= state.step and not comes_again
 
     def _set_aside(self) -> None:
         """Moves what an earlier run left, and this one does not go on from, to `previous/`, where it stays until this
@@ -234,8 +227,8 @@ class Recorder:
         shutil.rmtree(self.path / f"{PREVIOUS}.unfinished", ignore_errors=True)
 
     def _attempt(self) -> int:
-        card = read_card(self.path)
-        return card.get("attempt", 0) + 1 if self.plan.config.resume_from_checkpoint else 1
+        before = read_card(self.path).get("attempt")
+        return before + 1 if self.plan.config.resume_from_checkpoint and isinstance(before, int) else 1
 
     def _fail_card(self, failure: Failure) -> None:
         if self.accelerator.is_main_process:
@@ -261,6 +254,7 @@ class Recorder:
                 "gradient_accumulation_steps": self.plan.accumulation,
                 "num_steps": self.plan.num_steps,
                 "skipped_steps": self.state.num_skipped,
+                "lost_records": self._num_lost,
                 "last_metrics": self.last_metrics,
                 "wall_seconds": round(time.perf_counter() - self._started, 2),
                 **self._facts,

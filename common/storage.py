@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -161,12 +161,14 @@ class Reader:
         try:
             self.content = json.loads((folder / MANIFEST).read_text())
             expected = self.content.pop("sha256")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DamagedError(f"{MANIFEST} cannot be read") from None
         if _digest_of_json(self.content) != expected:
             raise DamagedError(f"{MANIFEST} was altered")
         if self.content.get("format") != FORMAT:
             raise DamagedError(f"{MANIFEST} is of the format {self.content.get('format')}, not {FORMAT}")
+        if not _is_well_formed(self.content):
+            raise DamagedError(f"{MANIFEST} is not what a checkpoint has")
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
         self._files: dict[str, Any] = {}
 
@@ -182,7 +184,10 @@ class Reader:
         try:
             reader = cls(folder)
             for index, (name, expected) in enumerate(sorted(reader.content["files"].items())):
-                reader._check_file(name, expected, reads=index % group.size == group.rank)
+                reads = index % group.size == group.rank
+                reader._check_file(name, expected, reads)
+                if reads:
+                    reader._check_names(name)
             for name, tensor in reader.tensors.items():
                 _check_coverage(name, tensor, reader.content["files"])
         except DamagedError as error:
@@ -231,6 +236,22 @@ class Reader:
                 raise DamagedError(f"{name} was altered")
         except OSError as error:
             raise DamagedError(f"{name}: {error.strerror}") from None
+
+    def _check_names(self, file: str) -> None:
+        """Raises DamagedError unless a file holds the parts of tensors that it is said to hold."""
+        parts = [(name, tensor["dtype"], part) for name, tensor in self.tensors.items() for part in tensor["parts"]]
+        said = {name: (dtype, part["sizes"]) for name, dtype, part in parts if part["file"] == file}
+        try:
+            with safe_open(self.folder / file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # it is no dict
+                    held = opened.get_slice(name)
+                    dtype = (held[:0] if held.get_shape() else opened.get_tensor(name)).dtype
+                    if said.pop(name, None) != (str(dtype).removeprefix("torch."), held.get_shape()):
+                        raise DamagedError(f"{file} holds {name}, of which {MANIFEST} says something else")
+        except SafetensorError as error:
+            raise DamagedError(f"{file}: {error}") from None
+        for name in said:
+            raise DamagedError(f"{file} does not hold {name}")
 
 
 def flush(path: Path) -> None:
@@ -326,6 +347,32 @@ def _digest_of_file(path: Path) -> str:
 
 def _digest_of_json(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _is_well_formed(content: dict[str, Any]) -> bool:
+    """Whether files and tensors have what `write` says of them."""
+    files: Any = content.get("files")
+    tensors: Any = content.get("tensors")
+    if not _are_dicts(files) or not _are_dicts(tensors):
+        return False
+    parts = [tensor.get("parts") for tensor in tensors.values()]
+    if not all(isinstance(some, list) and _are_dicts(dict(enumerate(some))) for some in parts):
+        return False
+    return (
+        all(_are_sizes([file.get("size")]) and isinstance(file.get("sha256"), str) for file in files.values())
+        and all(_are_sizes(tensor.get("shape")) for tensor in tensors.values())
+        and all(isinstance(getattr(torch, str(tensor.get("dtype")), None), torch.dtype) for tensor in tensors.values())
+        and all(isinstance(part.get("file"), str) for some in parts for part in some)
+        and all(_are_sizes(part.get(key)) for some in parts for part in some for key in ("offsets", "sizes"))
+    )
+
+
+def _are_dicts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
 def _overlap(

@@ -1,16 +1,16 @@
 """Promise: what a user brings gives the result of one process, or is refused in one line before any training."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 from common.extensions import extensions_folder
 from support.launching import fork
 from support.recipes import CASES
-from support.runs import Run, assert_same_result, largest_difference, refused
+from support.runs import ROOT, Run, assert_same_result, largest_difference, refused
 
 STEPS = "--max_steps 10 --lr_schedule constant --hang_timeout 20"
 
@@ -203,10 +203,35 @@ def test_the_same_weight_elsewhere(tmp_path: Path, reference: Callable[..., Run]
 
 
 def test_build_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
-    """torch's mark of a build is left behind; another test may be in the middle of one, hence the lock."""
-    folder = extensions_folder()
+    """It leaves torch's mark of a build behind, for which all others wait, and what nobody knows to be whole."""
     fork(tmp_path / "first", "deepspeed_zero2", CASES, STEPS)  # it is compiled now
-    with FileLock(folder / "accelerate_recipes.lock"):
-        (folder / "deepspeed_shm_comm" / "lock").touch()
-    run = fork(tmp_path / "run", "deepspeed_zero2", CASES, STEPS)
-    assert "compiling" not in run.stderr and not (folder / "deepspeed_shm_comm" / "lock").exists()
+    folder = tmp_path / "torch_extensions" / extensions_folder().name
+    shutil.copytree(extensions_folder(), folder)
+    (folder / "deepspeed_shm_comm" / "lock").touch()
+    (folder / "deepspeed_shm_comm" / "is_whole").unlink()
+    fork(tmp_path / "run", "deepspeed_zero2", CASES, STEPS, env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert not (folder / "deepspeed_shm_comm" / "lock").exists()
+    assert (folder / "deepspeed_shm_comm" / "is_whole").exists()
+
+
+@pytest.mark.full
+def test_run_that_is_killed_while_it_compiles(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, pathlib, runpy, signal, threading, time\n"
+        "import psutil\n"
+        "def kill():\n"
+        f"    while not list(pathlib.Path({str(tmp_path)!r}).glob('torch_extensions/*/*/lock')):\n"
+        "        time.sleep(0.1)\n"
+        "    time.sleep(3)\n"
+        "    for child in psutil.Process().children(recursive=True):\n"
+        "        child.kill()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "threading.Thread(target=kill, daemon=True).start()\n"
+        f"runpy.run_path({str(ROOT / CASES)!r}, run_name='__main__')\n"
+    )
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    killed = fork(tmp_path / "run", "deepspeed_zero2", script, STEPS, env=env, succeeds=False)
+    assert killed.exit_code and list(tmp_path.glob("torch_extensions/*/*/lock"))
+    run = fork(tmp_path / "run", "deepspeed_zero2", CASES, STEPS, env=env)
+    assert run.stderr.count("compiling an extension of DeepSpeed, once") == 1

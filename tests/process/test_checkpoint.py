@@ -1,18 +1,22 @@
 """Promise: a run that was killed at any moment goes on as if nothing had been, under any config; nothing is
 overwritten unasked."""
 
+import hashlib
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from common.group import CpuGroup
 from common.storage import Reader
 from support.launching import fork, launch
-from support.recipes import COURSE, DISTURBED, FLAGS, LATEST, MNIST, RECIPES
+from support.manifests import changed, rewrite
+from support.recipes import CASES, COURSE, DISTURBED, FLAGS, LATEST, MNIST, RECIPES
 from support.runs import ROOT, Run, assert_equal_to_the_last_bit, largest_difference, refused, weight_distance
 
 STEPS = "--max_steps 12 --log_every 1 --eval_every 4 --save_every 4 --lr_schedule cosine"
@@ -318,6 +322,76 @@ def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbe
         damage(path / "manifest.json")
     line = refused(fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}", succeeds=False))
     assert "no checkpoint in" in line and "is whole: type --overwrite_output_dir" in line
+
+
+def without(*names: str) -> Callable[[dict], dict]:
+    """Takes tensors out of a manifest."""
+
+    def change(manifest: dict) -> dict:
+        for name in [name for name in manifest["tensors"] if name.startswith(names)]:
+            del manifest["tensors"][name]
+        return manifest
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (without("optimizer.body.weight."), "holds optimizer.body.weight.exp_avg, of which manifest.json says"),
+        (without("average.body.bias"), "average.body.bias is missing"),
+        (without("process_00000.random.numpy"), "process_00000.random.numpy is missing"),
+        (without("process_00000.losses"), "process_00000.losses is missing"),
+        (lambda manifest: changed(manifest, ("state", "step"), "8"), "no step in state, or one of another kind"),
+        (lambda manifest: changed(manifest, ("state", "stepp"), 8), "another state than a checkpoint has"),
+        (lambda manifest: changed(manifest, ("state", "step"), -8), "numbers that no run has"),
+        (lambda manifest: changed(manifest, ("layout", "shares"), 0), "numbers that no run has"),
+        (lambda manifest: changed(manifest, ("layout",), None), "another layout than a checkpoint has"),
+        (lambda manifest: changed(manifest, ("identity",), []), "another identity than a checkpoint has"),
+        (lambda manifest: changed(manifest, ("trainer", "num_averaged"), "many"), "no num_averaged in trainer"),
+    ],
+)
+def test_checkpoint_that_lacks_what_a_run_goes_on_with(
+    tmp_path: Path, made_once: Callable[..., Run], change: Callable[[dict], dict], expected: str
+) -> None:
+    """Though its manifest is signed."""
+    flags = "--max_steps 8 --save_every 4 --ema_decay 0.9"
+    undisturbed = made_once("single", CASES, flags)
+    shutil.copytree(undisturbed.output_dir, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step_00000008"
+    (tmp_path / "run" / "run.json").unlink()  # else it is known that there is nothing to do
+    rewrite(newest, change)
+    if "is missing" in expected:
+        strip(newest)
+    line = refused(
+        fork(tmp_path / "run", "single", CASES, f"{flags} --resume_from_checkpoint {newest}", succeeds=False)
+    )
+    assert "is no whole checkpoint" in line and expected in line
+    run = fork(tmp_path / "run", "single", CASES, f"{flags} {LATEST}")
+    assert expected in run.stdout and "taking the one before it" in run.stdout
+    assert_equal_to_the_last_bit(run, undisturbed)
+
+
+def strip(checkpoint: Path) -> None:
+    """Takes out of the file what its manifest does not list, too."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (file,) = checkpoint.glob("shard_*")
+    kept = {name: tensor for name, tensor in load_file(file).items() if name in manifest["tensors"]}
+    save_file(kept, file)
+    entry = {"size": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    rewrite(checkpoint, lambda manifest: changed(manifest, ("files", file.name), entry))
+
+
+def test_weight_without_state_of_the_optimizer_is_named(tmp_path: Path, made_once: Callable[..., Run]) -> None:
+    """As is right where no forward pass has used it; here it was taken away."""
+    flags = "--max_steps 8 --save_every 4 --ema_decay 0.9"
+    shutil.copytree(made_once("single", CASES, flags).output_dir, tmp_path / "run")
+    (tmp_path / "run" / "run.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000008")
+    rewrite(tmp_path / "run" / "checkpoints" / "step_00000004", without("optimizer.body.weight."))
+    strip(tmp_path / "run" / "checkpoints" / "step_00000004")
+    run = fork(tmp_path / "run", "single", CASES, f"{flags} {LATEST}")
+    assert "it has no state of the optimizer for body.weight: there it begins anew" in run.stdout
 
 
 @pytest.mark.parametrize("flag", ["", "--stop_on_save_error"])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from support.launching import fork
-from support.recipes import LINEAR
-from support.runs import Run
+from support.recipes import CASES, LINEAR
+from support.runs import ROOT, Run, refused
 
 SHORT = "--max_steps 20 --log_every 5 --eval_every 10"
 
@@ -91,3 +91,70 @@ def test_weight_decay_reaches_the_optimizer(tmp_path: Path) -> None:
         expected = plain.weights["weight"] - 0.1 * initial.weight.detach()
         torch.testing.assert_close(decayed.weights["weight"], expected, rtol=1e-5, atol=1e-7)
         assert torch.equal(decayed.weights["bias"], plain.weights["bias"])
+
+
+@pytest.mark.parametrize(("ends_after", "num_lost"), [(25, 0), (1000, 1)], ids=["for a while", "to the end"])
+def test_records_wait_for_room_on_the_disk(tmp_path: Path, ends_after: int, num_lost: int) -> None:
+    """Where no file may grow beyond 3,000 bytes from the start to the end of that evaluation step."""
+    script = tmp_path / "full.py"
+    script.write_text(
+        "import resource, runpy\n"
+        "from torch.optim import AdamW\n"
+        "_, most = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, most))\n"
+        "steps, before = [], AdamW.step\n"
+        "def step(self, *arguments, **options):\n"
+        "    steps.append(1)\n"
+        f"    if len(steps) == {ends_after}:\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))\n"
+        "    return before(self, *arguments, **options)\n"
+        "AdamW.step = step\n"
+        f"runpy.run_path({str(ROOT / CASES)!r}, run_name='__main__')\n"
+    )
+    expected = fork(tmp_path / "expected", "single", CASES, "--max_steps 30")
+    run = fork(tmp_path / "run", "single", script, "--max_steps 30")
+    assert run.stderr.count("records wait in memory until it can") == 1
+    assert len(run.lasting_records) + run.card["lost_records"] == len(expected.records)
+    assert run.lasting_records == expected.lasting_records[: len(run.records)]
+    assert bool(run.card["lost_records"]) == bool(num_lost) == ("records are lost" in run.stderr)
+    assert run.card["status"] == "done" and run.card["exit_code"] == 0
+
+
+def test_run_that_ends_early_records_its_last_losses(tmp_path: Path) -> None:
+    flags = (
+        "--max_steps 40 --eval_every 2 --learning_rate 1e-30 --metric_for_best_model loss --early_stopping_patience 2"
+    )
+    all_of_them = fork(tmp_path / "all", "single", CASES, flags).column("train/loss")
+    run = fork(tmp_path / "run", "single", CASES, f"{flags} --log_every 4")
+    assert [(record["step"], "train/loss" in record) for record in run.records] == [
+        (2, False), (4, True), (4, False), (6, False), (6, True)
+    ]  # fmt: skip
+    assert len(all_of_them) == 6
+    assert run.column("train/loss")[-1] == pytest.approx(sum(all_of_them[4:]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--optimizer LBFGS", "LBFGS calls the model several times a step"),
+        ("--case verdict", 'summarize gives "verdict" as str: expected a number'),
+        ("--case verdict --metric_for_best_model loss", 'summarize gives "verdict" as str: expected a number'),
+    ],
+)
+def test_every_end_has_a_card(tmp_path: Path, flags: str, line: str) -> None:
+    run = fork(tmp_path / "run", "ddp", CASES, flags, succeeds=False)
+    assert line in refused(run)
+    assert (run.card["status"], run.card["exit_code"]) == ("failed", 2) and line in run.card["error"]
+    assert run.card["config"]["batch_size"] == 8
+
+
+@pytest.mark.parametrize("card", ["null", "[1]", '{"attempt": "x", "status": "done"}', "[" * 100_000])
+def test_files_that_somebody_else_has_written(tmp_path: Path, card: str) -> None:
+    flags = "--max_steps 8 --save_every 4"
+    expected = fork(tmp_path / "run", "single", CASES, flags)
+    records = expected.lasting_records
+    with (expected.output_dir / "metrics.jsonl").open("a") as file:
+        file.write('null\n[1]\n{}\n{"step": "one"}\n\xff\n' + "[" * 100_000)
+    (expected.output_dir / "run.json").write_text(card)
+    again = fork(tmp_path / "run", "single", CASES, f"{flags} --resume_from_checkpoint latest")
+    assert again.lasting_records == records and again.card["status"] == "done"

@@ -213,8 +213,11 @@ def main(config: Config) -> None:
         }
         return mistakes.get(config.case, lambda: values)()
 
+    def summarize(means: dict[str, float]) -> dict[str, Any]:
+        return means | ({"verdict": "good"} if config.case == "verdict" else {})
+
     train_set, eval_set = changed(config, accelerator.process_index)
-    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config)
+    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, summarize)
 
 
 if __name__ == "__main__":

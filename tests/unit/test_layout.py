@@ -50,7 +50,7 @@ def test_imports_of_common_point_one_way() -> None:
     order = """
         loop checkpoint watch record shards step checks parallel pipeline language_models images tables text data
         profile start run output_dir signals storage machines group plan state random_state config average optimizer
-        schedule launch extensions hardware errors"""
+        schedule launch extensions hardware metrics_file errors"""
     layers = order.split()
     modules = {path.stem: path for path in (ROOT / "common").glob("*.py") if path.stem != "__init__"}
     assert modules.keys() == set(layers)

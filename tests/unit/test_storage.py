@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.group import CpuGroup
 from common.storage import DamagedError, Part, Reader, WriteError, _check_coverage, own_shard, write
+from support.manifests import changed, rewrite
 
 SHARD = "shard_00000.safetensors"
 
@@ -61,16 +62,6 @@ def in_parts(folder: Path, rows: list[tuple[int, int]]) -> None:
         position = one["tensors"]["float"]["parts"][0] | {"file": name}
         content["tensors"].setdefault("float", one["tensors"]["float"] | {"parts": []})["parts"].append(position)
     rewrite(folder / "parts", lambda manifest: manifest | content, one)
-
-
-def rewrite(folder: Path, change: Callable[[dict], dict], manifest: dict | None = None) -> None:
-    """Changes the manifest as somebody would who also knows how it is signed."""
-    from common.storage import _digest_of_json
-
-    path = folder / "manifest.json"
-    manifest = change(manifest or json.loads(path.read_text()))
-    manifest.pop("sha256")
-    path.write_text(json.dumps(manifest | {"sha256": _digest_of_json(manifest)}))
 
 
 def test_ranges_are_put_together_from_parts(tmp_path: Path) -> None:
@@ -163,6 +154,63 @@ def test_replaced_tensor_is_found(folder: Path) -> None:
 
     rewrite(folder, grow)
     with pytest.raises(DamagedError, match="float is not there as a whole"):
+        Reader.verified(folder, CpuGroup())
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("tensors",), []),
+        (("files",), {SHARD: 3}),
+        (("files", SHARD, "size"), "1"),
+        (("files", SHARD, "sha256"), None),
+        (("tensors", "float", "shape"), [5.0, 6]),
+        (("tensors", "float", "shape"), [-5, -6]),
+        (("tensors", "float", "dtype"), "save"),
+        (("tensors", "float", "parts"), None),
+        (("tensors", "float", "parts"), [3]),
+        (("tensors", "float", "parts", 0, "file"), [SHARD]),
+        (("tensors", "float", "parts", 0, "offsets"), {"0": 0}),
+        (("tensors", "float", "parts", 0, "sizes"), "56"),
+    ],
+)
+def test_manifest_of_other_types_is_damaged(folder: Path, path: tuple, value: object) -> None:
+    rewrite(folder, lambda manifest: changed(manifest, path, value))
+    with pytest.raises(DamagedError, match=r"manifest\.json is not what a checkpoint has"):
+        Reader.verified(folder, CpuGroup())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda tensors: tensors.pop("float"), "holds float, of which manifest.json says something else"),
+        (lambda tensors: tensors.update(other=tensors["float"]), "does not hold other"),
+        (lambda tensors: tensors["float"].update(dtype="int32"), "holds float, of which"),
+        (lambda tensors: resize(tensors["float"], [6, 5]), "holds float, of which"),
+        (lambda tensors: resize(tensors["float"], [10**15, 10**15]), "holds float, of which"),
+        (lambda tensors: resize(tensors["empty"], [0, 10**15]), "holds empty, of which"),
+    ],
+)
+def test_manifest_that_tells_of_other_tensors_than_the_files_hold(
+    folder: Path, change: Callable, expected: str
+) -> None:
+    def apply(manifest: dict) -> dict:
+        change(manifest["tensors"])
+        return manifest
+
+    rewrite(folder, apply)
+    with pytest.raises(DamagedError, match=expected):
+        Reader.verified(folder, CpuGroup())
+
+
+def resize(tensor: dict, shape: list[int]) -> None:
+    tensor["shape"] = tensor["parts"][0]["sizes"] = shape
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "[]", '{"sha256": 1}', "\x00"])
+def test_manifest_that_is_none(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(DamagedError, match=r"manifest\.json"):
         Reader.verified(folder, CpuGroup())
 
 

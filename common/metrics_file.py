@@ -1,0 +1,76 @@
+"""metrics.jsonl: one record a line. What finds no room on the disk waits in memory."""
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Goes on in the file of an output_dir.
+
+    Args:
+        output_dir: where it lies.
+        keeps: which records of it stay, asked with each; lines that are no records do not.
+
+    Raises:
+        OSError: it cannot be written, before anything has changed.
+    """
+
+    def __init__(self, output_dir: Path, keeps: Callable[[dict[str, Any]], bool]):
+        self.path = output_dir / "metrics.jsonl"
+        self._waiting: list[bytes] = []
+        part = self.path.with_name(f"{self.path.name}.part")
+        part.write_bytes(b"".join(_kept(self.path, keeps)))
+        part.rename(self.path)  # a kill in between loses no record
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends a record, after those that wait."""
+        had_room = not self._waiting
+        self._waiting.append(json.dumps(record).encode() + b"\n")
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if had_room:
+                print(
+                    f"{self.path} could not be written ({error.strerror}): records wait in memory until it can",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def close(self) -> int:
+        """Tries for the last time. Returns how many records are lost."""
+        with suppress(OSError):
+            self._write_waiting()
+        self._file.close()
+        if self._waiting:
+            print(f"{len(self._waiting)} records are lost: {self.path} could not be written", file=sys.stderr)
+        return len(self._waiting)
+
+    def _write_waiting(self) -> None:
+        end, lines = self._file.seek(0, os.SEEK_END), b"".join(self._waiting)
+        try:
+            if self._file.write(lines) < len(lines):  # there was room for a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
+        self._waiting.clear()
+
+
+def _kept(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[bytes]:
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_bytes().splitlines():
+        # Half a line, where the machine lost its power, or no record at all.
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            if keeps(json.loads(line)):
+                kept.append(line + b"\n")
+    return kept
