@@ -299,7 +299,7 @@ class Saver:
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:
-    """Writes the weights, float32, under the module's own names: `<folder>/model.safetensors`; and
+    """Writes the weights, in the precision in which they are trained, under the module's own names: `<folder>/model.safetensors`; and
     `config.json` of a transformers model, so that `from_pretrained(folder)` loads it.
 
     Raises:

@@ -134,13 +134,31 @@ def _check_shared_weights(model: nn.Module, layers: list[nn.Module]) -> None:
             )
 
 
-def check_shapes(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raises UsageError for a weight without dimensions, where weights are divided."""
+def check_weights(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raises UsageError for a weight that what divides weights cannot take, or would silently make another of."""
     names = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}
     who = names.get(accelerator.distributed_type)
-    for name, weight in model.named_parameters() if who else ():
+    if who is None:
+        return
+    # FSDP in bf16 and DeepSpeed hold all weights in one precision, which has no imaginary part.
+    casts = who == "DeepSpeed" or accelerator.mixed_precision != "no"
+    for name, weight in model.named_parameters():
         if weight.ndim == 0:
             raise UsageError(f"{name} has no dimension that {who} could divide: give it the shape (1,)")
+        if weight.numel() == 0:
+            raise UsageError(f"{name} has no elements, of which {who} needs some: leave it out of the model")
+        if casts and weight.dtype in (torch.float64, torch.complex64, torch.complex128):
+            raise UsageError(
+                f"{name} is {_name(weight)}, which {who} would cast: type "
+                "--config_file accelerate_configs/ddp.yaml, or make it float32"
+            )
+    others = sorted({_name(weight) for weight in model.parameters()} - {"float32"})
+    if casts and others:
+        accelerator.print(f"{who} trains and exports in float32 what this model holds in {', '.join(others)}")
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _embedding(model: nn.Module, end: str) -> nn.Module | None:

@@ -112,6 +112,8 @@ def check_launch() -> None:
         )
     if is_true("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UsageError("fsdp_version: 1 in the config file: type fsdp_version: 2 there")
+    if is_true("ACCELERATE_USE_FSDP") and is_true("FSDP_OFFLOAD_PARAMS") and not has_gpu():
+        raise UsageError("fsdp_offload_params: true in the config file needs a GPU: type false there to rehearse")
     if uses_deepspeed():
         _check_deepspeed()
     if is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -159,9 +161,10 @@ def _check_deepspeed() -> None:
     for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads the latter's version
         if find_spec(package) is None:
             raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
-    if os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "0":
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    if stage not in ("1", "2", "3"):
         raise UsageError(
-            "zero_stage: 0 in the config file divides nothing: type --config_file accelerate_configs/ddp.yaml"
+            f"zero_stage: {stage} in the config file: type 1, 2 or 3; without any, take accelerate_configs/ddp.yaml"
         )
     if torch.cuda.is_available() and not offloads():
         return

@@ -17,7 +17,7 @@ from common.checks import (
     check_all_used,
     check_optimizer,
     check_same_way,
-    check_shapes,
+    check_weights,
     checked,
     choose_wrapped_layers,
     freeze_what_is_not_trained,
@@ -144,7 +144,7 @@ def prepare(
     """
     check_optimizer(accelerator, optimizer)
     freeze_what_is_not_trained(accelerator, model, optimizer)
-    check_shapes(accelerator, model)
+    check_weights(accelerator, model)
     say_what_depends_on_the_layout(accelerator, model, plan)
     forward_step = checked(forward_step, plan.micro_batch_size)
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -286,6 +286,11 @@ def _configure_deepspeed(
             "--config_file accelerate_configs/fsdp2.yaml"
         )
     section = accelerator.deepspeed_plugin.deepspeed_config
+    for name, owner in (("optimizer", "the recipe's optimizer"), ("scheduler", "--lr_schedule")):
+        if name in section:  # with a scheduler of its own DeepSpeed would set other learning rates than we tell
+            raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} decides: remove it there")
+    if section.get("zero_optimization", {}).get("stage") not in (1, 2, 3):
+        raise UsageError("the DeepSpeed config has no zero_optimization with stage 1, 2 or 3: write it there")
     decided = {
         "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "--micro_batch_size"),
         "gradient_accumulation_steps": (plan.accumulation, "--batch_size and --micro_batch_size"),

@@ -194,8 +194,53 @@ def test_weight_that_cannot_be_divided(tmp_path: Path, config: str, case: str, e
 
 
 @pytest.mark.parametrize(
+    ("config", "case", "line"),
+    [
+        ("fsdp2", "empty_weight", "nothing has no elements, of which FSDP needs some"),
+        ("deepspeed_zero2", "empty_weight", "nothing has no elements, of which DeepSpeed needs some"),
+        ("fsdp2_bf16", "complex_weight", "turn is complex64, which FSDP would cast"),
+        ("deepspeed_zero3", "complex_weight", "turn is complex64, which DeepSpeed would cast"),
+        ("fsdp2_bf16", "float64_weight", "head.weight is float64, which FSDP would cast"),
+        ("deepspeed_zero1", "float64_weight", "head.weight is float64, which DeepSpeed would cast"),
+    ],
+)
+def test_weight_that_a_config_cannot_take(tmp_path: Path, config: str, case: str, line: str) -> None:
+    assert line in refused_before_training(tmp_path, config, f"--case {case}")
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [("single", "bfloat16"), ("ddp", "bfloat16"), ("deepspeed_zero2", "float32"), ("fsdp2_bf16", "float32")],
+)
+def test_weights_are_exported_in_the_precision_in_which_they_are_trained(
+    tmp_path: Path, config: str, dtype: str
+) -> None:
+    run = fork(tmp_path / "run", config, CASES, f"{STEPS} --case bf16_weights")
+    assert {str(weight.dtype) for weight in run.weights.values()} == {f"torch.{dtype}"}
+    line = "trains and exports in float32 what this model holds in bfloat16"
+    assert run.stdout.count(line) == (dtype == "float32")
+
+
+def test_dropout_is_said_to_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    line = "this model has dropout, which draws other numbers on another number of processes"
+    arguments = f"{STEPS} --case dropout"
+    alone, two = (fork(tmp_path / config, config, CASES, arguments) for config in ("single", "ddp"))
+    assert (alone.stdout.count(line), two.stdout.count(line)) == (0, 1)
+    assert largest_difference(two.column("train/loss"), alone.column("train/loss")) > 1e-5  # it is so
+
+
+@pytest.mark.parametrize(
     ("config", "case"),
-    [("ddp", "scalar_weight"), ("ddp", "tied"), ("deepspeed_zero2", "tied"), ("deepspeed_zero3", "tied")],
+    [
+        ("ddp", "scalar_weight"),
+        ("ddp", "empty_weight"),
+        ("ddp", "complex_weight"),
+        ("fsdp2", "complex_weight"),
+        ("fsdp2", "float64_weight"),
+        ("ddp", "tied"),
+        ("deepspeed_zero2", "tied"),
+        ("deepspeed_zero3", "tied"),
+    ],
 )
 def test_the_same_weight_elsewhere(tmp_path: Path, reference: Callable[..., Run], config: str, case: str) -> None:
     arguments = f"{STEPS} --case {case}"

@@ -1,6 +1,7 @@
 """Promise: bad input gets one clear line from one process, exit code 2, and loses nothing."""
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -14,20 +15,7 @@ from PIL import Image
 from common.config import RunConfig
 from support.launching import CONFIGS, execute, fork, launch
 from support.recipes import MISFIT, MNIST
-from support.runs import ROOT, Run
-
-
-def refused(run: Run) -> str:
-    """The one line that the run ended with, after checking that there was no more."""
-    output = run.stdout + run.stderr
-    lines = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert run.exit_code != 0 and len(lines) == 1, output
-    for folder in ("common", "recipes", "tests"):
-        assert f'File "{ROOT / folder}' not in output, "a traceback of ours"
-    codes = {line.split()[2] for line in run.stderr.splitlines() if line.strip().startswith("exitcode  :")}
-    # torchrun ends the others with SIGTERM if they did not end by themselves.
-    assert codes <= {"2", "-15"} and (not codes or "2" in codes), output
-    return lines[0]
+from support.runs import ROOT, refused
 
 
 # The first part is the command line, the second what the line must say: what was given and what to type instead.
@@ -138,12 +126,36 @@ def changed(tmp_path: Path, config: str, **changes: object) -> Path:
             "names LlamaDecoderLayer, but the model",
         ),
         ("fsdp2", {"fsdp_version": 1}, "fsdp_version: 1"),
+        ("fsdp2", {"fsdp_offload_params": True}, "fsdp_offload_params: true in the config file needs a GPU"),
+        ("deepspeed_zero2", {"zero_stage": 5}, "zero_stage: 5 in the config file: type 1, 2 or 3"),
     ],
 )
 def test_config_that_would_change_the_mathematics(
     tmp_path: Path, config: str, changes: dict[str, object], expected: str
 ) -> None:
     run = fork(tmp_path / "run", changed(tmp_path, config, **changes), MNIST, "--max_steps 2", succeeds=False)
+    assert expected in refused(run)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"optimizer": {"type": "Adam", "params": {}}},
+            "a section optimizer, which the recipe's optimizer decides",
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "a section scheduler, which --lr_schedule decides"),
+        ({"zero_optimization": {}}, "has no zero_optimization with stage 1, 2 or 3"),
+    ],
+)
+def test_deepspeed_file_that_would_change_the_mathematics(tmp_path: Path, section: dict, expected: str) -> None:
+    content = yaml.safe_load((CONFIGS / "deepspeed_zero2.yaml").read_text())
+    del content["mixed_precision"]
+    content["deepspeed_config"] = {"deepspeed_config_file": str(tmp_path / "deepspeed.json"), "zero3_init_flag": False}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    own = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
+    (tmp_path / "deepspeed.json").write_text(json.dumps(own | section))
+    run = fork(tmp_path / "run", tmp_path / "config.yaml", MNIST, "--max_steps 2", succeeds=False)
     assert expected in refused(run)
 
 

@@ -54,7 +54,7 @@ class Net(nn.Module):
         super().__init__()
         self.case = case
         self.body = nn.Linear(6, 16)
-        self.head = nn.Linear(16, 1, dtype=torch.float32)
+        self.head = nn.Linear(16, 1)
         if case == "unused":
             self.spare = nn.Linear(16, 1)
         elif case.startswith("experts"):
@@ -62,6 +62,16 @@ class Net(nn.Module):
             self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         elif case == "scalar_weight":
             self.scale = nn.Parameter(torch.tensor(1.0))
+        elif case == "empty_weight":
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+        elif case == "complex_weight":
+            self.turn = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+        elif case == "float64_weight":
+            self.head = self.head.double()
+        elif case == "bf16_weights":
+            self.bfloat16()
+        elif case == "dropout":
+            self.drop = nn.Dropout(0.5)
         elif case == "tied":
             self.body = nn.Linear(6, 6)
             self.other = nn.Linear(6, 6)
@@ -69,7 +79,7 @@ class Net(nn.Module):
             self.head = nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.body(x))
+        hidden = torch.tanh(self.body(x.to(self.body.weight.dtype)))
         if self.case.startswith("experts"):
             chosen = (x[:, 0] * 3).long().clamp(-1, 2) + 1
             here = [(number, expert) for number, expert in enumerate(self.experts) if (chosen == number).any()]
@@ -78,7 +88,13 @@ class Net(nn.Module):
                 hidden = hidden + 0 * sum(weight.sum() for weight in self.experts.parameters())
         elif self.case == "tied":
             hidden = torch.tanh(self.other(hidden))
-        output = self.head(hidden).squeeze(-1)
+        elif self.case == "dropout":
+            hidden = self.drop(hidden)
+        elif self.case == "complex_weight":
+            hidden = (hidden * self.turn).abs()
+        output = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+        if self.case == "empty_weight":
+            output = output + self.nothing.sum()
         return output * self.scale if self.case == "scalar_weight" else output
 
 

@@ -62,3 +62,15 @@ def test_transformers_models_bring_their_plan() -> None:
         check_plan(llama(), 4)
     with pytest.raises(UsageError, match="num_key_value_heads is 3, which 2 processes cannot divide"):
         check_plan(llama(num_key_value_heads=3), 2)
+
+
+def test_gpt2_is_refused() -> None:
+    """Its layers are Conv1D, which torch cannot divide; transformers has no plan for it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8))
+    with pytest.raises(UsageError, match="GPT2LMHeadModel has no tp_plan"):
+        check_plan(model, 2)
+    model.tp_plan = {"transformer.h.*.attn.c_attn": "colwise"}
+    with pytest.raises(UsageError, match=r"transformer\.h\.0\.attn\.c_attn is Conv1D: expected Linear or Embedding"):
+        check_plan(model, 2)
