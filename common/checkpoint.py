@@ -299,8 +299,8 @@ class Saver:
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:
-    """Writes the weights, in the precision in which they are trained, under the module's own names: `<folder>/model.safetensors`; and
-    `config.json` of a transformers model, so that `from_pretrained(folder)` loads it.
+    """Writes the weights under the module's own names, in the precision in which they are trained, to
+    `<folder>/model.safetensors`; and `config.json` of a transformers model, so that `from_pretrained(folder)` loads it.
 
     Raises:
         RunError: they cannot be written.

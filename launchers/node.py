@@ -136,7 +136,11 @@ def wait_for_orphans() -> None:
 
 def launch(options: argparse.Namespace) -> int:
     """Runs accelerate launch and returns the exit code of the recipe."""
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+    ]  # accelerate launch without its other commands: faster
     names = ["num_machines", "machine_rank"]
     if options.num_machines > 1:
         names += ["main_process_ip", "main_process_port"]

@@ -81,7 +81,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     ports = [free_port() for _ in range(3)]
-    first_job = next(job for job in random.sample(range(1, 9000), 100) if is_free(20000 + job))  # the script's port
+    first_job = free_port(20000, 29000) - 20000  # from which the script makes its port
     text = CONFIG.format(folder=folder, host=host, ports=ports, num_cpus=os.cpu_count(), first_job=first_job)
     (folder / "slurm.conf").write_text(text)
     (folder / "gpu").touch()  # SLURM counts devices by their files
@@ -114,15 +114,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 daemon.wait()
 
 
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(lowest: int = 10000, highest: int = 20000) -> int:
+    """None that the system gives to others in the meantime, as it does with those above 32768."""
+    for port in random.sample(range(lowest, highest), 100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise AssertionError("100 ports are in use")
 
 
 @dataclass(frozen=True)
@@ -153,13 +151,13 @@ def submit(cluster: Cluster, folder: Path, arguments: str, *options: str) -> Job
     return Job(cluster, number, folder)
 
 
-ARGUMENTS = "--max_steps 1500 --log_every 100 --eval_every 1500 --lr_schedule constant"
+ARGUMENTS = "--max_steps 600 --log_every 50 --eval_every 600 --lr_schedule constant"
 
 
 def test_job_is_stopped_and_goes_on_by_itself(tmp_path: Path, cluster: Cluster, made_once: Callable[..., Run]) -> None:
     job = submit(cluster, tmp_path, ARGUMENTS)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    until(lambda: metrics.exists() and '"step": 300' in metrics.read_text())
+    until(lambda: metrics.exists() and '"step": 100,' in metrics.read_text())
     cluster.command("scancel", "--signal=USR1", job.number)
     until(job.is_over, 300)
     assert cluster.state(job.number)["ExitCode"] == "0:0", job.output
@@ -180,7 +178,9 @@ def test_srun_starts_a_launcher_on_each_node(
     launch = f"accelerate launch --config_file {config} --num_processes 2 --machine_rank $SLURM_NODEID"
     launch += f" --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
     launch += f" {ROOT / DISTURBED} {COURSE} --output_dir {tmp_path}/run"
-    output = cluster.command("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", launch, cwd=tmp_path)
+    output = cluster.command(
+        "srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit", "bash", "-c", launch, cwd=tmp_path
+    )
     assert "2 processes on 2 machines" in output
     assert_equal_to_the_last_bit(Run(0, "", "", tmp_path / "run"), undisturbed("ddp", COURSE))
 

@@ -18,7 +18,7 @@ from support import forking
 from support.runs import ROOT, Run
 
 CONFIGS = ROOT / "accelerate_configs"
-ACCELERATE_LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+ACCELERATE_LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]  # accelerate launch without its other commands
 TIMEOUT_S = 900  # DeepSpeed compiles on first use, minutes on a busy machine
 # What a launcher around the tests would set, or a user who tunes threads.
 INHERITED = re.compile("ACCELERATE_|FSDP_|TORCHELASTIC_|OMP_NUM|MASTER_|WORLD_SIZE|RANK|LOCAL_|CUDA_VISIBLE")
