@@ -150,6 +150,20 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
     return config
 
 
+# How --help is divided; what a recipe adds comes first.
+GROUPS = {
+    "data": ("data", "num_workers"),
+    "optimisation": (
+        *("epochs", "max_steps", "batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "lr_schedule"),
+        *("weight_decay", "max_grad_norm", "ema_decay", "early_stopping_patience", "seed"),
+    ),
+    "saving": (
+        *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save", "stop_on_save_error"),
+        *("resume_from_checkpoint", "metric_for_best_model"),
+    ),
+    "records": ("log_every", "eval_every", "report_to", "profile", "repeat"),
+    "machine": ("pipeline_stages", "pipeline_schedule", "pipeline_split", "compile", "hang_timeout"),
+}
 OF_THE_LAUNCHER = [
     "--config_file",
     "--machine_rank",
@@ -166,24 +180,34 @@ _NOT_REPEATED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint",
 def _flags_of_run(card: str) -> list[str]:
     try:
         config = json.loads(Path(card).read_text())["config"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no such file, not JSON, or other JSON
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no file, or another one
         raise UsageError(f"--repeat {card} is no run card: type the path of the run.json of an earlier run") from None
-    # 0 is a value, though it equals False; a flag without a value is left out to say no.
     given = [(name, value) for name, value in config if name not in _NOT_REPEATED and value is not None]
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given if value is not False]
+    return [_as_flag(name, value) for name, value in given]
+
+
+def _as_flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return f"--{name}={value}"
 
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, config_class: type[RunConfig], script: str):
         super().__init__(prog=f"{script}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
         self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
+        groups = {title: self.add_argument_group(title) for title in ("this recipe", *GROUPS)}
+        group_of = {name: groups[title] for title, names in GROUPS.items() for name in names}
         for field in dataclasses.fields(config_class):
             hint, metadata = _declaration(config_class, field.name)
-            help = metadata.get("help", "")
-            if field.default not in (None, "", False):
+            help, group = metadata.get("help", ""), group_of.get(field.name, groups["this recipe"])
+            if field.default not in (None, "") and hint is not bool:
                 help += f" (default: {field.default})"
+            elif hint is bool:
+                help += f" (--no_{field.name} says no{', the default' * (not field.default)})"
+                group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false", help=argparse.SUPPRESS)
             options = {"help": help.replace("%", "%%")} | _options(hint, field.name)
-            self.add_argument(f"--{field.name}", **options)
+            group.add_argument(f"--{field.name}", **options)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         values, unknown = self.parse_known_args([_with_underscores(argument) for argument in arguments])

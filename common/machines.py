@@ -163,8 +163,14 @@ def _facts(config: RunConfig) -> dict[str, Any]:
         "versions": versions("torch", "accelerate", "deepspeed", "transformers", "safetensors"),
         "flags": {f"--{name}": str(value) for name, value in asdict(config).items()},
         "launcher": {"local processes": local_world_size(), **launcher},
-        "files": {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            for path in [Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))]
-        },
+        "files": {Path(sys.argv[0]).name: _digest(Path(sys.argv[0])), **files_of(Path(__file__).parent)},
     }
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """{name within the folder: digest} of all Python files in it and in its subfolders."""
+    return {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*.py"))}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

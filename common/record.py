@@ -87,6 +87,7 @@ class Recorder:
             if error is None:
                 self._write_card({"status": "done", "exit_code": 0, "error": None})
                 shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
+                self._say_goodbye()
             self._finish_trackers()
         if error is not None:  # that another process failed first, shows here as a broken connection
             self._fail_card(first_failure(error))
@@ -174,6 +175,13 @@ class Recorder:
             self._bar.set_postfix_str(f"loss {numbers['train/loss']}, {numbers['samples_per_second']} samples/s")
         else:
             self._bar.write(f"step {record['step']}: " + "  ".join(f"{k} {v}" for k, v in numbers.items()))
+
+    def _say_goodbye(self) -> None:
+        line = f"done in {time.perf_counter() - self._started:.1f} s: the model is in {self.path / 'model'}"
+        if self.plan.config.save_every:
+            line += "; to train on, type the same command with more --epochs or --max_steps and "
+            line += "--resume_from_checkpoint latest"
+        print(line, flush=True)
 
     def _start_trackers(self) -> None:
         config = dataclasses.asdict(self.plan.config) | self._facts["versions"]

@@ -88,6 +88,8 @@ def write_sample(config: Config, tokenizer: Any, prompt: Tensor) -> None:
     """Prints what the exported model writes after a prompt of shape (tokens,)."""
     folder = Path(config.output_dir) / "model"
     tokenizer.save_pretrained(folder)
+    if config.sample_tokens == 0:
+        return
     model, text = AutoModelForCausalLM.from_pretrained(folder), prompt
     while len(text) < len(prompt) + config.sample_tokens:
         seen = text[-max(1, config.context // 2) :].unsqueeze(0)

@@ -1,5 +1,6 @@
 """Promise: what is typed wrong gets one line that says what to type instead."""
 
+import json
 import re
 import subprocess
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import RunConfig, parse
+from common.config import GROUPS, RunConfig, parse
 from common.errors import UsageError
 from common.launch import check_num_gpus
 from common.record import _git_commit
@@ -50,6 +51,26 @@ def test_repeat_of_what_is_no_run_card(tmp_path: Path, content: str) -> None:
 def test_command_line_takes_dashes_and_underscores() -> None:
     config = parse(RunConfig, ["--batch-size=8", "--max_steps", "3", "--overwrite-output-dir"])
     assert (config.batch_size, config.max_steps, config.overwrite_output_dir) == (8, 3, True)
+
+
+def test_flag_that_is_on_can_be_taken_back(tmp_path: Path) -> None:
+    card = {"config": {"compile": True, "profile": False, "async_save": True, "seed": 0, "max_steps": None}}
+    (tmp_path / "run.json").write_text(json.dumps(card))
+    repeat = ["--repeat", str(tmp_path / "run.json")]
+    config = parse(RunConfig, [*repeat, "--no-compile"])
+    assert (config.compile, config.profile, config.async_save, config.max_steps) == (False, False, True, None)
+    assert parse(RunConfig, [*repeat, "--profile"]).profile
+    assert not parse(RunConfig, ["--profile", "--no_profile"]).profile
+
+
+def test_help_is_divided_and_shows_each_default(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse(RunConfig, ["--help"])
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(RunConfig.__dataclass_fields__)
+    assert all(f" {title}: --" in text for title in GROUPS)
+    for expected in ("rises to its peak (default: 0)", "(default: 1800.0)", "(--no_compile says no, the default)"):
+        assert expected in text
 
 
 def test_more_processes_than_gpus() -> None:

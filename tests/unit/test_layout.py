@@ -9,6 +9,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
+from common.machines import files_of
 from support.launching import CONFIGS
 from support.runs import ROOT
 
@@ -71,3 +72,11 @@ def test_recipes_stay_short_and_never_ask_where_they_run() -> None:
 def test_notebook_is_committed_without_output() -> None:
     notebook = nbformat.read(ROOT / "recipes" / "notebook.ipynb", as_version=4)
     assert not any(cell.outputs or cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+
+
+def test_machines_compare_code_in_subfolders(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "module.py").write_text("one = 1")
+    before = files_of(tmp_path)
+    (tmp_path / "room" / "module.py").write_text("one = 2")
+    assert before.keys() == files_of(tmp_path).keys() == {"room/module.py"} and before != files_of(tmp_path)
