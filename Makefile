@@ -31,6 +31,7 @@ lint: $(VENV)/installed
 	ruff check .
 	ruff format --check .
 	codespell $(TEXTS)
+	lint-imports
 	mypy
 
 $(VENV)/installed: pyproject.toml

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from common import RunConfig, start
-from common.checkpoint import Saver
-from common.group import CpuGroup
+from common.checkpoint.format import flush
+from common.checkpoint.save import Saver
+from common.cpu_group import CpuGroup
+from common.parallel.prepare import prepare
 from common.plan import Plan
 from common.state import TrainState
-from common.step import prepare
-from common.storage import flush
 
 WIDTH = 512
 

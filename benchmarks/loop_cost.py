@@ -32,11 +32,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from common.config import RunConfig
-from common.data import Batch
-from common.images import ImageDataset
+from common.data.batches import Batch, ForwardStep
+from common.data.images import ImageDataset
+from common.data.text import TokenDataset
 from common.loop import fit
-from common.step import ForwardStep
-from common.text import TokenDataset
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3
@@ -72,7 +71,7 @@ def cnn() -> nn.Module:
 
 def transformer() -> nn.Module:
     """The net of recipes/transformer.py, which returns losses."""
-    from common.language_models import with_losses
+    from common.models.causal_lm import with_losses
 
     module = recipe("transformer")
     return with_losses(module["build"](module["Config"]())[0])

@@ -83,7 +83,7 @@ def build() -> nn.Module:
     """A Llama whose embedding and head are two matrices, so that tensor parallelism can divide both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from common.language_models import with_losses
+    from common.models.causal_lm import with_losses
 
     shape = LlamaConfig(
         vocab_size=1024,
@@ -122,10 +122,11 @@ def peak_of(step: "callable") -> int:
 def worker(path: str) -> None:
     """One process of a run; the first writes what it holds."""
     from common.config import RunConfig
-    from common.parallel import check_plan, tensor_parallel_size
+    from common.launch.start import start
+    from common.parallel.layout import data_parallel_size_and_rank
+    from common.parallel.prepare import prepare
+    from common.parallel.tensor_parallel import check_plan, tensor_parallel_size
     from common.plan import Plan
-    from common.start import data_shares, start
-    from common.step import prepare
 
     config = RunConfig(batch_size=BATCH_SIZE, max_steps=STEPS, output_dir=path)
     accelerator = start(config)
@@ -148,7 +149,7 @@ def worker(path: str) -> None:
     def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": model(batch["tokens"], batch["labels"])}
 
-    share = Plan.of(config, BATCH_SIZE, *data_shares(accelerator, config))
+    share = Plan.of(config, BATCH_SIZE, *data_parallel_size_and_rank(accelerator, config))
     before = live_bytes()
     trainer = prepare(accelerator, model, optimizer, forward_step, share)
     del model

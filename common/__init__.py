@@ -1,13 +1,14 @@
 """The shared loop of the recipes: `start`, `fit`, `evaluate`, `run` and the config they take."""
 
-from common.checkpoint import load_exported
+from common.checkpoint.export import load_exported
 from common.config import RunConfig, flag
 from common.errors import UsageError
-from common.loop import evaluate, fit
-from common.optimizer import parameter_groups
-from common.run import run
+from common.evaluation import evaluate
+from common.launch.start import start
+from common.loop import fit
+from common.models.parameter_groups import parameter_groups
 from common.schedule import Schedule
-from common.start import start
+from common.stopping.exit import run
 
 __all__ = [
     "RunConfig",

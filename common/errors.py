@@ -92,5 +92,5 @@ def first_failure(error: BaseException) -> Failure:
             return Failure(**json.loads(claim.read_text()))
     except OSError:
         pass
-    # The launcher has removed the folder, as it does when it has seen a process fail: by it this one is stopped.
+    # When a process fails, the launcher removes this folder and stops the others: it stopped this process.
     return Failure(0, exit_code, line) if isinstance(error, StoppedError) else mine

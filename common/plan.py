@@ -7,17 +7,20 @@ import torch
 
 from common.config import RunConfig
 from common.errors import UsageError
+from common.schedule import learning_rate_factor
 from common.state import TrainState
 
 
-def split_batch(batch_size: int, micro_batch_size: int | None, num_shares: int, num_stages: int = 1) -> tuple[int, int]:
+def split_batch(
+    batch_size: int, micro_batch_size: int | None, data_parallel_size: int, num_stages: int = 1
+) -> tuple[int, int]:
     """Divides the samples of an optimizer step among processes and accumulation.
 
     Args:
         batch_size: samples per optimizer step over all processes.
-        micro_batch_size: samples per forward pass per process; None takes a process's whole share, or of a
-            pipeline as much as keeps all stages busy.
-        num_shares: processes, or pipelines of them, that see different samples.
+        micro_batch_size: samples per forward pass per process; None takes all samples of a process, or in a
+            pipeline as many as keep all stages busy.
+        data_parallel_size: processes, or pipelines of them, that see different samples.
         num_stages: of a pipeline.
 
     Returns:
@@ -26,28 +29,30 @@ def split_batch(batch_size: int, micro_batch_size: int | None, num_shares: int, 
     Raises:
         UsageError: the sizes do not divide, or make fewer micro-batches than stages; names what would do.
     """
-    if batch_size % num_shares:
+    if batch_size % data_parallel_size:
         raise UsageError(
-            f"--batch_size {batch_size} does not divide by {num_shares} processes: "
-            f"type --batch_size {_nearest_multiples(batch_size, num_shares)}"
+            f"--batch_size {batch_size} does not divide by {data_parallel_size} processes: "
+            f"type --batch_size {_nearest_multiples(batch_size, data_parallel_size)}"
         )
-    share = batch_size // num_shares
+    own_samples = batch_size // data_parallel_size
     if micro_batch_size is None:
-        micro_batch_size = max(size for size in range(1, max(1, share // num_stages) + 1) if share % size == 0)
-    if share % micro_batch_size:
-        divisors = [size for size in range(1, share + 1) if share % size == 0]
+        micro_batch_size = max(
+            size for size in range(1, max(1, own_samples // num_stages) + 1) if own_samples % size == 0
+        )
+    if own_samples % micro_batch_size:
+        divisors = [size for size in range(1, own_samples + 1) if own_samples % size == 0]
         below = max((size for size in divisors if size < micro_batch_size), default=None)
         above = min((size for size in divisors if size > micro_batch_size), default=None)
         choices = " or ".join(str(size) for size in (below, above) if size is not None)
         raise UsageError(
-            f"--micro_batch_size {micro_batch_size} does not divide a process's {share} samples of "
-            f"--batch_size {batch_size} ({num_shares} processes): type --micro_batch_size {choices}"
+            f"--micro_batch_size {micro_batch_size} does not divide a process's {own_samples} samples of "
+            f"--batch_size {batch_size} ({data_parallel_size} processes): type --micro_batch_size {choices}"
         )
-    accumulation = share // micro_batch_size
+    accumulation = own_samples // micro_batch_size
     if accumulation < num_stages:
         raise UsageError(
             f"{accumulation} micro-batches are fewer than --pipeline_stages {num_stages}, of which some would stand "
-            f"idle: type --micro_batch_size {max(1, share // num_stages)} or a larger --batch_size"
+            f"idle: type --micro_batch_size {max(1, own_samples // num_stages)} or a larger --batch_size"
         )
     return micro_batch_size, accumulation
 
@@ -66,7 +71,8 @@ class Plan:
         num_samples: size of the training set.
         micro_batch_size: samples per forward pass per process.
         accumulation: forward passes per optimizer step.
-        num_shares: processes that see different samples; `share` is this process's number.
+        data_parallel_size: processes that see different samples.
+        data_parallel_rank: the number of this process among them.
         steps_per_epoch: optimizer steps per pass over the data; the remainder is dropped, and
             differs each epoch as the order does.
         num_steps: optimizer steps of the whole run.
@@ -74,22 +80,22 @@ class Plan:
 
     config: RunConfig
     num_samples: int
-    num_shares: int
-    share: int
+    data_parallel_size: int
+    data_parallel_rank: int
     micro_batch_size: int
     accumulation: int
     steps_per_epoch: int
     num_steps: int
 
     @classmethod
-    def of(cls, config: RunConfig, num_samples: int, num_shares: int, share: int) -> "Plan":
+    def of(cls, config: RunConfig, num_samples: int, data_parallel_size: int, data_parallel_rank: int) -> "Plan":
         """Raises UsageError for sizes that do not divide or a set smaller than a batch."""
         micro_batch_size, accumulation = split_batch(
-            config.batch_size, config.micro_batch_size, num_shares, config.pipeline_stages
+            config.batch_size, config.micro_batch_size, data_parallel_size, config.pipeline_stages
         )
         steps_per_epoch = num_samples // config.batch_size
         if steps_per_epoch == 0:
-            smaller = num_samples // num_shares * num_shares
+            smaller = num_samples // data_parallel_size * data_parallel_size
             advice = f"type --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
             raise UsageError(
                 f"{num_samples} training samples are fewer than --batch_size {config.batch_size}: {advice}"
@@ -97,8 +103,8 @@ class Plan:
         return cls(
             config=config,
             num_samples=num_samples,
-            num_shares=num_shares,
-            share=share,
+            data_parallel_size=data_parallel_size,
+            data_parallel_rank=data_parallel_rank,
             micro_batch_size=micro_batch_size,
             accumulation=accumulation,
             steps_per_epoch=steps_per_epoch,
@@ -116,7 +122,7 @@ class Plan:
 
         The samples of step k are a function of the seed and k alone: positions
         `k % steps_per_epoch * batch_size` and up of that epoch's order. Micro-batch m of process p
-        is row m * num_shares + p of them.
+        is row m * data_parallel_size + p of them.
 
         Yields:
             `accumulation` tensors per optimizer step, each of shape (micro_batch_size,), int64.
@@ -127,25 +133,34 @@ class Plan:
                 epoch = step // self.steps_per_epoch
                 order = self.epoch_order(epoch)
             start = step % self.steps_per_epoch * self.config.batch_size
-            rows = order[start : start + self.config.batch_size].view(-1, self.num_shares, self.micro_batch_size)
-            yield from rows[:, self.share]
+            rows = order[start : start + self.config.batch_size].view(
+                -1, self.data_parallel_size, self.micro_batch_size
+            )
+            yield from rows[:, self.data_parallel_rank]
+
+    def learning_rate_factor(self, state: TrainState) -> float:
+        """The fraction of the peak learning rate for the next step."""
+        # A step that the loss scaler skips does not advance the schedule.
+        position = state.step - state.num_skipped
+        return learning_rate_factor(self.config.lr_schedule, position, self.num_steps, self.config.warmup_steps)
 
     def logs(self, step: int) -> bool:
-        """Whether a training record follows optimizer step `step` (counted from 0)."""
-        return (step + 1) % self.config.log_every == 0 or step + 1 == self.num_steps
+        """Whether a training record follows optimizer step `step`, counted from 1."""
+        return step % self.config.log_every == 0 or step == self.num_steps
 
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation follows optimizer step `step`."""
-        return (step + 1) % (self.config.eval_every or self.steps_per_epoch) == 0 or step + 1 == self.num_steps
+        """Whether an evaluation follows it."""
+        return step % (self.config.eval_every or self.steps_per_epoch) == 0 or step == self.num_steps
 
-    def saves(self, step: int) -> bool:
-        """Whether a checkpoint follows optimizer step `step`, as far as that is known beforehand."""
+    def saves(self, state: TrainState) -> bool:
+        """Whether a checkpoint follows the last step; one follows the end of a run, also an early one."""
         every = self.config.save_every
-        return every > 0 and ((step + 1) % every == 0 or step + 1 == self.num_steps)
+        return every > 0 and (state.step % every == 0 or self.is_over(state))
 
     def reads(self, step: int) -> bool:
-        """Whether what optimizer step `step` gave is read, evaluated or kept."""
-        return self.logs(step) or self.evaluates(step) or self.saves(step)
+        """Whether the result of optimizer step `step`, counted from 1, is recorded, evaluated or saved."""
+        every = self.config.save_every
+        return self.logs(step) or self.evaluates(step) or (every > 0 and step % every == 0)
 
     def is_over(self, state: TrainState) -> bool:
         """Whether all steps are taken, or the best evaluation is too long ago."""

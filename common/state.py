@@ -1,4 +1,4 @@
-"""What a run knows at a step, beside weights and optimizer state."""
+"""The state of a run at a step, apart from weights and optimizer state."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -11,18 +11,18 @@ LOWER_IS_BETTER = ("loss", "perplexity", "error")  # what names such metrics; of
 
 @dataclass
 class TrainState:
-    """Goes on in a resumed run where it was.
+    """Saved in checkpoints, restored on resume.
 
     Attributes:
         step: optimizer steps taken.
-        num_skipped: of them, those that the loss scaler skipped; they do not advance the schedule.
-        evaluation_due: the evaluation after this step was not made, as a signal came.
+        num_skipped: steps that the loss scaler skipped; they do not advance the schedule.
+        evaluation_due: a signal came before or during the evaluation after this step.
         best: the best value so far of `best_metric`, which is `--metric_for_best_model`.
         num_not_better: evaluations since then.
         num_steps: steps since the last training record.
-        seconds: that these took.
+        seconds: the time these steps took.
         losses: sums of weight × loss of this process's micro-batches since the last record, 0-dim.
-        weights: the sums of weights that belong to them.
+        weights: the sums of the weights of these micro-batches.
     """
 
     step: int = 0
@@ -46,6 +46,6 @@ class TrainState:
         self.best, self.num_not_better = (value, 0) if better else (self.best, self.num_not_better + 1)
         return better
 
-    def numbers(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What is the same in all processes, as JSON."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("losses", "weights")}

@@ -13,15 +13,16 @@ import os
 import socket
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import distributed as dist
 
 from common import RunConfig, flag, run, start
+from common.cpu_group import CpuGroup
+from common.environment import world_size
 from common.errors import UsageError
-from common.group import CpuGroup
 
 WARM_UP = 3
 OF_PAIRS = (4, 16 * 2**20)  # bytes
@@ -51,8 +52,7 @@ def row(name: str, num_bytes: int, config: Config, device: torch.device, group: 
 
 
 def main(config: Config) -> None:
-    config.batch_size = int(os.environ.get("WORLD_SIZE", 1))
-    accelerator = start(config)
+    accelerator = start(replace(config, batch_size=world_size()))  # which must divide by the processes
     num_processes, device = accelerator.num_processes, accelerator.device
     if num_processes == 1:
         raise UsageError("one process talks to nobody: type --num_processes 2 after accelerate launch")

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from common import RunConfig, Schedule, fit, flag, parameter_groups, run, start
 from common.data import Batch
-from common.images import load_images
+from common.data.images import load_images
 
 
 @dataclass(kw_only=True)

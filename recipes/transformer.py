@@ -23,8 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from common.data import Batch
-from common.language_models import byte_tokenizer, flops_per_sample, load_pretrained, with_losses
-from common.text import load_tokens
+from common.data.text import load_tokens
+from common.models.causal_lm import byte_tokenizer, flops_per_sample, load_pretrained, with_losses
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.output_dir import read_card
+from common.records.run_card import read_card
 from support.hosts import ADDRESSES, Hosts, accelerate_launch, missing, two_hosts, wait
 from support.launching import execute, until
 from support.recipes import COURSE, DISTURBED, RECIPES
@@ -249,7 +249,7 @@ def test_machine_whose_processes_come_late(tmp_path: Path, hosts: Hosts) -> None
     late = tmp_path / "late.py"
     late.write_text(
         "import os, runpy, time\n"
-        "from common import machines\n"
+        "from common.launch import machines\n"
         "machines.ARRIVAL_S = 4\n"
         "time.sleep(15 * int(os.environ['GROUP_RANK']))\n"
         f"runpy.run_path({str(ROOT / DISTURBED)!r}, run_name='__main__')\n"
@@ -338,7 +338,9 @@ def test_one_command_trains_on_all_hosts(
     assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
 
 
-@pytest.mark.parametrize(("fault", "exit_code"), [("none", 75), ("kill", 1), ("lost", 75)])
+@pytest.mark.parametrize(
+    ("fault", "exit_code"), [pytest.param("none", 75, marks=pytest.mark.full), ("kill", 1), ("lost", 75)]
+)
 def test_all_hosts_end_where_one_does(tmp_path: Path, hosts: Hosts, ssh: str, fault: str, exit_code: int) -> None:
     output_dir = tmp_path / "run"
     arguments = "--max_steps 1000000 --log_every 20 --eval_every 1000000 --fault_process 1 --fault_step 300"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.extensions import extensions_folder
+from common.launch.extensions import extensions_folder
 from support.launching import fork
 from support.recipes import CASES
 from support.runs import ROOT, Run, assert_same_result, largest_difference, refused
@@ -276,7 +276,8 @@ def test_run_that_is_killed_while_it_compiles(tmp_path: Path) -> None:
         f"runpy.run_path({str(ROOT / CASES)!r}, run_name='__main__')\n"
     )
     env = {"XDG_CACHE_HOME": str(tmp_path)}
-    killed = fork(tmp_path / "run", "deepspeed_zero2", script, STEPS, env=env, succeeds=False)
+    # One process, as a second one would go on with the build.
+    killed = fork(tmp_path / "run", "deepspeed_zero2", script, STEPS, num_processes=1, env=env, succeeds=False)
     assert killed.exit_code and list(tmp_path.glob("torch_extensions/*/*/lock"))
     run = fork(tmp_path / "run", "deepspeed_zero2", CASES, STEPS, env=env)
     assert run.stderr.count("compiling an extension of DeepSpeed, once") == 1

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.group import CpuGroup
-from common.storage import Reader
+from common.checkpoint.format import Reader
+from common.cpu_group import CpuGroup
 from support.launching import fork, launch
 from support.manifests import changed, rewrite
 from support.recipes import CASES, COURSE, DISTURBED, FLAGS, LATEST, MNIST, RECIPES
@@ -154,6 +154,16 @@ def test_checkpoint_of_any_config_loads_under_any_other(
         assert largest_difference(run.column("train/loss"), expected.column("train/loss")[2 * number :]) <= 1e-5
         assert run.column("learning_rate") == expected.column("learning_rate")[2 * number :]
         assert weight_distance(run, expected) <= 1e-5, config
+
+
+@pytest.mark.parametrize("config", ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero2_bf16"])
+def test_state_of_several_parameter_groups_is_saved(tmp_path: Path, config: str) -> None:
+    """From a fresh start: DeepSpeed links only the first group's state to its weights."""
+    flags = "--max_steps 6 --log_every 1 --save_every 3 --model mlp --weight_decay 0.1"
+    first = fork(tmp_path / "first", config, MNIST, flags)
+    path = first.output_dir / "checkpoints" / "step_00000003"
+    run = fork(tmp_path / "run", config, MNIST, f"{flags} --resume_from_checkpoint {path}")
+    assert run.column("train/loss") == first.column("train/loss")[3:] and weight_distance(run, first) == 0
 
 
 def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:

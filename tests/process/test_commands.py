@@ -3,11 +3,12 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from common.output_dir import read_card
-from support.launching import accelerate, execute
+from common.records.run_card import read_card
+from support.launching import accelerate, accelerate_forked, execute
 from support.runs import ROOT
 from support.small_mnist import write_mnist
 from support.small_model import write_model
@@ -24,10 +25,24 @@ def commands_of(text: str) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith(("#", *NOT_RUN))]
 
 
-COMMANDS = commands_of((ROOT / "README.md").read_text())
+def launched_once(commands: list[str]) -> list[Any]:
+    """`(command, whether it is launched)`: of those with one recipe and config, `make test` forks all but the first."""
+    cases: list[Any] = []
+    seen = set()
+    for command in commands:
+        kind = re.match(r"accelerate launch --config_file (\S+) (\S+)", command)
+        if kind is None or kind[0] not in seen:
+            cases.append((command, True))
+        else:
+            cases += [(command, False), pytest.param(command, True, marks=pytest.mark.full)]
+        seen.add(kind and kind[0])
+    return cases
+
+
+COMMANDS = launched_once(commands_of((ROOT / "README.md").read_text()))
 # The configs that these name run in test_one_result.py, too.
 COMMANDS += [
-    pytest.param(command, marks=pytest.mark.full)
+    pytest.param(command, True, marks=pytest.mark.full)
     for path in ROOT.glob("docs/*.md")
     for command in commands_of(path.read_text())
 ]
@@ -37,8 +52,8 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 20
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_works(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize(("command", "is_launched"), COMMANDS)
+def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
     for folder in ("recipes", "accelerate_configs", "benchmarks", "launchers"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     write_mnist(tmp_path / "path" / "to" / "mnist")
@@ -54,7 +69,7 @@ def test_command_works(tmp_path: Path, command: str) -> None:
     env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
     if words[0] == "accelerate":
-        run = accelerate(words[1:], tmp_path, tmp_path / "outputs", env)
+        run = (accelerate if is_launched else accelerate_forked)(words[1:], tmp_path, tmp_path / "outputs", env)
     else:  # one thread, as several commands run at a time
         run = execute(words, tmp_path, tmp_path / "outputs", {"OMP_NUM_THREADS": "1", **env})
     if "ylecun/mnist" in command:  # no test needs the network

@@ -114,6 +114,7 @@ class Fault:
             victims = [launcher, *launcher.children()] if kind == "kill_all" else [launcher]
             for victim in victims:
                 victim.kill()
+            time.sleep(0.3)  # until its end is noted here: two steps later the run would be done
         elif kind in ("signal", "evaluation", "spoil"):
             os.kill(os.getpid(), getattr(signal, self.config.signal))
             time.sleep(0.1)  # until the thread that listens has noted it

@@ -69,6 +69,12 @@ def accelerate(arguments: list[str], cwd: Path, output_dir: Path, env: dict[str,
     return _forked(_run_accelerate, arguments, cwd, env or {}, output_dir)
 
 
+def accelerate_forked(arguments: list[str], cwd: Path, output_dir: Path, env: dict[str, str] | None = None) -> Run:
+    """The same, but that what `accelerate launch` starts is forked, too."""
+    assert arguments[0] == "launch"
+    return _forked(forking.supervise, arguments[1:], cwd, env or {}, output_dir)
+
+
 def fork(
     output_dir: Path,
     config: str | Path,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.storage import _digest_of_json
+from common.checkpoint.format import _digest_of_json
 
 
 def rewrite(folder: Path, change: Callable[[dict], dict], manifest: dict | None = None) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 MODULES = """
     accelerate.commands.launch
     accelerate.utils.deepspeed
-    common.images
-    common.language_models
-    common.tables
-    common.text
+    common.data.images
+    common.data.tables
+    common.data.text
+    common.models.causal_lm
     deepspeed.launcher.runner
     deepspeed.ops.adam
     deepspeed.ops.op_builder.all_ops

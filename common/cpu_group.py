@@ -1,0 +1,40 @@
+"""Small collectives on the CPU (gloo), apart from the GPUs' traffic."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+
+def collective_timeout(hang_timeout: float) -> timedelta:
+    """Longer than `--hang_timeout`: the watch for hangs ends the run first, and names the process that did not come."""
+    return timedelta(seconds=hang_timeout + 300) if hang_timeout else timedelta(days=30)
+
+
+class CpuGroup:
+    """Collectives of all processes, no-ops with a single one. All processes call them in the same order."""
+
+    def __init__(self, hang_timeout: float = 0) -> None:
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if self.size > 1 else 0
+        # A group of its own: its pending operations never delay the default group.
+        self._group = (
+            dist.new_group(backend="gloo", timeout=collective_timeout(hang_timeout)) if self.size > 1 else None
+        )
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """What each process gave, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """What the first process gave."""
+        return self.all_gather(value if self.rank == 0 else None)[0]
+
+    def sum_async(self, vector: torch.Tensor) -> dist.Work | None:
+        """Starts to add up `vector`, on the CPU, in place; done when `wait()` on what it returns has returned."""
+        return dist.all_reduce(vector, group=self._group, async_op=True) if self.size > 1 else None

@@ -1,0 +1,5 @@
+"""Datasets and batches."""
+
+from common.data.batches import Batch, ForwardStep, MapDataset
+
+__all__ = ["Batch", "ForwardStep", "MapDataset"]

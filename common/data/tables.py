@@ -1,0 +1,102 @@
+"""Tables of numbers with a column to predict: embedded, synthetic, or a CSV file."""
+
+import csv
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from common.data.batches import Batch
+from common.data.sources import sklearn_file
+from common.errors import UsageError
+
+
+class TableDataset(Dataset):
+    """Rows of numbers, in memory.
+
+    Samples are {"features": float32 of shape (num_features,), "target": float32, 0-dim}.
+
+    Args:
+        features: float, shape (n, num_features).
+        target: float, shape (n,).
+    """
+
+    def __init__(self, features: Tensor, target: Tensor):
+        self.features, self.target = features.float(), target.float()
+
+    @property
+    def num_features(self) -> int:
+        """Columns beside the target."""
+        return self.features.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index: int | Tensor) -> Batch:
+        return {"features": self.features[index], "target": self.target[index]}
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return self[torch.tensor(indices)]
+
+
+def load_diabetes() -> TableDataset:
+    """scikit-learn's diabetes set, 442 patients x 10 measurements, standardised.
+
+    Source: Efron, Hastie, Johnstone and Tibshirani (2004), Least Angle Regression.
+    """
+    features = numpy.loadtxt(sklearn_file("diabetes_data_raw.csv.gz"))
+    target = numpy.loadtxt(sklearn_file("diabetes_target.csv.gz"))
+    return TableDataset(standardise(torch.from_numpy(features)), standardise(torch.from_numpy(target)))
+
+
+def make_linear(num_samples: int, num_features: int) -> TableDataset:
+    """Normal features, and as target their sum weighted by 1, 2, 3, ... plus 1, without noise; the
+    same whatever the seed of the run."""
+    features = torch.randn(num_samples, num_features, generator=torch.Generator().manual_seed(0))
+    return TableDataset(features, features @ torch.arange(1.0, num_features + 1) + 1)
+
+
+def load_csv(path: Path, target: str | None) -> TableDataset:
+    """A CSV file with a header and only numbers below it, standardised.
+
+    Args:
+        path: the file; commas, semicolons or tabs between columns.
+        target: the column to predict, in units of its standard deviation; the others are the features.
+
+    Raises:
+        UsageError: no such file or column, no rows, or a value that is missing or not a finite number.
+    """
+    import pandas  # here, because the import takes half a second
+
+    try:
+        table = pandas.read_csv(path, sep=None, engine="python", dtype=str, keep_default_na=False)
+    except (OSError, ValueError, csv.Error, pandas.errors.ParserError) as error:  # ValueError: not text
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UsageError(f"--data {path} cannot be read as CSV ({reason}): expected a header and rows") from None
+    columns = ", ".join(table.columns)
+    if target is None:
+        raise UsageError(f"--data {path} needs --target, the column to predict: type one of {columns}")
+    if target not in table.columns:
+        raise UsageError(f"--target {target}: no such column in {path}; type one of {columns}")
+    if len(table) < 2 or len(table.columns) < 2:
+        raise UsageError(f"--data {path} has {len(table)} rows and {len(table.columns)} columns: expected 2 or more")
+    numbers = table.apply(pandas.to_numeric, errors="coerce").to_numpy(numpy.float64)
+    for row, column in numpy.argwhere(~numpy.isfinite(numbers))[:1]:
+        raise UsageError(
+            f"--data {path}: column {table.columns[column]}, row {row + 1} below the header: expected a number, "
+            f"got '{table.iloc[row, column]}'; correct it or remove the row or column"
+        )
+    values = torch.tensor(numbers)
+    position = table.columns.get_loc(target)
+    if (values[:, position] == values[0, position]).all():
+        raise UsageError(f"--target {target} has the same value in each row of {path}: type another column")
+    features = torch.cat([values[:, :position], values[:, position + 1 :]], dim=1)
+    return TableDataset(standardise(features), standardise(values[:, position]))
+
+
+def standardise(values: Tensor) -> Tensor:
+    """Each column minus its mean, over its standard deviation; a constant column becomes zero."""
+    centred = values - values.mean(dim=0)
+    return centred / centred.square().mean(dim=0).sqrt().where(centred.abs().amax(dim=0) > 1e-12, 1.0)

@@ -1,0 +1,125 @@
+"""Text as blocks of tokens: embedded, in files, or on the Hub."""
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from common.data.batches import Batch
+from common.data.sources import load_splits
+from common.errors import UsageError
+
+STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and soon evaluated
+
+IGNORED = -100  # the label of what is not counted, as torch's cross-entropy has it
+
+
+class TokenDataset(Dataset):
+    """A text cut into blocks, each token but the first the target of exactly one sample.
+
+    Samples are {"tokens": int64 of shape (context,), "labels": int64 of shape (context,), "weight":
+    float32, 0-dim}: labels are the tokens one place further on, weight is the number of them that
+    count. The rest of the last block is padding with the label `IGNORED`.
+
+    Args:
+        tokens: int, shape (n,), at least 2.
+        context: tokens per block.
+        drop_last: leave out a last block that is not full, as in training, where the samples of a
+            step then all weigh the same and have no "weight".
+    """
+
+    def __init__(self, tokens: Tensor, context: int, drop_last: bool):
+        self.context, self.drop_last = context, drop_last
+        num_targets = len(tokens) - 1
+        self._num_blocks = num_targets // context if drop_last else -(-num_targets // context)
+        padding = max(0, self._num_blocks * context - num_targets)
+        self.tokens = torch.cat([tokens, tokens.new_zeros(padding)])
+        self.num_targets = min(num_targets, self._num_blocks * context)
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        places = torch.tensor(indices).unsqueeze(1) * self.context + torch.arange(self.context)
+        labels = self.tokens[places + 1].long().masked_fill_(places >= self.num_targets, IGNORED)
+        batch = {"tokens": self.tokens[places].long(), "labels": labels}
+        return batch if self.drop_last else batch | {"weight": (labels != IGNORED).sum(1).float()}
+
+
+def load_tokens(data: str, tokenizer: Any, context: int) -> tuple[TokenDataset, TokenDataset]:
+    """Loads a text and cuts it into blocks.
+
+    Args:
+        data: "stdlib" (the first megabyte of the source of the running Python's standard library); a text file or a
+            folder of them; or a Hub id.
+        tokenizer: of transformers.
+        context: tokens per block.
+
+    Returns:
+        (training set, evaluation set); where the source has one part only, its last tenth is held out.
+
+    Raises:
+        UsageError: nothing there, not text, or too short for a block.
+    """
+    parts = [_encode(part, tokenizer) for part in _load_text(data)]
+    if len(parts) == 1:
+        cut = len(parts[0]) * 9 // 10
+        parts = [parts[0][:cut], parts[0][cut:]]
+    train, evaluation = parts
+    if len(train) <= context or len(evaluation) < 2:
+        raise UsageError(
+            f"--data {data} has {len(train)} tokens to train on and {len(evaluation)} to evaluate: a block needs "
+            f"{context + 1}; type a smaller --context or use more text"
+        )
+    return TokenDataset(train, context, drop_last=True), TokenDataset(evaluation, context, drop_last=False)
+
+
+def _load_text(data: str) -> list[str]:
+    if data == "stdlib":
+        folder = Path(sysconfig.get_path("stdlib"))
+        text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
+        return [text[:STDLIB_CHARACTERS]]
+    path = Path(data).expanduser()
+    if path.is_file():
+        return [_read(path)]
+    if path.is_dir() and not any(path.rglob("*.parquet")):
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md", ".py"))
+        if not files:
+            raise UsageError(
+                f"--data {data}: no .txt, .md or .py files there; type --data stdlib for the embedded text"
+            )
+        return ["\n".join(_read(file) for file in files)]
+    if not path.is_dir() and (data.startswith((".", "/", "~")) or path.suffix == ".txt" or data.count("/") > 1):
+        raise UsageError(f"--data {data}: no such file or folder; type --data stdlib for the embedded text")
+    advice = "type --data stdlib for the embedded text, or --data FILE.txt"
+    texts = []
+    for split in load_splits(data, advice):
+        if "text" not in split.column_names:
+            raise UsageError(f"--data {data}: expected a text column, found {', '.join(split.column_names)}")
+        texts.append("\n".join(split["text"]))
+    return texts
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): convert it") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if not text.strip():
+        raise UsageError(f"{path} is empty: expected text")
+    return text
+
+
+def _encode(text: str, tokenizer: Any) -> Tensor:
+    if tokenizer.vocab_size == 256 and tokenizer.convert_tokens_to_ids("A") == ord("A"):  # bytes: a copy is enough
+        return torch.from_numpy(numpy.frombuffer(text.encode(), numpy.uint8).copy())
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int32)

@@ -1,0 +1,145 @@
+"""Evaluation: the mean of each metric over a whole set, and what a run does with it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import Subset
+
+from common.checkpoint.export import export_model
+from common.data.batches import Batch, ForwardStep, MapDataset, batches
+from common.errors import UsageError
+from common.parallel.trainer import Trainer
+from common.plan import Plan
+from common.random_state import random_state_kept
+from common.records.recorder import Recorder
+from common.state import TrainState
+from common.stopping.watch import Watch
+
+Metrics = dict[str, float]
+
+
+class Evaluation:
+    """The evaluations of a run.
+
+    Args:
+        trainer: whose model is evaluated.
+        eval_set: map-style; each sample counts once.
+        summarize: means over the set -> what is reported.
+        state: of the run.
+        watch: of the run; a stop request ends an evaluation early.
+
+    Raises:
+        UsageError: an evaluation, tried with one sample, lacks `--metric_for_best_model`.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        eval_set: MapDataset,
+        summarize: Callable[[Metrics], Metrics],
+        state: TrainState,
+        watch: Watch,
+    ):
+        self.trainer, self.eval_set, self.summarize, self.state = trainer, eval_set, summarize, state
+        self.watch = watch
+        name = trainer.plan.config.metric_for_best_model
+        if name is not None:
+            one: Subset[Batch] = Subset(eval_set, [0])  # type: ignore[arg-type]  # torch means any map-style set
+            metrics = self._metrics(one, poll=lambda: False)
+            assert metrics is not None
+            if name not in metrics:
+                raise UsageError(
+                    f"--metric_for_best_model {name}: no such metric; type one of {', '.join(sorted(metrics))}"
+                )
+
+    def run(self, recorder: Recorder) -> Metrics:
+        """Evaluates, records it, and exports the weights if they are the best so far.
+
+        A stop request ends it early: then nothing is recorded or returned, and the evaluation stays due.
+        """
+        trainer, state, config = self.trainer, self.state, self.trainer.plan.config
+        state.evaluation_due = True
+        with recorder.paused(), trainer.ema_weights():
+            metrics = self._metrics(self.eval_set, self.watch.poll)
+            self.watch.settle()
+            if metrics is None:
+                return {}
+            state.evaluation_due = False
+            name = config.metric_for_best_model
+            if name is not None and state.is_best(name, metrics[name]):
+                export_model(trainer, Path(config.output_dir) / "best")
+        recorder.evaluation(metrics)
+        return metrics
+
+    def _metrics(self, eval_set: MapDataset, poll: Callable[[], bool]) -> Metrics | None:
+        trainer = self.trainer
+        means = evaluate(trainer.accelerator, trainer.model, trainer.forward_step, eval_set, trainer.plan, poll)
+        if means is None:
+            return None
+        return {name: _number(name, value) for name, value in self.summarize(means).items()}
+
+
+def _number(name: str, value: Any) -> float:
+    """What `summarize` gave. Raises UsageError if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f'summarize gives "{name}" as {type(value).__name__}: expected a number') from None
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    forward_step: ForwardStep,
+    eval_set: MapDataset,
+    plan: Plan,
+    poll: Callable[[], bool] = lambda: False,
+) -> Metrics | None:
+    """Mean of each metric over the evaluation set, each sample counted exactly once.
+
+    Every process runs the same number of forward passes, because sharded models wait for each
+    other; the last ones are padded with samples that are not counted.
+
+    Args:
+        accelerator: from `start(config)`.
+        model: as `prepare` made it.
+        forward_step: as for `fit`.
+        eval_set: map-style dataset of dicts of tensors.
+        plan: of the run.
+        poll: called before each pass; all processes give up where it returns True, which it does in all of them.
+
+    Returns:
+        {metric: mean}, the same in every process; None where it gave up.
+    """
+    size, num_samples = plan.micro_batch_size, len(eval_set)
+    num_passes = -(-num_samples // (size * plan.data_parallel_size))
+    # Pass i of process p holds samples (i * data_parallel_size + p) * size and up; those past the end are padding.
+    starts = [(index * plan.data_parallel_size + plan.data_parallel_rank) * size for index in range(num_passes)]
+    sample_ids = (torch.arange(start, start + size).clamp_(max=num_samples - 1) for start in starts)
+    sums: dict[str, torch.Tensor] = {}
+    total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    _set_training(model, False)
+    with random_state_kept():  # training goes on as if there had been no evaluation
+        for start, batch in zip(starts, batches(eval_set, sample_ids, accelerator.device, plan.config.num_workers)):
+            if poll():
+                _set_training(model, True)
+                return None
+            num_real = min(max(num_samples - start, 0), size)
+            values = forward_step(model, batch)
+            weight = batch.get("weight", torch.ones(size, device=accelerator.device))[:num_real].double()
+            total += weight.sum()
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight).sum()
+    _set_training(model, True)
+    *means, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
+    return {name: mean / total for name, mean in zip(sums, means)}
+
+
+def _set_training(model: nn.Module, training: bool) -> None:
+    model.train(training)
+    model.training = training  # what is wrapped around a model may pass it on, and keep its own

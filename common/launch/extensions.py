@@ -1,0 +1,72 @@
+"""What DeepSpeed compiles on first use: once per environment, whatever is killed meanwhile."""
+
+import hashlib
+import os
+import platform
+import re
+import sys
+from importlib.machinery import ExtensionFileLoader
+from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+BUILDERS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
+
+
+def extensions_folder() -> Path:
+    """A folder for this environment and kind of processor. Environments that share torch's own folder recompile each
+    other's extensions again and again, and code for one processor may not run on another."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    facts = [sys.prefix, sys.version, torch.__version__, version("deepspeed"), platform.machine(), *_processor()]
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    return Path(get_default_build_root()) / f"accelerate_recipes_{key}"
+
+
+def _processor() -> list[str]:
+    """What it can do, as far as Linux tells."""
+    try:
+        return re.findall(r"^(?:flags|Features)\s*:.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
+    except OSError:
+        return []
+
+
+def load_extensions(names: list[str]) -> None:
+    """Compiles these, keys of `BUILDERS`, if need be, and loads them; DeepSpeed then finds them loaded.
+
+    torch marks a build by a file, which stays when the process is killed, and for which all later ones wait for
+    ever. Here one process at a time builds, under a lock that ends with it, and removes such a file. In a folder
+    that the user chose (`TORCH_EXTENSIONS_DIR`) others may build without that lock: nothing is removed there.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    own = "TORCH_EXTENSIONS_DIR" not in os.environ
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder())))
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "accelerate_recipes.lock"):
+        for name in names:
+            builder = get_accelerator().create_op_builder(BUILDERS[name])
+            library, is_whole = folder / name / f"{name}.so", folder / name / "is_whole"
+            if own and library.exists() and is_whole.exists():
+                # The builder would ask compiler and processor again what they can do: 5 s for cpu_adam.
+                builder._loaded_ops[name] = _loaded(library, name)
+                continue
+            if own:
+                (folder / name / "lock").unlink(missing_ok=True)
+            if not library.exists():
+                print("compiling an extension of DeepSpeed, once, about a minute", file=sys.stderr, flush=True)
+            builder.load(verbose=False)
+            if own:
+                is_whole.touch()
+
+
+def _loaded(library: Path, name: str) -> Any:
+    spec = spec_from_file_location(name, library, loader=ExtensionFileLoader(name, str(library)))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

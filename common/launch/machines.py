@@ -1,0 +1,179 @@
+"""What can be wrong only where there are several machines: other code or settings on one of them, an address that
+the others cannot reach, an output_dir that they do not share."""
+
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch import distributed as dist
+
+from common.config import RunConfig
+from common.cpu_group import CpuGroup
+from common.environment import CODE_FILE, local_world_size, num_machines, num_restarts, versions
+from common.errors import RunError, UsageError
+
+ARRIVAL_S = 300  # from the start of the first machine's processes to that of the last one's
+
+SHARED_FOLDER_S = 10  # until a network file system shows a new file
+
+# Set by accelerate launch from the config file and its own flags.
+LAUNCHER_VARIABLES = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")
+
+# The first process may serve the store (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE). It stays alive: others still
+# read from it.
+_kept: list[dist.Store] = []
+
+OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", CODE_FILE)
+
+
+def store_number() -> int:
+    """Numbers each use of the store that the launchers share. In a static rendezvous, that of accelerate launch, it
+    survives restarts and keeps old data. In an elastic one each start has a new store, and a launcher that has just
+    joined has counted fewer restarts than the others."""
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return num_restarts() if is_launchers else 0
+
+
+def _choose_interface(machines: list[dict[str, Any]]) -> None:
+    """Lets gloo talk through the network interface that leads to the first machine, or from there to the second, unless
+    the user chose one: by itself it takes what the host name resolves to, often 127.0.1.1, where no other machine can
+    reach it."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    address, rank = machines[1]["address"], int(os.environ["GROUP_RANK"])
+    if rank > 0:
+        address = machines[rank]["address"]
+    elif address is not None:
+        address = _address_towards(address, int(os.environ["MASTER_PORT"]))
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+@contextmanager
+def agreement(config: RunConfig) -> Iterator[None]:
+    """Lets the machines agree, before their processes join: after what is done within it, they compare what they
+    are about to run, and whether one of them met a UsageError; then gloo is told which network to take.
+
+    Raises:
+        UsageError: in all processes of all machines, with what differs or what one met.
+        RunError: a machine's processes have not come here within `ARRIVAL_S`, or the first one's have gone.
+    """
+    if num_machines() == 1:
+        yield
+        return
+    facts = _facts(config)
+    try:
+        yield
+    except UsageError as error:
+        facts["error"] = str(error)
+    found = _exchange(facts)
+    for machine, other in enumerate(found):
+        for kind in ("versions", "launcher", "flags", "files"):
+            for name in sorted(other[kind].keys() | found[0][kind].keys()):
+                there, here = (one[kind].get(name) or "none" for one in (other, found[0]))
+                if there != here:
+                    raise UsageError(
+                        f"machine {machine} ({other['host']}) has {name} {there}, machine 0 ({found[0]['host']}) has "
+                        f"{here}: they must be the same"
+                    )
+    for machine, other in enumerate(found):
+        if other["error"]:
+            raise UsageError(f"{other['error']} (machine {machine}, {other['host']})")
+    _choose_interface(found)
+
+
+def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each machine has published."""
+    timeout = timedelta(seconds=ARRIVAL_S)
+    found: list[dict[str, Any]] = []
+    prefix = f"accelerate_recipes/{store_number()}/machine_"
+    try:
+        store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        _kept.append(store)
+        store.set_timeout(timeout)
+        if os.environ["LOCAL_RANK"] == "0":
+            store.set(f"{prefix}{os.environ['GROUP_RANK']}", json.dumps(facts))
+        while len(found) < num_machines():
+            found.append(json.loads(store.get(f"{prefix}{len(found)}")))
+    except dist.DistStoreError:
+        raise RunError(
+            f"the processes of machine {len(found)} of {num_machines()} did not start within {ARRIVAL_S} s: its own "
+            "output says why"
+        ) from None
+    except dist.DistNetworkError:
+        raise RunError(
+            f"machine 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} has gone: its own output says why"
+        ) from None
+    return found
+
+
+def check_shared_folder(folder: Path, group: CpuGroup) -> None:
+    """Raises UsageError, in all processes, unless all machines see the same folder."""
+    name = group.broadcast(f".seen_by_all_{uuid.uuid4().hex}")
+    token = folder / name
+    if group.rank == 0:
+        token.touch()
+    group.broadcast(None)  # it is there now
+    deadline = time.monotonic() + SHARED_FOLDER_S
+    while not token.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hosts = group.all_gather((socket.gethostname(), os.environ.get("GROUP_RANK", 0), token.exists()))
+    if group.rank == 0:
+        token.unlink(missing_ok=True)
+    blind = [(host, machine) for host, machine, sees in hosts if not sees]
+    if blind:
+        host, machine = blind[0]
+        raise UsageError(
+            f"machine {machine} ({host}) does not see the --output_dir {folder} of machine 0 ({hosts[0][0]}): type one "
+            "on a file system that all machines share"
+        )
+
+
+def _address_towards(host: str, port: int) -> str | None:
+    """This machine's own address on the way to another (which is sent nothing); None if there is no way."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def _facts(config: RunConfig) -> dict[str, Any]:
+    launcher = {
+        name: value
+        for name, value in os.environ.items()
+        if LAUNCHER_VARIABLES.match(name) and name not in OF_ONE_MACHINE
+    }
+    return {
+        "host": socket.gethostname(),
+        "address": _address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+        "error": None,
+        "versions": versions("torch", "accelerate", "deepspeed", "transformers", "safetensors"),
+        "flags": {f"--{name}": str(value) for name, value in asdict(config).items()},
+        "launcher": {"local processes": local_world_size(), **launcher},
+        "files": {Path(sys.argv[0]).name: _digest(Path(sys.argv[0])), **files_of(Path(__file__).parents[1])},
+    }
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """{name within the folder: digest} of all Python files in it and in its subfolders."""
+    return {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*.py"))}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

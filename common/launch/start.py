@@ -1,0 +1,208 @@
+"""start(config) joins the processes that the config file asks for, or says what they cannot do."""
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from datetime import timedelta
+from importlib.util import find_spec
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    LoggerType,
+    ProjectConfiguration,
+    set_seed,
+)
+
+from common.config import RunConfig
+from common.cpu_group import collective_timeout
+from common.environment import (
+    has_gpu,
+    is_true,
+    local_world_size,
+    num_machines,
+    offloads,
+    user_chose_threads,
+    uses_deepspeed,
+    world_size,
+)
+from common.errors import UsageError
+from common.launch.checks import check_compiler, check_launch
+from common.launch.extensions import load_extensions
+from common.launch.machines import agreement, store_number
+from common.parallel.deepspeed import load_models_whole
+from common.parallel.layout import data_parallel_size_and_rank, parallelism, precision
+from common.plan import split_batch
+
+
+def start(config: RunConfig) -> Accelerator:
+    """Joins the other processes, and says in one line what runs where.
+
+    Without a GPU the same config files run as a rehearsal: processes that talk through gloo stand
+    in for GPUs.
+
+    Raises:
+        UsageError: the config asks for what this machine or Accelerate cannot do.
+    """
+    _quiet()
+    with agreement(config):
+        check_launch()
+        if config.compile and not has_gpu():
+            check_compiler("--compile", os.environ.get("CXX", "g++"))
+        trackers = _trackers(config)
+    _set_num_threads()
+    rehearses, timeout = not has_gpu(), collective_timeout(config.hang_timeout)
+    if store_number() > 0:
+        _join_after_restart("gloo" if rehearses else "nccl", timeout)
+    if rehearses:
+        _prepare_rehearsal(timeout)
+    elif uses_deepspeed() and offloads():
+        load_extensions(["cpu_adam"])
+    try:
+        accelerator = Accelerator(
+            log_with=trackers,
+            project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                InitProcessGroupKwargs(timeout=timeout),
+            ],
+        )
+    except (ValueError, ImportError, NotImplementedError) as error:
+        raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
+    _check_applied(accelerator)
+    if config.pipeline_stages > 1:
+        _check_pipeline(accelerator, config)
+    if accelerator.mixed_precision == "no":
+        torch.backends.cudnn.allow_tf32 = False  # the default, which rounds what goes into convolutions to 10 bits
+    _set_reduction_precision(accelerator)
+    load_models_whole(accelerator)
+    set_seed(config.seed)  # the same in every process: each builds the same model
+    accelerator.print(_banner(accelerator, config, rehearses))
+    return accelerator
+
+
+def _quiet() -> None:
+    """Silences what a user can do nothing about."""
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")
+
+
+def _join_after_restart(backend: str, timeout: timedelta) -> None:
+    """Joins the others in a part of the launcher's store of its own: it still has the addresses of the processes
+    that have ended."""
+    if world_size() > 1:
+        store, rank, size = next(torch.distributed.rendezvous("env://"))
+        store = torch.distributed.PrefixStore(f"restart_{store_number()}", store)
+        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+def _trackers(config: RunConfig) -> list[str]:
+    known = [name for name in LoggerType.list() if name != "all"]
+    names = [name.strip() for name in config.report_to.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--report_to {name}: no such tracker; type one of {', '.join(sorted(known))}")
+        if find_spec(name) is None:  # Accelerate would leave it out without a word
+            raise UsageError(f"--report_to {name} needs {name}: type pip install {name.replace('_', '-')}")
+    return names
+
+
+def _set_num_threads() -> None:
+    """Divides the cores among this machine's processes: launchers set one thread each."""
+    if user_chose_threads():
+        return
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, num_cores // local_world_size()))
+
+
+def _prepare_rehearsal(timeout: timedelta) -> None:
+    """Makes the config of a GPU run work on CPU: Accelerate by itself would turn FSDP into DDP
+    silently, refuse tensor parallelism, start DeepSpeed on a backend that is not there, or run each process alone."""
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        if os.environ.get("RANK", "0") == "0":
+            print("fp16 needs a GPU: this rehearsal runs in float32")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+    divides = is_true("ACCELERATE_USE_FSDP") or is_true("ACCELERATE_USE_PARALLELISM_CONFIG")
+    if uses_deepspeed() or divides:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    if uses_deepspeed():
+        with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", in every process
+            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads() else [])])
+            PartialState(backend="gloo", timeout=timeout)
+    elif divides:
+        PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU
+    else:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def _check_applied(accelerator: Accelerator) -> None:
+    """Raises UsageError if Accelerate runs something other than what the config asked for."""
+    expected = {
+        "number of processes": (world_size(), accelerator.num_processes),
+        "DeepSpeed": (uses_deepspeed(), accelerator.distributed_type == DistributedType.DEEPSPEED),
+        "FSDP": (is_true("ACCELERATE_USE_FSDP"), accelerator.distributed_type == DistributedType.FSDP),
+        "precision": (os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), accelerator.mixed_precision),
+        "gradient accumulation": (1, accelerator.gradient_accumulation_steps),
+    }
+    for what, (asked, got) in expected.items():
+        if asked != got:
+            raise UsageError(f"the config asks for {what} {asked}, Accelerate runs {got}: see accelerate_configs/")
+
+
+def _check_pipeline(accelerator: Accelerator, config: RunConfig) -> None:
+    if accelerator.num_processes % config.pipeline_stages:
+        raise UsageError(
+            f"--pipeline_stages {config.pipeline_stages} does not divide {accelerator.num_processes} processes: type "
+            f"--num_processes {config.pipeline_stages} after accelerate launch"
+        )
+    plain = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    if not plain or accelerator.parallelism_config is not None or accelerator.mixed_precision == "fp16":
+        raise UsageError(
+            "--pipeline_stages wants plain processes, in float32 or bf16: type --config_file "
+            "accelerate_configs/pipeline_parallel.yaml"
+        )
+
+
+def _set_reduction_precision(accelerator: Accelerator) -> None:
+    """Sums gradients in float32 where Accelerate's defaults would sum them in bf16, so that the
+    result depends less on the number of processes (torchtitan's default, too)."""
+    if accelerator.mixed_precision != "bf16":
+        return
+    if accelerator.distributed_type == DistributedType.FSDP:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        config.setdefault("communication_data_type", "fp32")
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+
+def _banner(accelerator: Accelerator, config: RunConfig, rehearses: bool) -> str:
+    num_processes, (data_parallel_size, _) = accelerator.num_processes, data_parallel_size_and_rank(accelerator, config)
+    micro_batch_size, accumulation = split_batch(
+        config.batch_size, config.micro_batch_size, data_parallel_size, config.pipeline_stages
+    )
+    factors = f"{data_parallel_size} × {micro_batch_size}" + (
+        f" × {accumulation} accumulated" if accumulation > 1 else ""
+    )
+    line = (
+        f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines()} machine{'s' * (num_machines() > 1)}, "
+        f"{parallelism(accelerator, config)}, {precision(accelerator)}, batch {config.batch_size} = {factors}"
+    )
+    if rehearses and num_processes > 1:
+        line += " (no GPU: a rehearsal, in which gloo processes on the CPU stand in for GPUs)"
+    elif rehearses:
+        line += " (on the CPU)"
+    elif (idle := torch.accelerator.device_count() - num_processes // num_machines()) > 0:
+        line += f" ({idle} GPUs idle: --num_processes {torch.accelerator.device_count() * num_machines()} uses all)"
+    return line

@@ -1,0 +1,1 @@
+"""Models of transformers, and parameter groups for an optimizer."""

@@ -1,0 +1,114 @@
+"""Causal language models of transformers: loaded, made to return losses, and their floating-point operations."""
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from common.data.text import IGNORED
+from common.errors import UsageError
+
+
+def load_pretrained(name_or_path: str, context: int, attention: str) -> tuple[PreTrainedModel, Any]:
+    """A causal model in float32, and its tokenizer.
+
+    Args:
+        name_or_path: folder or Hub id.
+        context: tokens that the model shall see at a time.
+        attention: "sdpa", "eager", "flash_attention_2", as transformers' `attn_implementation`.
+
+    Raises:
+        UsageError: no causal model or tokenizer there, or one of fewer positions than `context`.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            name_or_path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"--model_name_or_path {name_or_path}: no causal model there ({reason})") from None
+    if missing := sorted(loaded["missing_keys"]):
+        raise UsageError(
+            f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
+            f"as {missing[0]}: type the path of a whole causal model"
+        )
+    if _sees_the_future(model):
+        raise UsageError(
+            f"--model_name_or_path {name_or_path}: {type(model).__name__} sees the tokens that it is to predict: type "
+            "the path of a causal model, not of an encoder"
+        )
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest and context > longest:
+        raise UsageError(f"--context {context} is more than the {longest} of that model: type --context {longest}")
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > num_embeddings:
+        raise UsageError(
+            f"--model_name_or_path {name_or_path}: its tokenizer has {len(tokenizer)} tokens, the model "
+            f"{num_embeddings}: they do not belong together"
+        )
+    return model, tokenizer
+
+
+@torch.no_grad()
+def _sees_the_future(model: PreTrainedModel) -> bool:
+    """Whether another last token changes what the model says before it."""
+    tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).repeat(2, 1)
+    tokens[1, -1] = 1 - tokens[1, -1].clamp(max=1)
+    training = model.training
+    first, second = model.eval()(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    model.train(training)
+    return not torch.allclose(first, second, rtol=1e-3, atol=1e-5)
+
+
+def with_losses(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a causal model's forward take (tokens, labels), both int64 of shape (batch, context), and return
+    the mean loss of each example, shape (batch,), over the labels that are not `IGNORED`.
+
+    Losses, not logits: what mixed precision converts and sharding gathers is then small. Names of
+    parameters stay, and what is exported is still a model of its own class.
+    """
+    base = type(model)
+
+    def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
+        each = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return each.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+    def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.losses(base.forward(self, input_ids=tokens, use_cache=False).logits, tokens, labels)
+
+    model.config.architectures = [base.__name__]  # what from_pretrained makes of the exported model
+    model.__class__ = type(base.__name__, (base,), {"forward": forward, "losses": losses})
+    return model
+
+
+def flops_per_sample(model: PreTrainedModel, context: int) -> float:
+    """Floating-point operations of a training step on one block: 6 per weight and token, and those of attention
+    as if it looked at all positions (Chowdhery et al. 2022, PaLM, appendix B, by which MFU is defined).
+
+    Embeddings that only look up count nothing; one that is also the head counts.
+    """
+    head, shape = model.get_output_embeddings().weight, model.config.get_text_config()
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
+    num_weights = sum(weight.numel() for weight in model.parameters() if weight not in embeddings)
+    attention = 12 * shape.num_hidden_layers * shape.hidden_size * context
+    return float(context * (6 * num_weights + attention))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose 256 tokens are the bytes of UTF-8, the token's number the byte."""
+    model = models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level tokenizers (GPT-2's encoder.py)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

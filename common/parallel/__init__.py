@@ -1,0 +1,1 @@
+"""One optimizer step, and what differs between Accelerate, DeepSpeed and pipelines."""

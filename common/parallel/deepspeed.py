@@ -1,0 +1,200 @@
+"""DeepSpeed ZeRO 1 to 3: its config, its steps, and its state in and out of a checkpoint."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from common.data.batches import Batch
+from common.errors import UsageError
+from common.parallel.checks import check_all_used, check_same_way
+from common.parallel.parts import Part, TensorReader
+from common.parallel.trainer import StepResult, Trainer, counts_on_device, weighted_sum
+from common.plan import Plan
+
+
+def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Writes what the command line decides into DeepSpeed's config, which would otherwise clip at
+    1.0 and accumulate as its own section says."""
+    if plan.config.ema_decay:
+        raise UsageError(
+            "--ema_decay does not work under DeepSpeed, which keeps the weights to itself: type "
+            "--config_file accelerate_configs/fsdp2.yaml"
+        )
+    section = accelerator.deepspeed_plugin.deepspeed_config
+    for name, owner in (("optimizer", "the recipe's optimizer"), ("scheduler", "--lr_schedule")):
+        if name in section:  # with a scheduler of its own DeepSpeed would set other learning rates than we tell
+            raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} decides: remove it there")
+    if section.get("zero_optimization", {}).get("stage") not in (1, 2, 3):
+        raise UsageError("the DeepSpeed config has no zero_optimization with stage 1, 2 or 3: write it there")
+    decided = {
+        "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "--micro_batch_size"),
+        "gradient_accumulation_steps": (plan.accumulation, "--batch_size and --micro_batch_size"),
+        "train_batch_size": (plan.config.batch_size, "--batch_size"),
+        "gradient_clipping": (plan.config.max_grad_norm, "--max_grad_norm"),
+    }
+    for key, (value, flag) in decided.items():
+        given = section.get(key, "auto")
+        if given not in ("auto", value):
+            raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
+        section[key] = value
+    # By default its buffers have room for 500 million values each, 2 GB, however small the model is.
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    bucket_size = min(num_weights + num_weights % 2, 500_000_000)  # it wants an even one
+    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
+        section.setdefault("zero_optimization", {}).setdefault(bucket, bucket_size)
+    accelerator.gradient_accumulation_steps = plan.accumulation
+    # DeepSpeed's own CPU optimizer exists for Adam only; others step with torch's.
+    is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    section.setdefault("zero_force_ds_cpu_optimizer", is_adam)
+
+
+def load_models_whole(accelerator: Accelerator) -> None:
+    """Stops transformers from dividing, under ZeRO-3, each model that it loads among the processes:
+    a process that loads one alone, such as the exported model, would wait for the others."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+
+
+class DeepSpeedTrainer(Trainer):
+    """Steps through DeepSpeed's engine. It holds the weights, averages over processes and accumulation, and clips."""
+
+    _way: int | None = None  # through the model, which ZeRO wants all forward passes to take
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's own, which `prepare` made of the model."""
+        return self.model
+
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module
+
+    def _step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        engine = self.engine
+        scale, weight = self._loss_scale(micro_batches)
+        losses = []
+        for index, batch in enumerate(micro_batches):
+            engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss = self._loss_sum(batch)
+            engine.backward(loss * (scale * len(micro_batches)))
+            losses.append(loss.detach())
+        engine.step()
+        skipped = not engine.was_step_applied()
+        if skipped and self.accelerator.mixed_precision != "fp16":
+            return StepResult(losses, weight, torch.inf)  # without loss scaling it skips without a word
+        return StepResult(losses, weight, engine.get_global_grad_norm(), skipped)
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        loss, rank = self.forward_step(self.model, batch)["loss"], self.accelerator.process_index
+        self._way = check_same_way(self._way, check_all_used(self.module, loss, rank), rank)
+        return weighted_sum(loss, batch)
+
+    def _loss_scale_state(self) -> dict[str, float]:
+        if self.accelerator.mixed_precision != "fp16":
+            return {}
+        scaler = vars(self.engine.optimizer.loss_scaler)
+        return {name: value for name, value in scaler.items() if isinstance(value, int | float)}
+
+    def _load_loss_scale(self, state: dict[str, float]) -> None:
+        known = self._loss_scale_state()
+        for name, value in state.items():
+            if name in known:
+                setattr(self.engine.optimizer.loss_scaler, name, value)
+
+    def parts(self) -> list[Part]:
+        """As `Trainer.parts`; all tensors are whole, gathered one after the other."""
+        self._link_states()
+        parts: list[Part] = []
+        for name, weight in self.saved_tensors().items():
+            shape = tuple(getattr(weight, "ds_shape", weight.shape))
+            parts.append(Part.gathered(f"model.{name}", shape, partial(self._whole, weight)))
+            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                parts += self._slots(f"optimizer.{name}", weight, shape)
+        return parts
+
+    def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Part]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        flat, state = self._flat_states()[0]  # all weights have the same slots and have taken as many steps
+        for slot, value in state.items():
+            if isinstance(value, Tensor) and value.shape == flat.shape:
+                yield Part.gathered(f"{name}.{slot}", shape, partial(safe_get_full_optimizer_state, weight, slot))
+            else:
+                yield Part.whole(f"{name}.{slot}", torch.as_tensor(float(value)))
+
+    def _link_states(self) -> None:
+        """Links the optimizer's state to the weights. ZeRO-1 and 2 do so in their first step, after the first parameter
+        group: the other groups have no state then, and stay without a link (DeepSpeed 0.19)."""
+        zero = self.engine.optimizer
+        if hasattr(zero, "_hp_optimizer_states_linked"):
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _flat_states(self) -> list[tuple[Tensor, dict]]:
+        """The parts of all weights in a row on which DeepSpeed's inner optimizer works, and its state of them."""
+        zero = self.engine.optimizer
+        # Of stage 3, of 1 and 2, and of 1 in bf16.
+        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        flats = next(getattr(zero, name) for name in names if hasattr(zero, name))
+        return [(flat, zero.optimizer.state[flat]) for flat in flats]
+
+    def load_parts(self, reader: TensorReader) -> None:
+        """As `Trainer.load_parts`, and the weights, too: in bf16 the engine made its float32 ones from rounded ones."""
+        weights = {
+            name: weight
+            for name, weight in self.saved_tensors().items()
+            if isinstance(weight, nn.Parameter) and weight.requires_grad
+        }
+        prefixes = {f"optimizer.{name}": weight for name, weight in weights.items()}
+        slots = {key: key.rpartition(".") for key in reader.tensors if key.rpartition(".")[0] in prefixes}
+        zero = self.engine.optimizer
+        counts_in_numbers = type(zero.optimizer).__module__.startswith("deepspeed")
+        for flat, state in self._flat_states():
+            for key, (_, _, slot) in slots.items():
+                if slot == "step":
+                    count = reader.tensor(key).to(flat.device if counts_on_device(zero.optimizer) else "cpu")
+                    state[slot] = int(count) if counts_in_numbers else count
+                elif slot not in state:
+                    state[slot] = torch.zeros_like(flat)
+        if slots:
+            self._link_states()
+        device = self.accelerator.device
+        for name, weight in weights.items():
+            _set_whole(weight, None, reader.tensor(f"model.{name}").to(device))
+        for key, (prefix, _, slot) in slots.items():
+            if slot != "step":
+                _set_whole(prefixes[prefix], slot, reader.tensor(key).to(device))
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        import deepspeed
+
+        if tensor.requires_grad and (whole := deepspeed.utils.safe_get_full_fp32_param(tensor)) is not None:
+            return whole
+        # DeepSpeed keeps no float32 copy of frozen weights.
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().float().clone()
+
+
+def _set_whole(weight: Any, slot: str | None, value: Tensor) -> None:
+    """Sets a weight, or with `slot` its state in the optimizer, to a whole tensor."""
+    from deepspeed import utils
+
+    kind = "full"
+    if hasattr(weight, "ds_tensor"):  # of ZeRO-3, whose safe_set_full fails where the processes do not divide it
+        kind, size, rank = "local", weight.ds_tensor.numel(), dist.get_rank(weight.ds_process_group)
+        share = value.flatten()[rank * size : (rank + 1) * size]
+        value = torch.nn.functional.pad(share, (0, size - share.numel()))
+    if slot is None:
+        getattr(utils, f"safe_set_{kind}_fp32_param")(weight, value)
+    else:
+        getattr(utils, f"safe_set_{kind}_optimizer_state")(weight, value, slot)

@@ -1,0 +1,112 @@
+"""Hands model and optimizer to the parallelism of the config file, and chooses the Trainer."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from common.data.batches import ForwardStep
+from common.parallel import deepspeed
+from common.parallel.accelerate_trainer import AccelerateTrainer
+from common.parallel.checks import (
+    check_optimizer,
+    check_weights,
+    checked,
+    choose_wrapped_layers,
+    freeze_what_is_not_trained,
+    say_what_depends_on_the_layout,
+)
+from common.parallel.pipeline import Pipeline, PipelineTrainer
+from common.parallel.tensor_parallel import parallelize, sharded_layers, tensor_parallel_size
+from common.parallel.trainer import Trainer
+from common.plan import Plan
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, forward_step: ForwardStep, plan: Plan
+) -> Trainer:
+    """Hands model and optimizer to the parallelism of the config.
+
+    Raises:
+        UsageError: the DeepSpeed section sets what the command line decides, or model or optimizer would not
+            give the result of one process.
+    """
+    check_optimizer(accelerator, optimizer)
+    freeze_what_is_not_trained(accelerator, model, optimizer)
+    check_weights(accelerator, model)
+    say_what_depends_on_the_layout(accelerator, model, plan)
+    forward_step = checked(forward_step, plan.micro_batch_size)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        choose_wrapped_layers(accelerator, model)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        deepspeed.configure(accelerator, model, optimizer, plan)
+    if accelerator.mixed_precision != "no":
+        _cast_inputs_and_outputs(accelerator, model)
+    if plan.config.pipeline_stages > 1:
+        pipeline = Pipeline(accelerator, model, optimizer, plan)
+        if plan.config.compile:
+            _compile(accelerator, pipeline.stage)
+        prepared = accelerator.prepare_optimizer(optimizer)
+        return PipelineTrainer(accelerator, pipeline, prepared, forward_step, plan)
+    if plan.config.compile:
+        _compile(accelerator, model)
+    if tensor_parallel_size(accelerator) > 1:
+        parallelize(accelerator, model, optimizer)
+    model, prepared = _hand_to_accelerate(accelerator, model, optimizer)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        deepspeed.load_models_whole(accelerator)
+        return deepspeed.DeepSpeedTrainer(accelerator, model, prepared, forward_step, plan)
+    return AccelerateTrainer(accelerator, model, prepared, forward_step, plan)
+
+
+def _hand_to_accelerate(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Any]:
+    """Accelerate's `prepare`. Where a model is divided by tensor parallelism, Accelerate reads from it by how many
+    processes: from its attribute `tp_size`, or from the config of a transformers model, which has no such attribute."""
+    size, config = tensor_parallel_size(accelerator), getattr(model, "config", None)
+    if size == 1:
+        return accelerator.prepare(model, optimizer)
+    if config is None:
+        model.tp_size = size  # type: ignore[assignment]  # torch means any value
+        return accelerator.prepare(model, optimizer)
+    before = getattr(config, "distributed_config", None)
+    config.distributed_config = {"tp_size": size}
+    prepared = accelerator.prepare(model, optimizer)
+    config.distributed_config = before  # it must not be exported
+    return prepared
+
+
+def _compile(accelerator: Accelerator, model: nn.Module) -> None:
+    """Compiles in place, so that names of weights stay. Where weights are gathered layer by layer, the
+    layers are compiled each for itself: gathering is no part of a graph (as torchtitan does)."""
+    sizes = accelerator.parallelism_config
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP or (sizes is not None and sizes.dp_shard_enabled)
+    for module in (is_sharded and sharded_layers(model)) or [model]:
+        # Not module.compile(): without a word it compiles nothing of torch's own modules, such as Sequential.
+        module.forward = torch.compile(module.forward)
+
+
+def _cast_inputs_and_outputs(accelerator: Accelerator, model: nn.Module) -> None:
+    """Under DDP, Accelerate's autocast takes float32 inputs and returns float32 outputs. Makes the
+    others the same: FSDP2 casts no outputs, DeepSpeed neither."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.mixed_precision == "bf16":
+        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        model.register_forward_hook(lambda module, args, output: _cast(output, torch.float32))
+
+
+def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return _cast(args, torch.bfloat16), _cast(kwargs, torch.bfloat16)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)((key, _cast(item, dtype)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value

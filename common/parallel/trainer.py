@@ -1,0 +1,200 @@
+"""One optimizer step, and the state that a checkpoint saves. The subclasses differ in how they do it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from common.data.batches import Batch, ForwardStep
+from common.errors import UsageError
+from common.parallel.ema import EMA
+from common.parallel.parts import Part, TensorReader, is_divided, parts_of, placed_like
+from common.plan import Plan
+
+
+@dataclass
+class StepResult:
+    """One optimizer step, seen by this process. Tensors stay on the device: to read them stops it.
+
+    Attributes:
+        losses: sum over this process's samples of weight × loss, 0-dim, for each micro-batch.
+        weight: sum over this process's samples of their weights; their number where a batch has
+            no "weight".
+        grad_norm: L2 norm of the gradient of the whole model over the global batch, before
+            clipping; None where nobody asked.
+        skipped: the loss scaler met an overflow and the weights were not changed.
+    """
+
+    losses: list[Tensor]
+    weight: Tensor | float
+    grad_norm: Tensor | float | None
+    skipped: bool = False
+
+
+class Trainer(ABC):
+    """Model and optimizer as `prepare` made them.
+
+    Attributes:
+        model: what `forward_step` calls.
+        ema: the moving average of the weights; None without `--ema_decay`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: AcceleratedOptimizer,
+        forward_step: ForwardStep,
+        plan: Plan,
+    ):
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.forward_step, self.plan = forward_step, plan
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self.ema = EMA(optimizer, plan.config.ema_decay) if plan.config.ema_decay else None
+        mean_scale = plan.data_parallel_size / plan.config.batch_size
+        self._mean_scale = torch.tensor(mean_scale, device=accelerator.device)  # made once: a copy would stop a GPU
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The recipe's own module, without what the parallelism wrapped around it."""
+
+    @abstractmethod
+    def _step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult: ...
+
+    def step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        """Takes one optimizer step on this process's part of the global batch.
+
+        The gradient is that of the mean loss over all samples of the step, weighted by "weight"
+        where the batch has one, whatever the number of processes and micro-batches.
+        """
+        result = self._step(micro_batches, wants_norm)
+        if self.ema is not None and not result.skipped:
+            self.ema.update()
+        return result
+
+    def set_learning_rate(self, factor: float) -> float:
+        """Sets each parameter group to its peak rate × factor; returns the first group's."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        return self.optimizer.param_groups[0]["lr"]
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """Within it the model has the averages of `--ema_decay` as its weights; without that flag, its own."""
+        return nullcontext() if self.ema is None else self.ema.applied(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds as JSON, beside tensors."""
+        num_averaged = 0 if self.ema is None else self.ema.num_updates
+        return {"num_averaged": num_averaged, "loss_scale": self._loss_scale_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave; a loss scale only where both runs have one."""
+        if self.ema is not None:
+            self.ema.num_updates = state["num_averaged"]
+        self._load_loss_scale(state["loss_scale"])
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """{name: parameter or buffer} of the module, as the optimizer knows it."""
+        # Not named_parameters: after an evaluation FSDP2 shows gathered weights there, whose memory it
+        # frees when it shards again, as it does before a state_dict.
+        return self.module.state_dict(keep_vars=True)
+
+    def parts(self) -> list[Part]:
+        """The parts that this process holds of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
+        `average.<name>`."""
+        averages = {} if self.ema is None else self.ema.averages
+        parts: list[Part] = []
+        for name, tensor in self.saved_tensors().items():
+            # DDP takes the first process's buffers for the right ones.
+            parts += parts_of(f"model.{name}", tensor, of_first=not isinstance(tensor, nn.Parameter))
+            for slot, value in self.optimizer.optimizer.state.get(tensor, {}).items():
+                if isinstance(value, Tensor):
+                    parts += parts_of(f"optimizer.{name}.{slot}", value)
+                elif value is not None:
+                    raise UsageError(
+                        f"{type(self.optimizer.optimizer).__name__} keeps {slot}, which is no tensor: checkpoints hold "
+                        "the state of torch's optimizers; remove --save_every, or take AdamW or SGD"
+                    )
+            if tensor in averages:
+                parts += parts_of(f"average.{name}", averages[tensor])
+        return parts
+
+    def load_parts(self, reader: TensorReader) -> None:
+        """Restores the optimizer's state and the averages. The weights were loaded before `prepare`."""
+        slots = optimizer_slots(reader)
+        optimizer = self.optimizer.optimizer
+        on_device = counts_on_device(optimizer)
+        for name, weight in self.saved_tensors().items():
+            for slot in slots.get(name, []):
+                key = f"optimizer.{name}.{slot}"
+                kept = reader.tensor(key) if slot == "step" and not on_device else placed_like(weight, reader, key)
+                optimizer.state[weight][slot] = kept
+            if self.ema is not None and f"average.{name}" in reader.tensors:
+                self.ema.averages[weight] = placed_like(weight, reader, f"average.{name}")
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Parameters and saved buffers, whole and on the CPU, in the main process.
+
+        All processes must call it together; the others gather and get nothing.
+        """
+        gathered = {}
+        for name, tensor in self._tensors_to_export().items():
+            whole = self._whole(tensor)
+            if self.accelerator.is_main_process:
+                # A copy of its own: safetensors takes no tensors that share memory, as tied weights do.
+                gathered[name] = whole.detach().cpu().contiguous().clone()
+        return gathered
+
+    def _tensors_to_export(self) -> dict[str, Tensor]:
+        return self.saved_tensors()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if is_divided(tensor) else tensor
+
+    def _loss_scale_state(self) -> dict[str, float]:
+        """State of the loss scaling of fp16; empty in other precisions."""
+        scaler = self.accelerator.scaler
+        return {} if scaler is None else scaler.state_dict()
+
+    def _load_loss_scale(self, state: dict[str, float]) -> None:
+        if self.accelerator.scaler is not None and "growth_factor" in state:
+            self.accelerator.scaler.load_state_dict(state)
+
+    def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
+        """(factor that makes the sum of a process's losses its part of the global mean, where
+        gradients are averaged over processes; this process's total weight)"""
+        plan = self.plan
+        if "weight" not in micro_batches[0]:
+            return self._mean_scale, plan.config.batch_size / plan.data_parallel_size
+        weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
+        # Where several processes see the same samples, the sum counts these as often.
+        return self.accelerator.num_processes / self.accelerator.reduce(weight, "sum"), weight
+
+
+def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:
+    """Sum of a micro-batch's losses, each times its weight where the batch has weights."""
+    return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
+
+
+def optimizer_slots(reader: TensorReader) -> dict[str, list[str]]:
+    """{name of a weight: slots of the optimizer's state} that a checkpoint holds."""
+    slots: dict[str, list[str]] = {}
+    for key in reader.tensors:
+        kind, _, rest = key.partition(".")
+        if kind == "optimizer":
+            name, _, slot = rest.rpartition(".")
+            slots.setdefault(name, []).append(slot)
+    return slots
+
+
+def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps its step count on the device. torch does so if it is fused or capturable, else on the CPU."""
+    return any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))

@@ -1,0 +1,35 @@
+"""What a run runs on, and how fast that could be."""
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+# Dense bf16 and fp16 floating-point operations per second, from NVIDIA's data sheets (which give
+# twice as much for H100, H200, L4 and L40S, with sparsity). The more special name comes first.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores and GPUs of this machine, for the run card."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpus": gpus}
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Floating-point operations per second that a GPU of that name can reach in bf16 or fp16; None where unknown."""
+    if precision not in ("bf16", "fp16"):
+        return None
+    words = device_name.replace("-", " ").split()
+    return next((peak for name, peak in PEAK_FLOPS.items() if set(name.split()) <= set(words)), None)

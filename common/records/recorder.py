@@ -1,0 +1,287 @@
+"""What a run tells of itself as it goes: metrics.jsonl, the run card, trackers, and what the terminal shows."""
+
+import dataclasses
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from common.environment import versions
+from common.errors import Failure, UsageError, first_failure
+from common.parallel.layout import parallelism, precision
+from common.parallel.trainer import StepResult
+from common.plan import Plan
+from common.records.hardware import hardware, peak_flops
+from common.records.metrics_file import MetricsFile
+from common.records.output_dir import checkpoints, resumes_from_elsewhere
+from common.records.run_card import ending, read_card, replace_card, write_failure
+from common.state import TrainState
+
+PREVIOUS = "previous"  # what --overwrite_output_dir replaces, until there is something in its place
+
+
+class Recorder:
+    """Sums up what the steps give, and writes and shows it when a record is due.
+
+    Between records nothing is read from the device. Records and the run card are written by the
+    main process; the failure of another also by that one.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        plan: Plan,
+        state: TrainState,
+        tokens_per_sample: int | None,
+        flops_per_sample: float | None,
+    ):
+        self.accelerator, self.plan, self.state = accelerator, plan, state
+        self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
+        is_gpu = accelerator.device.type == "cuda"
+        gpu = torch.cuda.get_device_name(accelerator.device) if is_gpu else ""
+        self._peak_flops = peak_flops(gpu, precision(accelerator))
+        self.path = Path(plan.config.output_dir)
+        self.last_metrics: dict[str, float] = {}
+        self._line: dict[str, str] = {}
+        self._num_lost = 0
+        self._learning_rate: float | None = None
+        self._grad_norm: torch.Tensor | float | None = None
+
+    def __enter__(self) -> Self:
+        self._started = self._resumed = time.perf_counter()
+        self.attempt = self._attempt()
+        if self.accelerator.is_main_process:
+            self._facts: dict[str, Any] = {
+                "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
+                "git_commit": _git_commit(),
+                "hardware": hardware(),
+            }
+            self._start_trackers()
+            try:
+                self._set_aside()
+                self._metrics = MetricsFile(self.path, self._goes_on_after)
+            except OSError as error:
+                raise UsageError(f"--output_dir {self.path} cannot be written ({error.strerror}): make room") from None
+            self._write_card({"status": "running", "exit_code": None, "error": None})
+        self.accelerator.wait_for_everyone()  # whichever process fails finds the card
+        terminal = self.accelerator.is_main_process and sys.stderr.isatty()
+        self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step") if terminal else None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self.accelerator.is_main_process:
+            self._num_lost = self._metrics.close()
+            if error is None:
+                self._write_card({"status": "done", "exit_code": 0, "error": None})
+                shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
+                self._say_goodbye()
+            self._finish_trackers()
+        if error is not None:  # that another process failed first, shows here as a broken connection
+            self._fail_card(first_failure(error))
+
+    def add(self, learning_rate: float, result: StepResult) -> None:
+        """Takes in one optimizer step."""
+        state = self.state
+        self._learning_rate, self._grad_norm = learning_rate, None if result.skipped else result.grad_norm
+        state.num_steps += 1
+        state.num_skipped += result.skipped
+        state.losses += result.losses
+        state.weights.append(result.weight)
+        if self._bar is not None:
+            self._bar.update()
+
+    def training(self) -> None:
+        """Writes a training record after the last step."""
+        state = self.state
+        # In float64, in which numbers of tokens are exact.
+        weight = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        for one in state.weights:
+            weight += one
+        sums = torch.stack([torch.stack(state.losses).double().sum(), weight])
+        loss_sum, weight_sum = self.accelerator.reduce(sums, "sum").tolist()
+        self._count_seconds()
+        samples_per_second = state.num_steps * self.plan.config.batch_size / state.seconds
+        record = {
+            "step": state.step,
+            "epoch": round(state.step / self.plan.steps_per_epoch, 4),
+            "train/loss": loss_sum / weight_sum,
+            "learning_rate": self._learning_rate,
+            "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
+            "samples_per_second": round(samples_per_second, 1),
+        }
+        if self.tokens_per_sample:
+            record["tokens_per_second"] = round(samples_per_second * self.tokens_per_sample, 1)
+        if self.flops_per_sample and self._peak_flops:
+            peak = self._peak_flops * self.accelerator.num_processes
+            record["mfu"] = round(samples_per_second * self.flops_per_sample / peak, 4)
+        if self.accelerator.scaler is not None:
+            record["skipped_steps"] = state.num_skipped
+        state.losses, state.weights, state.num_steps, state.seconds = [], [], 0, 0.0
+        self._write(record)
+        self._show(record, ends_line=not self.plan.evaluates(state.step))
+
+    def evaluation(self, metrics: dict[str, float]) -> None:
+        """Writes an evaluation record after the last step."""
+        record = {"step": self.state.step} | {f"eval/{name}": value for name, value in metrics.items()}
+        self._write(record)
+        self._show(record)
+        if self.state.num_steps and self.plan.is_over(self.state):  # earlier than planned, between two records
+            self.training()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock of samples_per_second for what is not training."""
+        self._count_seconds()
+        yield
+        self._resumed = time.perf_counter()
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self.state.seconds += now - self._resumed
+        self._resumed = now
+
+    def _write(self, record: dict[str, Any]) -> None:
+        # JSON has no infinity, which a metric may well be.
+        finite = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
+        self.last_metrics |= {name: value for name, value in finite.items() if value is not None}
+        if self.accelerator.is_main_process:
+            self._metrics.write(finite)
+            numbers = {name: value for name, value in record.items() if value is not None and name != "step"}
+            self.accelerator.log(numbers, step=record["step"])
+
+    def _show(self, record: dict[str, Any], ends_line: bool = True) -> None:
+        numbers = {name: _short(value) for name, value in record.items() if value is not None and name != "step"}
+        if self._bar is None:
+            self._line |= numbers
+            if ends_line and self.accelerator.is_main_process:
+                line = "  ".join(f"{name} {value}" for name, value in self._line.items())
+                print(f"step {record['step']}/{self.plan.num_steps}  {line}", flush=True)
+                self._line = {}
+        elif "train/loss" in record:
+            self._bar.set_postfix_str(f"loss {numbers['train/loss']}, {numbers['samples_per_second']} samples/s")
+        else:
+            self._bar.write(f"step {record['step']}: " + "  ".join(f"{k} {v}" for k, v in numbers.items()))
+
+    def _say_goodbye(self) -> None:
+        line = f"done in {time.perf_counter() - self._started:.1f} s: the model is in {self.path / 'model'}"
+        if self.plan.config.save_every:
+            line += "; to train on, type the same command with more --epochs or --max_steps and "
+            line += "--resume_from_checkpoint latest"
+        print(line, flush=True)
+
+    def _start_trackers(self) -> None:
+        config = dataclasses.asdict(self.plan.config) | self._facts["versions"]
+        config |= {
+            "parallelism": parallelism(self.accelerator, self.plan.config),
+            "precision": precision(self.accelerator),
+        }
+        config = {name: "" if value is None else value for name, value in config.items()}
+        try:
+            self.accelerator.init_trackers(Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(self.path)}})
+        except Exception as error:  # each tracker has its own kinds
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            advice = " (without a network: WANDB_MODE=offline)" if "wandb" in self.plan.config.report_to else ""
+            raise UsageError(f"--report_to {self.plan.config.report_to} did not start: {reason}{advice}") from None
+
+    def _finish_trackers(self) -> None:
+        last = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}
+        last |= {"wall_seconds": time.perf_counter() - self._started, "skipped_steps": self.state.num_skipped}
+        summary = {f"summary/{name}": value for name, value in last.items()}
+        self.accelerator.log(summary, step=self.last_metrics.get("step"))
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def _goes_on_after(self, record: dict[str, Any]) -> bool:
+        """Whether a record of before belongs to the course that this run goes on with."""
+        state = self.state
+        comes_again = state.evaluation_due and record["step"] == state.step and "train/loss" not in record
+        return record["step"] <= state.step and not comes_again
+
+    def _set_aside(self) -> None:
+        """Moves what an earlier run left, and this one does not go on from, to `previous/`, where it stays until this
+        one is done."""
+        none_is_own = self.state.step == 0 or resumes_from_elsewhere(self.plan.config)
+        names = ("best", "model", "metrics.jsonl") if self.state.step == 0 else ()
+        leftovers = [self.path / name for name in names if (self.path / name).exists()]
+        for step, checkpoint in checkpoints(self.path):
+            if none_is_own or (step > self.state.step and self.plan.config.resume_from_checkpoint != "latest"):
+                leftovers.append(checkpoint)  # of another course
+            elif step > self.state.step:  # damaged, or on a disk that could not be read
+                with suppress(OSError):
+                    checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
+        aside = self.path / PREVIOUS
+        if (aside / "model").exists() and not (self.path / "model").exists():
+            aside = (
+                self.path / f"{PREVIOUS}.unfinished"
+            )  # the last run exported no model: the older one stays in previous/
+        if leftovers:
+            shutil.rmtree(aside, ignore_errors=True)
+        for leftover in leftovers:
+            place = aside / leftover.relative_to(self.path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            leftover.rename(place)
+        shutil.rmtree(self.path / f"{PREVIOUS}.unfinished", ignore_errors=True)
+
+    def _attempt(self) -> int:
+        before = read_card(self.path).get("attempt")
+        return before + 1 if self.plan.config.resume_from_checkpoint and isinstance(before, int) else 1
+
+    def _fail_card(self, failure: Failure) -> None:
+        if self.accelerator.is_main_process:
+            self._write_card(ending(failure))
+        elif failure.is_mine:
+            # The launcher ends the main process as soon as it sees this one gone: it may not come to write.
+            write_failure(self.path, failure)
+
+    def _write_card(self, status: dict[str, Any]) -> None:
+        replace_card(
+            self.path,
+            {
+                **status,
+                "attempt": self.attempt,
+                "launcher": os.getppid(),
+                "command": " ".join(sys.argv),
+                "config": dataclasses.asdict(self.plan.config),
+                "parallelism": parallelism(self.accelerator, self.plan.config),
+                "precision": precision(self.accelerator),
+                "num_processes": self.accelerator.num_processes,
+                "threads_per_process": torch.get_num_threads(),
+                "micro_batch_size": self.plan.micro_batch_size,
+                "gradient_accumulation_steps": self.plan.accumulation,
+                "num_steps": self.plan.num_steps,
+                "skipped_steps": self.state.num_skipped,
+                "lost_records": self._num_lost,
+                "last_metrics": self.last_metrics,
+                "wall_seconds": round(time.perf_counter() - self._started, 2),
+                **self._facts,
+            },
+        )
+
+
+def _short(value: float) -> str:
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.6g}" if value < 1e3 else f"{value:,.0f}"
+
+
+def _git_commit() -> str | None:
+    """The commit of the recipe's checkout, with "-dirty" after it if files differ from it."""
+    folder = Path(sys.argv[0]).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

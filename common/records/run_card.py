@@ -1,0 +1,39 @@
+"""The run card, run.json: it tells how the run was made and how it ended."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.errors import Failure, StoppedError
+
+
+def read_card(output_dir: Path) -> dict[str, Any]:
+    """The run card; empty where there is none, or what is none."""
+    try:
+        card = json.loads((output_dir / "run.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return card if isinstance(card, dict) else {}
+
+
+def write_failure(output_dir: Path, failure: Failure) -> None:
+    """Notes in the run card how the run ended, from any process or thread."""
+    replace_card(output_dir, read_card(output_dir) | ending(failure))
+
+
+def ending(failure: Failure) -> dict[str, Any]:
+    """What the run card says of a run that failed or was stopped."""
+    status = "stopped" if failure.exit_code == StoppedError.exit_code else "failed"
+    return {"status": status, "exit_code": failure.exit_code, "error": failure.line}
+
+
+def replace_card(output_dir: Path, card: dict[str, Any]) -> None:
+    """Writes the run card."""
+    part = output_dir / f"run.json.{os.getpid()}"
+    try:
+        part.write_text(json.dumps(card, indent=2, default=str) + "\n")
+        part.rename(output_dir / "run.json")  # a reader never meets half a card
+    except OSError as error:
+        print(f"{output_dir}/run.json could not be written ({error.strerror})", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""What ends a run: exit codes, signals, numbers that are not finite, hangs."""

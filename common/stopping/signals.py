@@ -1,0 +1,80 @@
+"""Stop requests from outside: signals, or the launcher's exit."""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common.environment import was_launched
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+TWICE_S = 1.0  # from one Ctrl-C a process gets SIGINT from the terminal and, at once, from its launcher
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_received: list[str] = []
+
+_at_once: Callable[[str], object] | None = None
+
+_before: dict[int, Any] = {}  # handlers of those that are caught
+
+
+def received() -> str | None:
+    """The name of the first signal that came; None if none has."""
+    return _received[0] if _received else None
+
+
+def catch(at_once: Callable[[str], object] | None = None) -> None:
+    """From now on SIGTERM, SIGINT and SIGUSR1 are noted and do not end this process, but for a second
+    SIGINT, or what torchrun makes of it, which ends it at once. The end of a launcher counts as SIGTERM (on Linux).
+
+    Args:
+        at_once: called with the name of one that comes, in a thread, until `catch` is called again.
+    """
+    global _at_once
+    _at_once = at_once
+    if threading.current_thread() is not threading.main_thread() or _before:
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    # A thread notes them: Python's own handlers wait until a collective that waits for another process is over.
+    threading.Thread(target=_listen, args=(reader, writer, os.getppid()), daemon=True).start()
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    for number in STOPPING:
+        _before[number] = signal.signal(number, _ignore)
+    if was_launched() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+def release() -> None:
+    """Restores the handlers from before `catch`: in a notebook the process lives on."""
+    if _before:
+        signal.set_wakeup_fd(-1)
+    while _before:
+        signal.signal(*_before.popitem())
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _listen(reader: socket.socket, writer: socket.socket, parent: int) -> None:
+    # `writer` is an argument so that it lives as long as the thread.
+    interrupted_at = None
+    while number := reader.recv(1):
+        # torchrun makes SIGTERM of a second SIGINT. A parent that ended on the first one sends it, too: no second.
+        again = number[0] == signal.SIGINT or (number[0] == signal.SIGTERM and os.getppid() == parent)
+        if again and interrupted_at is not None and time.monotonic() - interrupted_at > TWICE_S:
+            os._exit(130)
+        if number[0] == signal.SIGINT:
+            interrupted_at = interrupted_at or time.monotonic()
+        if number[0] in STOPPING:
+            _received.append(signal.Signals(number[0]).name)
+            if _at_once is not None:
+                _at_once(_received[-1])

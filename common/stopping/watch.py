@@ -1,0 +1,156 @@
+"""What may stop a run: signals, numbers that are not finite, processes that hang."""
+
+import math
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from accelerate import Accelerator
+
+from common.cpu_group import CpuGroup
+from common.errors import NonFiniteError, RunError, StoppedError
+from common.parallel.trainer import StepResult
+from common.plan import Plan
+from common.stopping import signals
+from common.stopping.hang import HangWatch
+
+MAX_SKIPS_IN_ROW = 40  # a loss scale that began at 2^16 is 2^-24 by then
+
+MAX_IDS_NAMED = 8
+
+
+class Watch:
+    """Lets all processes agree, once a step, on whether to go on.
+
+    After each step they add up a small vector, how many want to stop and how many have met a number
+    that is not finite. It is read one step late, so that no step waits for it.
+
+    Attributes:
+        stop_requested: one of the processes got a signal, and all know it.
+    """
+
+    def __init__(self, accelerator: Accelerator, plan: Plan, group: CpuGroup):
+        self.plan, self.group, self.stop_requested = plan, group, False
+        self._on_gpu = accelerator.device.type != "cpu"
+        self._pending: _Pending | None = None
+        self._results: dict[int, StepResult] = {}
+        self._skips_in_row = 0
+        self._hangs = HangWatch(plan, group)
+
+    def __enter__(self) -> Self:
+        signals.catch()  # until here one ended the process: there was nothing to save
+        self._hangs.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hangs.stop()
+        if error is None:  # else the process is about to end, and a signal to all must not end it before
+            signals.release()
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        """Checks the numbers of optimizer step `step`, counted from 1, and polls for a stop request.
+
+        Raises:
+            NonFiniteError: a loss or gradient norm of this step, or of the one before it, is infinite
+                or not a number, in any process. The current step is checked at once if it is
+                recorded, evaluated or saved.
+        """
+        self._results = {number: kept for number, kept in self._results.items() if number == step - 1}
+        self._results[step] = result
+        self._skips_in_row = self._skips_in_row + 1 if result.skipped else 0
+        if self._skips_in_row >= MAX_SKIPS_IN_ROW:
+            raise NonFiniteError(
+                f"gradients were not finite in {MAX_SKIPS_IN_ROW} steps in a row up to step {step}, however small "
+                "the loss scale: type --mixed_precision bf16 after accelerate launch, or a lower --learning_rate"
+            )
+        self._start_poll(step, result)
+        if self.stop_requested or self.plan.reads(step):
+            self.settle()
+
+    def progress(self) -> None:
+        """Tells the watch for hangs that this process has come further."""
+        self._hangs.progress()
+
+    def poll(self) -> bool:
+        """Polls for a stop request during long work outside steps, such as evaluation. Collective.
+
+        Returns:
+            Whether the poll before this one found a request: each answer is read one poll late.
+        """
+        self._start_poll()
+        return self.stop_requested
+
+    def _start_poll(self, step: int | None = None, result: StepResult | None = None) -> None:
+        self.progress()
+        self.settle()
+        given = [] if result is None or result.skipped else [*result.losses, result.grad_norm]
+        values = [value for value in given if value is not None]
+        self._pending = _Pending(step, signals.received() is not None, values, self.group, self._on_gpu)
+
+    def settle(self) -> None:
+        """Waits for the answer to the last poll. Raises NonFiniteError as `after_step`."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        num_stopping, num_not_finite = pending.read()
+        if num_not_finite:
+            assert pending.step is not None  # nothing else has numbers
+            raise NonFiniteError(self._describe(pending.step))
+        self.stop_requested = self.stop_requested or num_stopping > 0
+
+    def raise_stopped(self, checkpoint: Path | None) -> None:
+        """Raises StoppedError, with what to type to go on; RunError if there is no checkpoint to go on from."""
+        name = next(name for name in self.group.all_gather(signals.received()) if name)
+        if checkpoint is None:
+            raise RunError(f"by {name}, and this step could not be saved")
+        raise StoppedError(f"by {name}: {checkpoint} is saved, type --resume_from_checkpoint latest to go on")
+
+    def _describe(self, step: int) -> str:
+        """Which number of which process, and from which samples."""
+        result, found = self._results[step], None
+        ids = list(islice(self.plan.micro_batches(step - 1), self.plan.accumulation))
+        for loss, batch in zip(result.losses, ids):
+            if found is None and not math.isfinite(loss):
+                found = ("train/loss", float(loss), batch.tolist())
+        losses = [(rank, *one) for rank, one in enumerate(self.group.all_gather(found)) if one is not None]
+        if losses:
+            rank, name, value, samples = losses[0]
+            named = ", ".join(map(str, samples[:MAX_IDS_NAMED])) + (", ..." if len(samples) > MAX_IDS_NAMED else "")
+            where = f" in process {rank}, samples {named}"
+        else:
+            first = [int(batch[0]) for batch in self.group.all_gather(ids[0])]
+            assert result.grad_norm is not None
+            name, value = "grad_norm", float(result.grad_norm)
+            where = f" (all losses are finite; the processes began with samples {', '.join(map(str, first))})"
+        return f"{name} is {value} at step {step}{where}: try a lower --learning_rate, or look at these samples"
+
+
+class _Pending:
+    """A vector on its way: processes that want to stop, processes with a number that is not finite."""
+
+    def __init__(
+        self, step: int | None, stops: bool, values: list[torch.Tensor | float], group: CpuGroup, on_gpu: bool
+    ):
+        self.step, self._group, self._event = step, group, None
+        self._vector = torch.tensor([float(stops), 0.0])
+        if on_gpu and values:
+            finite = torch.stack([torch.as_tensor(value, device="cuda").float() for value in values]).isfinite().all()
+            self._is_finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+            return
+        self._vector[1] = not all(math.isfinite(value) for value in values)
+        self._work = group.sum_async(self._vector)
+
+    def read(self) -> tuple[float, float]:
+        if self._event is not None:
+            self._event.synchronize()
+            self._vector[1] = not bool(self._is_finite)
+            self._work = self._group.sum_async(self._vector)
+        if self._work is not None:
+            self._work.wait()
+        return tuple(self._vector.tolist())

@@ -1,0 +1,57 @@
+"""Promise: --ema_decay evaluates and exports a moving average of the weights, and changes nothing else."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from support.launching import fork
+from support.recipes import MNIST
+from support.runs import Run, largest_difference, refused
+
+STEPS = "--max_steps 6 --log_every 1 --eval_every 2 --save_every 1 --keep_checkpoints 6"
+
+pytestmark = pytest.mark.xdist_group("test_ema")
+
+
+def averaged_by_hand(start: Run, run: Run, decay: float) -> dict:
+    """From the weights after each step, as the checkpoints have them; those before the first step are
+    `start`, a run without a learning rate to speak of."""
+    averages = start.weights
+    for step in range(1, 7):
+        saved = load_file(run.output_dir / "checkpoints" / f"step_{step:08d}" / "shard_00000.safetensors")
+        weights = {name: saved[f"model.{name}"] for name in averages}
+        now = min(decay, (1 + step) / (10 + step))
+        averages = {name: now * averages[name] + (1 - now) * weights[name] for name in weights}
+    return averages
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Callable[..., Run]) -> dict:
+    return averaged_by_hand(reference(MNIST, "--max_steps 1 --learning_rate 1e-30"), reference(MNIST, STEPS), decay=0.3)
+
+
+@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
+def test_average_is_evaluated_exported_and_resumed(
+    tmp_path: Path, reference: Callable[..., Run], expected: dict, config: str
+) -> None:
+    plain = reference(MNIST, STEPS)
+    run = fork(tmp_path / "run", config, MNIST, f"{STEPS} --ema_decay 0.3")
+    # Training goes on from the weights themselves, after evaluations, too.
+    assert largest_difference(run.column("train/loss"), plain.column("train/loss")) <= 1e-5
+    for name, average in expected.items():
+        assert float((run.weights[name] - average).norm() / average.norm()) <= 1e-5
+    assert largest_difference(run.column("eval/loss")[-1:], plain.column("eval/loss")[-1:]) > 1e-3
+    checkpoint = run.output_dir / "checkpoints" / "step_00000003"
+    resumed = fork(
+        tmp_path / "resumed", config, MNIST, f"{STEPS} --ema_decay 0.3 --resume_from_checkpoint {checkpoint}"
+    )
+    assert resumed.column("eval/loss") == run.column("eval/loss")[1:]
+    assert all((resumed.weights[name] == weight).all() for name, weight in run.weights.items())
+
+
+def test_average_under_deepspeed_is_refused(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "deepspeed_zero2", MNIST, "--ema_decay 0.9", succeeds=False)
+    assert "--ema_decay does not work under DeepSpeed" in refused(run)
+    assert not (run.output_dir / "model").exists()

@@ -1,0 +1,229 @@
+"""Promise: what was written is read back, in whole or in ranges, and what was altered is found and never run."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.checkpoint.format import DamagedError, Reader, WriteError, _check_coverage, own_shard, write
+from common.cpu_group import CpuGroup
+from common.parallel.parts import Part
+from support.manifests import changed, rewrite
+
+SHARD = "shard_00000.safetensors"
+
+
+def tensors() -> dict[str, Tensor]:
+    weight = torch.arange(30.0).view(5, 6)
+    return {
+        "float": weight,
+        "same memory": weight.view(30),
+        "transposed": weight.t(),
+        "bf16": weight.bfloat16(),
+        "integers": torch.arange(4),
+        "number": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    parts = [Part.whole(*item) for item in tensors().items()]
+    write(tmp_path / "step", own_shard(parts, CpuGroup()), {"note": [1, 0.1]}, CpuGroup())
+    return tmp_path / "step"
+
+
+def test_what_was_written_is_read_back(folder: Path) -> None:
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step"]
+    reader = Reader.verified(folder, CpuGroup())
+    assert reader.content["note"] == [1, 0.1] and reader.tensors.keys() == tensors().keys()
+    for name, expected in tensors().items():
+        assert torch.equal(reader.tensor(name), expected) and reader.tensor(name).dtype == expected.dtype
+        reader.tensor(name).zero_()  # what is read is the reader's own
+        assert torch.equal(reader.tensor(name), expected)
+    assert torch.equal(reader.tensor("float", (1, 2), (3, 4)), tensors()["float"][1:4, 2:6])
+
+
+def in_parts(folder: Path, rows: list[tuple[int, int]]) -> None:
+    """Makes of the shard one file for each range of rows of a tensor of 5 x 6, as processes that shard it do."""
+    weight = tensors()["float"]
+    (folder / "parts").mkdir()
+    content: dict = {"files": {}, "tensors": {}}
+    for number, (start, end) in enumerate(rows):
+        part = Part("float", (5, 6), (start, 0), (end - start, 6), lambda start=start, end=end: weight[start:end])
+        write(folder / "one", own_shard([part], CpuGroup()), {}, CpuGroup())
+        name = f"shard_{number:05d}.safetensors"
+        (folder / "one" / SHARD).rename(folder / "parts" / name)
+        one = json.loads((folder / "one" / "manifest.json").read_text())
+        content["files"][name] = one["files"][SHARD]
+        position = one["tensors"]["float"]["parts"][0] | {"file": name}
+        content["tensors"].setdefault("float", one["tensors"]["float"] | {"parts": []})["parts"].append(position)
+    rewrite(folder / "parts", lambda manifest: manifest | content, one)
+
+
+def test_ranges_are_put_together_from_parts(tmp_path: Path) -> None:
+    in_parts(tmp_path, [(0, 2), (2, 3), (3, 5)])
+    reader = Reader.verified(tmp_path / "parts", CpuGroup())
+    assert torch.equal(reader.tensor("float"), tensors()["float"])
+    for start, end in ((0, 1), (1, 4), (2, 3), (4, 5)):
+        assert torch.equal(reader.tensor("float", (start, 1), (end - start, 3)), tensors()["float"][start:end, 1:4])
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(0, 2), (3, 5)], "float is not there as a whole"),
+        ([(0, 3), (2, 5)], "float has parts that overlap"),
+        ([(0, 3), (2, 4)], "float has parts that overlap"),
+    ],
+)
+def test_ranges_that_do_not_make_the_whole(tmp_path: Path, rows: list, expected: str) -> None:
+    in_parts(tmp_path, rows)
+    with pytest.raises(DamagedError, match=expected):
+        Reader.verified(tmp_path / "parts", CpuGroup())
+
+
+@pytest.mark.parametrize("grid", [(1024, 1), (1, 1024), (32, 32)])
+def test_many_parts_are_checked_one_by_one(grid: tuple[int, int]) -> None:
+    sizes = [1024 // grid[0], 1024 // grid[1]]
+    parts = [
+        {"file": SHARD, "offsets": [row * sizes[0], column * sizes[1]], "sizes": sizes}
+        for row in range(grid[0])
+        for column in range(grid[1])
+    ]
+    _check_coverage("float", {"shape": [1024, 1024], "parts": parts}, {SHARD: {}})
+    parts[-1] = parts[0]
+    with pytest.raises(DamagedError, match="overlap"):
+        _check_coverage("float", {"shape": [1024, 1024], "parts": parts}, {SHARD: {}})
+
+
+class Payload:
+    def __reduce__(self) -> tuple:
+        return Path.touch, (Path("/tmp/accelerate_recipes_payload_ran"),)
+
+
+def bit_flip(path: Path, where: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(where * len(data))] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", [SHARD, "manifest.json"])
+@pytest.mark.parametrize("kind", ["truncated", "flipped early", "flipped late", "deleted", "pickle", "link", "empty"])
+def test_altered_file_is_found_and_never_run(folder: Path, file: str, kind: str) -> None:
+    path, ran = folder / file, Path("/tmp/accelerate_recipes_payload_ran")
+    size = path.stat().st_size
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[: size // 2])
+    elif kind.startswith("flipped"):
+        bit_flip(path, 0.01 if "early" in kind else 0.9)
+    elif kind == "deleted":
+        path.unlink()
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Payload()))
+    elif kind == "link":
+        path.rename(folder.parent / "elsewhere")
+        path.symlink_to(folder.parent / "elsewhere")
+    else:
+        path.write_bytes(b"")
+    if kind == "link" and file == "manifest.json":  # it is what was written, wherever it lies
+        Reader.verified(folder, CpuGroup())
+        return
+    with pytest.raises(DamagedError, match=file):
+        Reader.verified(folder, CpuGroup())
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "a/../../b.safetensors", "shard_00000.pt"])
+def test_manifest_that_leads_out_of_the_folder(folder: Path, name: str) -> None:
+    def leave(manifest: dict) -> dict:
+        return json.loads(json.dumps(manifest).replace(SHARD, name))
+
+    rewrite(folder, leave)
+    with pytest.raises(DamagedError, match="is no file of a checkpoint"):
+        Reader.verified(folder, CpuGroup())
+
+
+def test_replaced_tensor_is_found(folder: Path) -> None:
+    def grow(manifest: dict) -> dict:
+        manifest["tensors"]["float"]["shape"] = [6, 6]
+        return manifest
+
+    rewrite(folder, grow)
+    with pytest.raises(DamagedError, match="float is not there as a whole"):
+        Reader.verified(folder, CpuGroup())
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("tensors",), []),
+        (("files",), {SHARD: 3}),
+        (("files", SHARD, "size"), "1"),
+        (("files", SHARD, "sha256"), None),
+        (("tensors", "float", "shape"), [5.0, 6]),
+        (("tensors", "float", "shape"), [-5, -6]),
+        (("tensors", "float", "dtype"), "save"),
+        (("tensors", "float", "parts"), None),
+        (("tensors", "float", "parts"), [3]),
+        (("tensors", "float", "parts", 0, "file"), [SHARD]),
+        (("tensors", "float", "parts", 0, "offsets"), {"0": 0}),
+        (("tensors", "float", "parts", 0, "sizes"), "56"),
+    ],
+)
+def test_manifest_of_other_types_is_damaged(folder: Path, path: tuple, value: object) -> None:
+    rewrite(folder, lambda manifest: changed(manifest, path, value))
+    with pytest.raises(DamagedError, match=r"manifest\.json is not what a checkpoint has"):
+        Reader.verified(folder, CpuGroup())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda tensors: tensors.pop("float"), "holds float, of which manifest.json says something else"),
+        (lambda tensors: tensors.update(other=tensors["float"]), "does not hold other"),
+        (lambda tensors: tensors["float"].update(dtype="int32"), "holds float, of which"),
+        (lambda tensors: resize(tensors["float"], [6, 5]), "holds float, of which"),
+        (lambda tensors: resize(tensors["float"], [10**15, 10**15]), "holds float, of which"),
+        (lambda tensors: resize(tensors["empty"], [0, 10**15]), "holds empty, of which"),
+    ],
+)
+def test_manifest_that_tells_of_other_tensors_than_the_files_hold(
+    folder: Path, change: Callable, expected: str
+) -> None:
+    def apply(manifest: dict) -> dict:
+        change(manifest["tensors"])
+        return manifest
+
+    rewrite(folder, apply)
+    with pytest.raises(DamagedError, match=expected):
+        Reader.verified(folder, CpuGroup())
+
+
+def resize(tensor: dict, shape: list[int]) -> None:
+    tensor["shape"] = tensor["parts"][0]["sizes"] = shape
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "[]", '{"sha256": 1}', "\x00"])
+def test_manifest_that_is_none(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(DamagedError, match=r"manifest\.json"):
+        Reader.verified(folder, CpuGroup())
+
+
+def test_another_format_is_named(folder: Path) -> None:
+    rewrite(folder, lambda manifest: manifest | {"format": "something else"})
+    with pytest.raises(DamagedError, match="of the format something else"):
+        Reader.verified(folder, CpuGroup())
+
+
+def test_what_cannot_be_written_leaves_what_was_there(folder: Path) -> None:
+    part = Part.whole("float", torch.zeros(1))
+    (folder.parent / "unfinished_step").touch()
+    with pytest.raises(WriteError, match="Not a directory"):
+        write(folder, own_shard([part], CpuGroup()), {}, CpuGroup())
+    assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
