@@ -18,12 +18,12 @@ def layout(plan: Plan, group: CpuGroup) -> dict[str, int]:
     return {"processes": group.size, "shares": plan.data_parallel_size, "stages": plan.config.pipeline_stages}
 
 
-def _replicas(layout: dict[str, int]) -> int:
+def num_replicas(layout: dict[str, int]) -> int:
     """How many processes count the same loss: those of a tensor-parallel group."""
     return layout["processes"] // (layout["shares"] * layout["stages"])
 
 
-def _described(layout: dict[str, int]) -> str:
+def described(layout: dict[str, int]) -> str:
     processes, shares = layout["processes"], layout["shares"]
     groups = f" in {shares} group{'s' * (shares > 1)}" if shares < processes else ""
     return f"{processes} process{'es' * (processes > 1)}{groups}"

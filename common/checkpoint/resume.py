@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from common.checkpoint.format import MANIFEST, DamagedError, Reader
-from common.checkpoint.identity import _described, _replicas, layout
+from common.checkpoint.identity import described, layout, num_replicas
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
 from common.errors import UsageError
@@ -79,13 +79,13 @@ class Checkpoint:
             set_random_state({name: self._of_process(group.rank, name) for name in names})
         else:
             if group.rank == 0:  # any process may hold the sums, but each must count the right number of times
-                factor = _replicas(here) / _replicas(there)
+                factor = num_replicas(here) / num_replicas(there)
                 for rank in range(there["processes"]):
                     self._load_process(rank, state, accelerator.device, factor)
             seed = trainer.plan.config.seed + state.step * 1009 + trainer.plan.data_parallel_rank
             set_seed(seed % 2**32)
             accelerator.print(
-                f"it was saved by {_described(there)} and goes on in {_described(here)}: samples and schedule go on, "
+                f"it was saved by {described(there)} and goes on in {described(here)}: samples and schedule go on, "
                 "random states (dropout) are seeded anew, with seed + 1009 × step + data-parallel rank"
             )
         self.reader.close()

@@ -73,7 +73,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.xdist_group("kubernetes")
-@pytest.mark.parametrize("kind", ["Job", "TrainJob"])
+@pytest.mark.parametrize("kind", [pytest.param("Job", marks=pytest.mark.full), "TrainJob"])
 def test_what_a_pod_runs_trains(tmp_path: Path, hosts: Hosts, kind: str) -> None:
     """With one process a pod, and 6 steps, in place of 8 GPUs and the whole training."""
     commands = []

@@ -136,7 +136,7 @@ RELAYS = {
     [
         ("mnist mlp", ""),
         ("transformer", ""),
-        ("mnist mlp", "--optimizer sgd --learning_rate 0.1"),
+        pytest.param("mnist mlp", "--optimizer sgd --learning_rate 0.1", marks=pytest.mark.full),
     ],
 )
 def test_checkpoint_of_any_config_loads_under_any_other(

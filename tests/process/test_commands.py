@@ -26,16 +26,17 @@ def commands_of(text: str) -> list[str]:
 
 
 def launched_once(commands: list[str]) -> list[Any]:
-    """`(command, whether it is launched)`: of those with one recipe and config, `make test` forks all but the first."""
+    """`(command, whether it is launched)`: `make test` launches the first of each recipe and forks the others, as
+    test_forking.py launches each config; `make test-full` launches them all."""
     cases: list[Any] = []
     seen = set()
     for command in commands:
-        kind = re.match(r"accelerate launch --config_file (\S+) (\S+)", command)
-        if kind is None or kind[0] not in seen:
+        recipe = re.match(r"accelerate launch .*(recipes/\w+\.py)", command)
+        if recipe is None or recipe[1] not in seen:
             cases.append((command, True))
         else:
             cases += [(command, False), pytest.param(command, True, marks=pytest.mark.full)]
-        seen.add(kind and kind[0])
+        seen.add(recipe and recipe[1])
     return cases
 
 

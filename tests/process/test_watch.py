@@ -104,7 +104,7 @@ def started(config: str, output_dir: Path, arguments: str, **variables: str) -> 
     [
         ("single", "SIGTERM", {}),
         ("ddp", "SIGTERM", {}),
-        ("ddp", "SIGINT", {}),
+        pytest.param("ddp", "SIGINT", {}, marks=pytest.mark.full),
         ("ddp", "SIGUSR1", {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"}),
     ],
 )
