@@ -26,11 +26,8 @@ from common.cpu_group import CpuGroup
 from common.parallel.parts import Part
 
 FORMAT = "accelerate-recipes checkpoint, version 2"
-
 MANIFEST = "manifest.json"
-
 UNFINISHED = "unfinished_"
-
 FILE_NAME = re.compile(r"shard_\d{5,}\.safetensors")
 
 

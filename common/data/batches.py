@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from common.errors import UsageError
 
 Batch = dict[str, torch.Tensor]
-
 # (model, batch) -> metrics. Any, as a pipeline calls it with what stands for the model.
 ForwardStep = Callable[[Any, Batch], dict[str, torch.Tensor]]
 

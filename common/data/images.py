@@ -95,7 +95,6 @@ def _hold_out(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
 # http://yann.lecun.com/exdb/mnist: two zero bytes, a type code, the number of dimensions, each
 # dimension as a big-endian int32, then the values.
 _IDX_UINT8 = 8
-
 _IDX_FILES = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
 
 

@@ -14,7 +14,6 @@ from common.data.sources import load_splits
 from common.errors import UsageError
 
 STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and soon evaluated
-
 IGNORED = -100  # the label of what is not counted, as torch's cross-entropy has it
 
 

@@ -25,16 +25,13 @@ from common.environment import CODE_FILE, local_world_size, num_machines, num_re
 from common.errors import RunError, UsageError
 
 ARRIVAL_S = 300  # from the start of the first machine's processes to that of the last one's
-
 SHARED_FOLDER_S = 10  # until a network file system shows a new file
-
 # Set by accelerate launch from the config file and its own flags.
 LAUNCHER_VARIABLES = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")
 
 # The first process may serve the store (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE). It stays alive: others still
 # read from it.
 _kept: list[dist.Store] = []
-
 OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", CODE_FILE)
 
 

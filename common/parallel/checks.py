@@ -21,7 +21,6 @@ from common.random_state import random_state_kept
 
 # On DTensors, which FSDP2 makes of the weights, they fail in the first step (torch 2.13).
 WHOLE_ONLY = ("Adafactor", "Muon", "Rprop")
-
 # Each number's step depends on the gradients of that number alone, so that they may step on pieces of the weights.
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 

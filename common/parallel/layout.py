@@ -1,9 +1,7 @@
 """Which processes hold which part of the model, and which of them see the same samples."""
 
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedType,
-)
+from accelerate.utils import DistributedType
 
 from common.config import RunConfig
 

@@ -226,9 +226,8 @@ class Recorder:
                     checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
         aside = self.path / PREVIOUS
         if (aside / "model").exists() and not (self.path / "model").exists():
-            aside = (
-                self.path / f"{PREVIOUS}.unfinished"
-            )  # the last run exported no model: the older one stays in previous/
+            # The last run exported no model: the older one stays in previous/.
+            aside = self.path / f"{PREVIOUS}.unfinished"
         if leftovers:
             shutil.rmtree(aside, ignore_errors=True)
         for leftover in leftovers:

@@ -13,15 +13,11 @@ from typing import Any
 from common.environment import was_launched
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
 TWICE_S = 1.0  # from one Ctrl-C a process gets SIGINT from the terminal and, at once, from its launcher
-
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _received: list[str] = []
-
 _at_once: Callable[[str], object] | None = None
-
 _before: dict[int, Any] = {}  # handlers of those that are caught
 
 

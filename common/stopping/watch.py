@@ -17,7 +17,6 @@ from common.stopping import signals
 from common.stopping.hang import HangWatch
 
 MAX_SKIPS_IN_ROW = 40  # a loss scale that began at 2^16 is 2^-24 by then
-
 MAX_IDS_NAMED = 8
 
 
