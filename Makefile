@@ -1,4 +1,4 @@
-# A virtual environment with everything in it is made on first use, and again when pyproject.toml changes.
+# The first target creates the virtual environment $(VENV). A change of pyproject.toml creates it again.
 PYTHON ?= python3
 TEXTS = accelerate_configs benchmarks common docs launchers recipes tests *.md *.toml Makefile
 VENV ?= .venv
@@ -7,14 +7,14 @@ export PATH := $(BIN):$(PATH)
 
 .PHONY: train quick quick-tests test test-full lint clean
 
-# On the CPU, so that two processes fit on every machine.
+# Runs on the CPU, so that two processes fit on every machine.
 train: $(VENV)/installed
 	CUDA_VISIBLE_DEVICES= accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --overwrite_output_dir
 
-# Three at a time, as starting processes leaves cores idle; what shares a port or a fixture is in one group.
+# Three workers, because cores are idle while processes start. Tests that share a port or a fixture are in one group.
 PYTEST = pytest -n 3 --dist loadgroup
 
-# All that starts no process, and each recipe on two processes; beside it, on another core, what lint looks at.
+# Tests that start no process, and each recipe on two processes; lint runs at the same time, on another core.
 quick: $(VENV)/installed
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint quick-tests
 

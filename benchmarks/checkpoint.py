@@ -1,13 +1,13 @@
-"""Seconds that a run stands still for a checkpoint, ours beside Accelerator.save_state.
+"""Seconds that training waits for a checkpoint: ours beside Accelerator.save_state.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --megabytes 10 500 4000
 
-One process, float32, AdamW: the state is weights and two averages. They take turns, after a
-warm-up each. Ours is flushed to the disk, hashed, and published by a rename before the next step;
-save_state is done when it has handed its files to the operating system; so it is also timed with a
-flush of them. To delete the one before is not part of its time; of ours it is. With --async_save
-training stands still for a copy; what is written beside the steps that follow is timed to its end.
+One process, float32, AdamW: the state is the weights and two moving averages. The methods take turns,
+after a warm-up of each. Ours hashes the files, flushes them to the disk and renames the folder before
+the next step. save_state returns when the operating system has its files, so it is also timed with a
+flush. The time of ours includes deleting the previous checkpoint; the time of save_state does not.
+With --async_save training waits for a copy only. The write in the background is timed to its end.
 """
 
 import argparse
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from common import RunConfig, start
-from common.checkpoint.format import flush
 from common.checkpoint.save import Saver
+from common.checkpoint.writer import flush
 from common.cpu_group import CpuGroup
 from common.parallel.prepare import prepare
 from common.plan import Plan
@@ -36,20 +36,20 @@ WIDTH = 512
 
 
 def build(megabytes: float) -> nn.Module:
-    """A chain of square layers whose weights, and two averages of each, take so much in float32."""
+    """A chain of square layers. Weights and two moving averages take `megabytes` in float32."""
     num_layers = max(1, round(megabytes * 1e6 / 12 / WIDTH**2))
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
 
 
 def flush_all(folder: Path) -> None:
-    """Waits until all files in it are on the disk."""
+    """Waits until all files in `folder` are on the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             flush(path)
 
 
 def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """{which: (seconds that training stands still, seconds until it is on the disk) of each round}"""
+    """{name: (seconds that training waits, seconds until the save is done) of each round}"""
     config = RunConfig(batch_size=1, save_every=1, keep_checkpoints=1, output_dir=str(folder / "ours"))
     accelerator = start(config)
     model = build(megabytes)
@@ -104,7 +104,7 @@ def main() -> None:
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, accelerate {accelerate.__version__}"
     )
-    print("| state | which | seconds that training stands still | until it is on the disk | MB/s | ratio |")
+    print("| state | which | seconds that training waits | seconds until the save is done | MB/s | ratio |")
     print("| ---: | --- | ---: | ---: | ---: | ---: |")
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,14 @@
-"""GPT-2 124M on one GPU: tokens per second, MFU and peak memory of ours beside a loop written by hand.
+"""GPT-2 124M on one GPU: tokens per second, MFU and peak memory of our loop beside a loop written by hand.
 
     python benchmarks/gpt2.py
 
-Shape of GPT-2 124M (12 layers, 12 heads, width 768, context 1,024, vocabulary 50,304), bf16,
-compiled, fused AdamW, clipped. The two loops take turns in one process; the ratio is taken within a
-round. Both compute the same thing on the same random tokens; the numbers are of training alone.
-Afterwards the profiler's table of steps of ours.
+The shape is that of GPT-2 124M: 12 layers, 12 heads, width 768, context 1,024, vocabulary 50,304. Both
+loops train the same model on the same random tokens, with bf16, torch.compile, fused AdamW and gradient
+clipping. They take turns in one process, and the ratio is taken within a round. Only training steps are
+timed. The last output is the profiler's table of one of our steps.
 
-Needs a GPU. Without one, `--layers 1 --width 64 --context 32 --vocabulary 256 --batch_size 4` shows
-that it runs, and nothing else. NOT YET RUN ON A GPU.
+Needs a GPU. Without one, `--layers 1 --width 64 --context 32 --vocabulary 256 --batch_size 4` only shows
+that the script runs. NOT YET RUN ON A GPU.
 """
 
 import argparse
@@ -37,13 +37,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Clock:
-    """Seconds per step after a warm-up, which waits for the GPU at its two ends only."""
+    """Times the steps after a warm-up. Waits for the GPU only before the first and after the last timed step."""
 
     def __init__(self, num_steps: int, warmup: int):
         self.num_steps, self.warmup, self.seen, self.seconds = num_steps, warmup, 0, 0.0
 
     def tick(self) -> None:
-        """Called after each step."""
+        """Counts a step. Call it after each step."""
         self.seen += 1
         if self.seen in (self.warmup, self.num_steps):
             if DEVICE == "cuda":
@@ -56,7 +56,7 @@ class Clock:
 
 
 def build(arguments: argparse.Namespace) -> nn.Module:
-    """GPT-2 that returns losses, without dropout, the same each time."""
+    """GPT-2 without dropout that returns losses. Each call returns the same weights."""
     torch.manual_seed(0)
     shape = GPT2Config(
         vocab_size=arguments.vocabulary,
@@ -74,12 +74,12 @@ def build(arguments: argparse.Namespace) -> nn.Module:
 
 
 def train_raw(arguments: argparse.Namespace, dataset: TokenDataset, clock: Clock) -> None:
-    """PyTorch alone."""
+    """The loop written by hand, in PyTorch alone."""
     model = build(arguments).to(DEVICE)
     model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)
     settings = {"shuffle": True, "drop_last": True, "pin_memory": DEVICE == "cuda"}
-    # The dataset makes whole batches.
+    # The dataset's __getitems__ returns whole batches.
     loader = DataLoader(dataset, arguments.batch_size, collate_fn=lambda batch: batch, **settings)
     while True:
         for batch in loader:
@@ -96,7 +96,7 @@ def train_raw(arguments: argparse.Namespace, dataset: TokenDataset, clock: Clock
 
 
 def train_ours(arguments: argparse.Namespace, dataset: TokenDataset, clock: Clock, profile: bool = False) -> None:
-    """`fit`, with the records that a recipe writes."""
+    """Our loop: `fit`, with the records of a recipe."""
 
     class Ticking(torch.optim.AdamW):
         def step(self, closure: None = None) -> None:
@@ -117,7 +117,7 @@ def train_ours(arguments: argparse.Namespace, dataset: TokenDataset, clock: Cloc
             output_dir=folder,
         )
         accelerator = Accelerator(mixed_precision="bf16", cpu=DEVICE == "cpu")
-        few = Subset(dataset, range(1))  # there must be an evaluation set
+        few = Subset(dataset, range(1))  # fit needs an evaluation set
         fit(
             accelerator,
             model,
@@ -132,7 +132,7 @@ def train_ours(arguments: argparse.Namespace, dataset: TokenDataset, clock: Cloc
 
 
 def profile_of_ours(arguments: argparse.Namespace, dataset: TokenDataset) -> str:
-    """torch's table of what takes the time in the last steps of a short run."""
+    """torch's table of the time that each operation takes, in the last step of a short run."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if DEVICE == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

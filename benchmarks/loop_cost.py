@@ -1,13 +1,12 @@
-"""What the loop costs: the same model, batch size and data through five loops, in turns.
+"""The cost of the loop: five loops train the same model with the same batch size and data.
 
     OMP_NUM_THREADS=1 python benchmarks/loop_cost.py
 
-(a) raw: a PyTorch loop with a DataLoader, as tutorials write it; (b) Accelerate: `prepare`,
-`accumulate`, `backward`; (c) transformers' Trainer; (d) Lightning Fabric; (e) ours: `fit`.
-All clip, use the same optimizer and leave out evaluation and checkpoints. A round times each
-loop once, in an order that rotates; the ratio to raw is taken within a round, and the table
-shows its median and its range over the rounds. (c) and (d) want `pip install transformers
-lightning` and are left out, and named as missing, without.
+(a) raw: a PyTorch loop with a DataLoader, as in tutorials; (b) Accelerate: `prepare`, `accumulate`,
+`backward`; (c) transformers' Trainer; (d) Lightning Fabric; (e) ours: `fit`. All clip gradients and use
+AdamW. Evaluation and checkpoints are not timed. A round times each loop once; the order rotates. The
+ratio to raw is taken within a round, and the table shows its median and range over the rounds. (c) and
+(d) need `pip install transformers lightning`. A loop that is not installed is named and left out.
 """
 
 import argparse
@@ -43,7 +42,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass
 class Task:
-    """The same training for each loop: ours takes `dataset` and `forward_step`, the others tensors and `loss`."""
+    """One task for all loops. Ours uses `dataset` and `forward_step`; the others use `tensors` and `loss`."""
 
     title: str
     make_model: Callable[[], nn.Module]
@@ -51,7 +50,7 @@ class Task:
     forward_step: ForwardStep
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     batch_size: int
-    steps_share: int  # of --steps
+    steps_share: int  # divides --steps
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -60,17 +59,17 @@ class Task:
 
 
 def mlp() -> nn.Module:
-    """784-10-10-10, the classic tutorial's net."""
+    """784-10-10-10, the network of many tutorials."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
 def cnn() -> nn.Module:
-    """The net of recipes/mnist.py."""
+    """The network of recipes/mnist.py."""
     return recipe("mnist")["ConvNet"]((1, 28, 28), 10)
 
 
 def transformer() -> nn.Module:
-    """The net of recipes/transformer.py, which returns losses."""
+    """The network of recipes/transformer.py, which returns losses."""
     from common.models.causal_lm import with_losses
 
     module = recipe("transformer")
@@ -110,7 +109,7 @@ def classification_loss(model: nn.Module, pixels: Tensor, labels: Tensor) -> Ten
 
 
 def tasks() -> list[Task]:
-    """What is measured."""
+    """The tasks to measure."""
     pictures = images(4096)
     return [
         Task("784-10-10-10, batch 32", mlp, pictures, classify, classification_loss, 32, 1),
@@ -135,7 +134,7 @@ class Clock:
         self.seconds = 0.0
 
     def tick(self) -> None:
-        """Called after each step."""
+        """Counts a step. Call it after each step."""
         self.seen += 1
         if self.seen == self.warmup:
             self.started = time.perf_counter()
@@ -247,10 +246,10 @@ def train_ours(model: nn.Module, task: Task, clock: Clock) -> None:
             super().step(closure)
             clock.tick()
 
-    few = Subset(task.dataset, range(1))  # there must be an evaluation set
+    few = Subset(task.dataset, range(1))  # fit needs an evaluation set
     optimizer = Ticking(model.parameters(), LEARNING_RATE, weight_decay=0.0)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        # log_every is that of the recipes; evaluation comes after the last step.
+        # The evaluation comes after the last step, so it is not timed.
         config = RunConfig(
             batch_size=task.batch_size,
             max_steps=clock.num_steps,

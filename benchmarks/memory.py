@@ -1,18 +1,21 @@
-"""Bytes that each process holds of weights, gradients and optimizer state, beside the formula.
+"""Bytes of weights, gradients and optimizer state in a process, beside the formula.
 
     python benchmarks/memory.py
 
-Starts one small language model (float32, AdamW, about 10 million weights) under each config on 2 and
-4 processes, for real, and takes three steps. Counted is the storage of every tensor that is alive:
-weights after `prepare`; optimizer state, what a step adds for good; gradients, what is there beyond
-both when the optimizer starts (DDP never frees them). The peak is what the third step holds at its most, from the
-profiler's record of allocations (on a GPU from the allocator).
+Launches a small language model (float32, AdamW, about 10 million weights) under each config on 2 or 4
+processes, and takes three steps. The script counts the storage of every live tensor:
 
-The formula, for Ψ weights of which a process holds the share s: 4 Ψ s bytes of weights, as many of
-gradients, 8 Ψ s of optimizer state, with the shares that each stage divides (Rajbhandari et al.
-2020). DeepSpeed steps on a float32 copy of its share, 4 Ψ s that are there from the start, and frees
-the gradients of others before the step under ZeRO-1, too. Tensor parallelism divides what its plan
-names and leaves the norms whole.
+- weights: after `prepare`;
+- optimizer state: what the first step adds, except gradients;
+- gradients: the rest when the optimizer starts its second step (DDP never frees them);
+- peak: the most that the third step holds, from the profiler's record of allocations (on a GPU from the
+  allocator).
+
+The formula for Ψ weights, if a process holds the share s: 4 Ψ s bytes of weights, 4 Ψ s of gradients and
+8 Ψ s of optimizer state. Each ZeRO stage divides other parts (Rajbhandari et al. 2020). DeepSpeed's
+optimizer works on a float32 copy of its share, 4 Ψ s more from the start. Under ZeRO-1, too, DeepSpeed
+frees the gradients of other processes' shares before the step. Tensor parallelism divides the layers in
+its plan; the norms stay whole.
 """
 
 import argparse
@@ -37,12 +40,12 @@ RUNS = [
     ("tensor_parallel", 4, ["--parallelism_config_tp_size", "4"]),
     ("fsdp2_tensor_parallel", 4, []),
 ]  # fmt: skip
-CONTEXT, BATCH_SIZE, STEPS = 16, 8, 3  # few tokens, so that activations are small beside the rest
+CONTEXT, BATCH_SIZE, STEPS = 16, 8, 3  # few tokens: activations stay small
 
 
 def formula(config: str, num_processes: int, whole: int, named: int) -> tuple[float, float, float]:
-    """Bytes of (weights, gradients, optimizer state) in a process, of `whole` weights of which the plan of tensor
-    parallelism names `named`."""
+    """Bytes of (weights, gradients, optimizer state) in a process. The model has `whole` weights; tensor parallelism
+    divides `named` of them."""
     one = 1 / num_processes
     shares = {
         "ddp": (1, 1, 1),
@@ -61,7 +64,7 @@ def formula(config: str, num_processes: int, whole: int, named: int) -> tuple[fl
 
 
 def live_storages() -> dict[int, int]:
-    """{address: bytes} of the storage of all tensors that are alive in this process."""
+    """{address: bytes} of the storage of all live tensors in this process."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -75,12 +78,12 @@ def live_storages() -> dict[int, int]:
 
 
 def live_bytes() -> int:
-    """What they take together."""
+    """Bytes of all live tensors in this process."""
     return sum(live_storages().values())
 
 
 def build() -> nn.Module:
-    """A Llama whose embedding and head are two matrices, so that tensor parallelism can divide both."""
+    """A Llama with two matrices for embedding and head, so that tensor parallelism can divide both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from common.models.causal_lm import with_losses
@@ -97,7 +100,7 @@ def build() -> nn.Module:
 
 
 def peak_of(step: "callable") -> int:
-    """Bytes that a step holds at its most."""
+    """The most bytes that a step holds."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -120,7 +123,7 @@ def peak_of(step: "callable") -> int:
 
 
 def worker(path: str) -> None:
-    """One process of a run; the first writes what it holds."""
+    """One process of a run. The first process writes its numbers to `path`."""
     from common.config import RunConfig
     from common.launch.start import start
     from common.parallel.layout import data_parallel_size_and_rank

@@ -2,10 +2,10 @@
 
     python benchmarks/startup.py
 
-First table: both train the same small net on two processes with DDP on scikit-learn's digits;
-theirs under torchrun, ours under `accelerate launch`. They take turns; the ratio is taken within a
-pair. Second table: each recipe with its own model and data, with and without a launcher, and how
-many modules one process imports and how long that takes (`python -X importtime`).
+First table: the script by hand under torchrun, and recipes/mnist.py under `accelerate launch` and under
+torchrun. All train the same small network on scikit-learn's digits, on two processes with DDP. They take
+turns, and the ratio is taken within a round. Second table: each recipe with its own model and data, with
+and without a launcher, and the number and seconds of its imports in one process (`python -X importtime`).
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# Reads the digits as common.images does, without importing scikit-learn: data imports are left out.
+# Like common/data/images.py, this script reads the digits without importing scikit-learn: the same work for both.
 RAW = """
 import gzip, os, sys
 from importlib.util import find_spec
@@ -53,7 +53,7 @@ dist.destroy_process_group()
 
 
 def seconds_to_first_step(command: list[str]) -> float:
-    """Runs a command; seconds until it prints a line that begins with "step"."""
+    """Runs a command to its end. Returns the seconds until its first line that begins with "step"."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     started, seconds = time.perf_counter(), 0.0
     with (
@@ -61,7 +61,7 @@ def seconds_to_first_step(command: list[str]) -> float:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
     ):
         for line in process.stdout:
-            if line.startswith("step") and not seconds:  # an evaluation follows
+            if line.startswith("step") and not seconds:  # later lines begin with "step", too
                 seconds = time.perf_counter() - started
         if process.wait() != 0:
             errors.seek(0)
@@ -70,7 +70,7 @@ def seconds_to_first_step(command: list[str]) -> float:
 
 
 def imports(command: list[str]) -> tuple[int, float]:
-    """(modules, seconds) that a recipe in one process imports."""
+    """Returns (number of modules, seconds) of the imports of a recipe in one process."""
     command = [sys.executable, "-X", "importtime", *command]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
     micro = [
@@ -108,7 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         raw_script = Path(folder) / "raw.py"
         raw_script.write_text(RAW)
-        # The first step is shown as soon as it is taken; the evaluation after the second is not counted.
+        # --log_every 1 prints the first step at once. The evaluation comes after the second step, so it is not timed.
         arguments = ["--max_steps", "2", "--log_every", "1", "--eval_every", "2", "--output_dir", folder]
         mlp = [str(ROOT / "recipes" / "mnist.py"), "--model", "mlp", *arguments]
         by_hand = "torchrun, by hand"

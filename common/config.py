@@ -40,7 +40,7 @@ class RunConfig:
     """What every recipe can be told. A recipe extends it, overrides defaults and adds its own."""
 
     data: str = flag("", "which data: the name of an embedded set, a Hub id or a local path")
-    output_dir: str = flag("", "where records, checkpoints and model/ go (default: outputs/<recipe>)")
+    output_dir: Path = flag(None, "where records, checkpoints and model/ go (default: outputs/<recipe>)")
     epochs: int = flag(1, "passes over the training data", minimum=1)
     max_steps: int | None = flag(None, "optimizer steps; wins over --epochs", minimum=1)
     batch_size: int = flag(64, "samples per optimizer step, over all processes and accumulation", minimum=1)
@@ -100,6 +100,9 @@ class RunConfig:
         None, "run card (run.json) of an earlier run whose flags to repeat; others given here win"
     )
 
+    def __post_init__(self) -> None:
+        self.output_dir = Path(self.output_dir or f"outputs/{_script()}")
+
     def validate(self) -> None:
         """Raises UsageError for a value out of range."""
         for field in dataclasses.fields(self):
@@ -107,7 +110,7 @@ class RunConfig:
             choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else (value,)
             if value not in choices:  # as a default may be
                 raise UsageError(f"--{field.name} {value}: no such choice; type one of {', '.join(map(str, choices))}")
-            if value is None or isinstance(value, str | bool):
+            if value is None or isinstance(value, str | bool | Path):
                 continue
             minimum, above, below = (metadata.get(bound) for bound in ("minimum", "above", "below"))
             if isinstance(value, float) and not math.isfinite(value):
@@ -138,14 +141,12 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
         UsageError: an unknown flag, or a value of the wrong type or out of range.
         SystemExit: with code 0 after `--help`.
     """
-    script = Path(sys.argv[0]).stem or "recipe"
-    parser = _Parser(config_class, script)
+    parser = _Parser(config_class)
     arguments = sys.argv[1:] if arguments is None else arguments
     values = parser.parse(arguments)
     if values.get("repeat"):
         values = parser.parse([*_flags_of_run(values["repeat"]), *arguments])
     config = config_class(**values)
-    config.output_dir = config.output_dir or f"outputs/{script}"
     config.validate()
     return config
 
@@ -177,6 +178,11 @@ OF_THE_LAUNCHER = [
 _NOT_REPEATED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "repeat")
 
 
+def _script() -> str:
+    """The name of the recipe that runs, without .py."""
+    return Path(sys.argv[0]).stem or "recipe"
+
+
 def _flags_of_run(card: str) -> list[str]:
     try:
         config = json.loads(Path(card).read_text())["config"].items()
@@ -193,8 +199,8 @@ def _as_flag(name: str, value: Any) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, config_class: type[RunConfig], script: str):
-        super().__init__(prog=f"{script}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    def __init__(self, config_class: type[RunConfig]):
+        super().__init__(prog=f"{_script()}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
         self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
         groups = {title: self.add_argument_group(title) for title in ("this recipe", *GROUPS)}
         group_of = {name: groups[title] for title, names in GROUPS.items() for name in names}

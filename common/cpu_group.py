@@ -8,23 +8,23 @@ from torch import distributed as dist
 
 
 def collective_timeout(hang_timeout: float) -> timedelta:
-    """Longer than `--hang_timeout`: the watch for hangs ends the run first, and names the process that did not come."""
+    """Longer than `--hang_timeout`, so that HangWatch ends the run first and names the missing process."""
     return timedelta(seconds=hang_timeout + 300) if hang_timeout else timedelta(days=30)
 
 
 class CpuGroup:
-    """Collectives of all processes, no-ops with a single one. All processes call them in the same order."""
+    """Collectives of all processes; no-ops with a single process. All processes must call them in the same order."""
 
     def __init__(self, hang_timeout: float = 0) -> None:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if self.size > 1 else 0
-        # A group of its own: its pending operations never delay the default group.
+        # A separate group: its pending operations never delay the default group.
         self._group = (
             dist.new_group(backend="gloo", timeout=collective_timeout(hang_timeout)) if self.size > 1 else None
         )
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What each process gave, in the order of ranks."""
+        """The value of each process, in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -32,9 +32,9 @@ class CpuGroup:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """What the first process gave."""
+        """The value of rank 0."""
         return self.all_gather(value if self.rank == 0 else None)[0]
 
     def sum_async(self, vector: torch.Tensor) -> dist.Work | None:
-        """Starts to add up `vector`, on the CPU, in place; done when `wait()` on what it returns has returned."""
+        """Starts an all-reduce (sum) of a CPU tensor, in place. Call `wait()` on the result before reading `vector`."""
         return dist.all_reduce(vector, group=self._group, async_op=True) if self.size > 1 else None

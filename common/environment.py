@@ -1,4 +1,4 @@
-"""What the launcher tells its processes through the environment, and what this machine has."""
+"""The environment variables of the launcher, and the hardware and packages of this machine."""
 
 import os
 import platform
@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 import torch
 
-CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # names a file of a script that hands the true exit code on
+CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # path of a file for the recipe's exit code; launchers/node.py reads it
 
 
 def was_launched() -> bool:
-    """By accelerate launch or torchrun."""
+    """Whether accelerate launch or torchrun started this process."""
     return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
@@ -27,27 +27,27 @@ def local_world_size() -> int:
 
 
 def num_machines() -> int:
-    """Of this run, as torchrun counts them."""
+    """The number of machines of this run. torchrun counts one launcher as one machine."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
 def num_restarts() -> int:
-    """How often this machine's launcher has started the processes again."""
+    """How often this machine's launcher has restarted the processes."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def is_true(variable: str) -> bool:
-    """Whether an environment variable is set and means yes."""
+    """Whether an environment variable is set to true, 1 or yes."""
     return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
 
 
 def uses_deepspeed() -> bool:
-    """Whether the config file asks for it."""
+    """Whether the config file selects DeepSpeed."""
     return is_true("ACCELERATE_USE_DEEPSPEED")
 
 
 def offloads() -> bool:
-    """Whether DeepSpeed keeps weights or optimizer state in the memory of the CPU."""
+    """Whether DeepSpeed keeps weights or optimizer state in CPU memory."""
     return "cpu" in (
         os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
         os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
@@ -55,13 +55,13 @@ def offloads() -> bool:
 
 
 def has_gpu() -> bool:
-    """Whether there is one to train on; Apple's is none: it has no float64 and no way to work with others."""
+    """Whether there is a GPU to train on. Apple's does not count: it has no float64 and no collectives."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device is not None and device.type != "mps" and not is_true("ACCELERATE_USE_CPU")
 
 
 def user_chose_threads() -> bool:
-    """Whether `OMP_NUM_THREADS` is a wish of the user and not what launchers set by themselves."""
+    """Whether the user set `OMP_NUM_THREADS`. A launcher may set it to 1 if the user did not."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None:
         return False
@@ -71,16 +71,16 @@ def user_chose_threads() -> bool:
 
 
 def launcher_was_given(variable: str) -> bool:
-    """Whether the process that started this one has the variable from its own start."""
+    """Whether the parent process was started with the variable, and so did not set it itself."""
     try:
         parent = psutil.Process().parent()
         return parent is not None and variable in parent.environ()
-    except (psutil.Error, AttributeError):  # some systems do not tell
+    except (psutil.Error, AttributeError):  # some systems hide the environment of other processes
         return False
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """{name: version} of Python and of those of the packages that are installed."""
+    """{name: version} of Python and of the installed packages among `packages`."""
     found = {"python": platform.python_version()}
     for package in packages:
         with suppress(PackageNotFoundError):

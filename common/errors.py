@@ -1,4 +1,4 @@
-"""The ways a run may end other than by finishing, each with its exit code, and which process was first."""
+"""The errors that end a run, each with its exit code, and the process that failed first."""
 
 import json
 import os
@@ -10,47 +10,47 @@ from pathlib import Path
 
 
 class RunError(Exception):
-    """A run that cannot go on; its message is one line for the user."""
+    """The run cannot continue. The message is one line for the user."""
 
     exit_code = 1
-    label = "stopped"  # the word that its line begins with
+    label = "stopped"  # first word of the printed line
 
 
 class UsageError(RunError):
-    """The user's mistake: says what was given, what was expected and what to type instead."""
+    """A mistake of the user. The message says what was given, what was expected and what to type instead."""
 
     exit_code = 2
     label = "error"
 
 
 class NonFiniteError(RunError):
-    """A loss or a gradient that is infinite or not a number."""
+    """A loss or gradient is not finite."""
 
     exit_code = 3
 
 
 class StoppedError(RunError):
-    """A signal came, and what was done is saved."""
+    """A signal stopped the run. All completed steps are saved."""
 
     exit_code = 75
 
 
 class HangError(RunError):
-    """No step for so long that none will come."""
+    """No step for `--hang_timeout` seconds."""
 
 
-# What gloo and NCCL say when a process at the other end has ended.
+# Messages of gloo and NCCL after the process at the other end of a connection has ended.
 _LOST_PEER = re.compile("Connection (reset|closed) by peer|Broken pipe|remote process exited", re.IGNORECASE)
 
 
 def needs_no_traceback(error: BaseException) -> bool:
-    """Whether its line says it all: a bug in a recipe is another matter."""
+    """Whether the message is enough. A bug in a recipe needs its traceback."""
     return isinstance(error, RunError | KeyboardInterrupt) or _LOST_PEER.search(str(error)) is not None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run failed: the process of this machine that was first, its exit code and its line."""
+    """The first failure on this machine: the process, its exit code and its printed line."""
 
     pid: int
     exit_code: int
@@ -64,17 +64,17 @@ class Failure:
 
 @cache
 def first_failure(error: BaseException) -> Failure:
-    """Claims to be the first process of this machine that fails, as the others mostly fail because it did.
+    """Records this failure if it is the first on this machine. The first mostly causes the later ones.
 
     Returns:
-        What the first process claimed, this one or another.
+        The first failure, of this process or of another.
     """
     if isinstance(error, RunError):
         exit_code, line = error.exit_code, f"{error.label}: {error}"
     elif isinstance(error, KeyboardInterrupt):
         exit_code, line = 130, "interrupted"
     elif lost := _LOST_PEER.search(str(error)):
-        exit_code, line = 1, f"stopped: another process is gone ({lost[0]}); the launcher's report says how it ended"
+        exit_code, line = 1, f"stopped: another process has ended ({lost[0]}); the launcher's report says how"
     else:
         exit_code, line = 1, f"{type(error).__name__}: {error}"
     mine = Failure(os.getpid(), exit_code, line)
@@ -85,12 +85,12 @@ def first_failure(error: BaseException) -> Failure:
     own = claim.with_name(f"failure_{os.getpid()}.json")
     try:
         own.write_text(json.dumps(asdict(mine)))
-        os.link(own, claim)  # unlike a rename, fails where another process was before
+        os.link(own, claim)  # unlike a rename, fails if another process was first
         return mine
     except FileExistsError:
         with suppress(OSError, ValueError):
             return Failure(**json.loads(claim.read_text()))
     except OSError:
         pass
-    # When a process fails, the launcher removes this folder and stops the others: it stopped this process.
+    # If another process fails, the launcher removes this folder, and then stops this process.
     return Failure(0, exit_code, line) if isinstance(error, StoppedError) else mine

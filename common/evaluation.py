@@ -1,7 +1,6 @@
 """Evaluation: the mean of each metric over a whole set, and what a run does with it."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,9 @@ class Evaluation:
         state: of the run.
         watch: of the run; a stop request ends an evaluation early.
 
+    Attributes:
+        metrics: of the last evaluation; empty before the first.
+
     Raises:
         UsageError: an evaluation, tried with one sample, lacks `--metric_for_best_model`.
     """
@@ -46,6 +48,7 @@ class Evaluation:
     ):
         self.trainer, self.eval_set, self.summarize, self.state = trainer, eval_set, summarize, state
         self.watch = watch
+        self.metrics: Metrics = {}
         name = trainer.plan.config.metric_for_best_model
         if name is not None:
             one: Subset[Batch] = Subset(eval_set, [0])  # type: ignore[arg-type]  # torch means any map-style set
@@ -56,10 +59,10 @@ class Evaluation:
                     f"--metric_for_best_model {name}: no such metric; type one of {', '.join(sorted(metrics))}"
                 )
 
-    def run(self, recorder: Recorder) -> Metrics:
+    def run(self, recorder: Recorder) -> None:
         """Evaluates, records it, and exports the weights if they are the best so far.
 
-        A stop request ends it early: then nothing is recorded or returned, and the evaluation stays due.
+        A stop request ends it early: then nothing is recorded, and the evaluation stays due.
         """
         trainer, state, config = self.trainer, self.state, self.trainer.plan.config
         state.evaluation_due = True
@@ -67,13 +70,13 @@ class Evaluation:
             metrics = self._metrics(self.eval_set, self.watch.poll)
             self.watch.settle()
             if metrics is None:
-                return {}
+                return
             state.evaluation_due = False
             name = config.metric_for_best_model
             if name is not None and state.is_best(name, metrics[name]):
-                export_model(trainer, Path(config.output_dir) / "best")
+                export_model(trainer, config.output_dir / "best")
         recorder.evaluation(metrics)
-        return metrics
+        self.metrics = metrics
 
     def _metrics(self, eval_set: MapDataset, poll: Callable[[], bool]) -> Metrics | None:
         trainer = self.trainer

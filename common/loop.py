@@ -1,11 +1,9 @@
 """The story of a training run, told once."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import nn
 
 from common.checkpoint.export import export_model
@@ -14,14 +12,13 @@ from common.checkpoint.resume import find_checkpoint
 from common.checkpoint.save import Saver
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
-from common.data.batches import ForwardStep, MapDataset, batches, check_dataset
+from common.data.batches import ForwardStep, MapDataset, batches, check_datasets
 from common.evaluation import Evaluation, Metrics
 from common.parallel.checks import check_same_start
 from common.parallel.layout import data_parallel_size_and_rank
 from common.parallel.prepare import prepare
 from common.plan import Plan
-from common.records.output_dir import OutputDir, is_done
-from common.records.profile import profile
+from common.records.output_dir import OutputDir
 from common.records.recorder import Recorder
 from common.stopping.watch import Watch
 
@@ -56,41 +53,32 @@ def fit(
             `mfu`, the share of what the GPUs could do, where it is known of them.
 
     Returns:
-        The last evaluation; nothing where a resumed run was finished already.
+        The metrics of the last evaluation; empty if a resumed run was already done.
 
     Raises:
         UsageError: sizes that do not fit together, or an output_dir that cannot be used.
         NonFiniteError: a loss or gradient norm that is not finite; nothing is exported.
     """
-    check_dataset(train_set)
-    check_dataset(eval_set)
+    check_datasets(train_set, eval_set)
     plan = Plan.of(config, len(train_set), *data_parallel_size_and_rank(accelerator, config))
     group, this_run = CpuGroup(config.hang_timeout), identity(plan, optimizer)
-    with OutputDir(plan, group), Watch(accelerator, plan, group) as watch:
+    with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
         checkpoint = find_checkpoint(plan, this_run, model, optimizer, group)
         state = checkpoint.state
-        if config.resume_from_checkpoint and group.broadcast(is_done(plan, state)):
-            accelerator.print(f"nothing to do: {config.output_dir} is done; --overwrite_output_dir starts over")
+        if output_dir.is_done(state):
             return {}
         checkpoint.load_weights(model)
         check_same_start(model, (train_set, eval_set), group)
         trainer = prepare(accelerator, model, optimizer, forward_step, plan)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config.num_workers)
-        set_seed(config.seed + plan.data_parallel_rank)  # from here on, dropout differs between samples
         checkpoint.load_rest(trainer, state, group)
         evaluation = Evaluation(trainer, eval_set, summarize, state, watch)
-        metrics: Metrics = {}
-        with (
-            # First, because it may refuse; the recorder then moves away what an earlier run left.
-            profile(accelerator, plan, plan.num_steps - state.step) as step_profiler,
-            Recorder(accelerator, plan, state, tokens_per_sample, flops_per_sample) as recorder,
-            Saver(trainer, this_run, group) as saver,
-        ):
-            if state.evaluation_due:  # a signal ended it, or came before it
-                metrics = evaluation.run(recorder)
+        recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample)
+        with recorder, Saver(trainer, this_run, group) as saver:
+            if state.evaluation_due:  # a signal came before this evaluation or ended it
+                evaluation.run(recorder)
                 if watch.stop_requested:
                     watch.raise_stopped(checkpoint.path)
-            trainer.model.train()
             while not plan.is_over(state):
                 learning_rate = trainer.set_learning_rate(plan.learning_rate_factor(state))
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
@@ -100,19 +88,18 @@ def fit(
                 state.step += 1
                 recorder.add(learning_rate, result)
                 watch.after_step(state.step, result)
-                step_profiler()
                 if plan.logs(state.step):
                     recorder.training()
                 if plan.evaluates(state.step):
-                    metrics = evaluation.run(recorder)
+                    evaluation.run(recorder)
                 # Never stop on a step whose gradient was not checked; the next step checks it.
                 stops = watch.stop_requested and result.grad_norm is not None
                 if stops or plan.saves(state):
                     with recorder.paused():
                         saver.save(state)
-                        watch.progress()
+                    watch.progress()
                 if stops:
                     watch.raise_stopped(saver.finish())
             with trainer.ema_weights():
-                export_model(trainer, Path(config.output_dir) / "model")
-    return metrics
+                export_model(trainer, config.output_dir / "model")
+    return evaluation.metrics

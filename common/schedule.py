@@ -5,20 +5,21 @@ from typing import Literal, get_args
 
 Schedule = Literal["constant", "linear", "cosine", "wsd", "one_cycle"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-DECAY_SHARE = 0.2  # of the run, at the end of wsd
-RISE_SHARE = 0.3  # of the run, at the start of one_cycle
-START_FACTOR, END_FACTOR = 1 / 25, 1 / 25e4  # of the peak, one_cycle
+DECAY_SHARE = 0.2  # wsd: share of the run in which the rate falls
+RISE_SHARE = 0.3  # one_cycle: share of the run in which the rate rises, unless warmup_steps is given
+START_FACTOR, END_FACTOR = 1 / 25, 1 / 25e4  # one_cycle: first and last rate, as shares of the peak
 
 
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int, warmup_steps: int) -> float:
     """The share of the peak learning rate that optimizer step `step` uses.
 
     Warm-up rises linearly and reaches the peak at step `warmup_steps`. `linear` and `cosine` then
-    fall so that they would reach zero at step `num_steps`, the first one not taken: no step is
-    spent on a rate of zero. `wsd` (warm-up, stable, decay: Hu et al. 2024, MiniCPM) stays at the
-    peak and falls linearly over the last fifth of the run. `one_cycle` (Smith and Topin 2017, as
-    torch's OneCycleLR without its cycle of momentum) rises along a cosine from 1/25 of the peak,
-    for `warmup_steps` or, where that is 0, 30 % of the run, and falls along another to nearly zero.
+    fall to zero at step `num_steps`. The last step is `num_steps - 1`, so no step has a rate of
+    zero. `wsd` (warm-up, stable, decay: Hu et al. 2024, MiniCPM) stays at the peak and falls
+    linearly over the last fifth of the run. `one_cycle` (Smith and Topin 2017; torch's OneCycleLR
+    without the momentum cycle) rises along a cosine from 1/25 of the peak. The rise takes
+    `warmup_steps`, or 30 % of the run if `warmup_steps` is 0. The rate then falls along a cosine to
+    nearly zero.
 
     Args:
         schedule: one of `SCHEDULES`.

@@ -1,10 +1,10 @@
-"""Classify images: handwritten digits with a small convolutional net (30,000 weights).
+"""Classify images of handwritten digits with a small convolutional network (about 30,000 weights).
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py
 
-The default data, scikit-learn's 1,797 digits, is embedded. Your own copy of MNIST (the four IDX
-files, or parquet) and any image-classification set of the Hub go in by name. Expect 99 % on the
-digits after a few seconds and 99.2 % on MNIST after half a minute, on two CPU cores:
+The default data is embedded: scikit-learn's 1,797 digits. `--data` also takes a folder with MNIST
+(the four IDX files, or parquet) or the Hub id of an image-classification dataset. On two CPU cores,
+expect 99 % accuracy on the digits after a few seconds, and 99.2 % on MNIST after half a minute:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --data path/to/mnist \\
         --epochs 2 --batch_size 96 --learning_rate 1e-2 --warmup_steps 180 --eval_every 1250
@@ -25,7 +25,7 @@ from common.data.images import load_images
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    """The flags of this recipe, beside those that all have."""
+    """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "digits"
     epochs: int = 8
@@ -33,12 +33,12 @@ class Config(RunConfig):
     learning_rate: float = 5e-3
     warmup_steps: int = 40
     lr_schedule: Schedule = "linear"
-    model: Literal["cnn", "mlp"] = flag("cnn", "convolutional net, or the classic tutorial's two hidden layers of 10")
+    model: Literal["cnn", "mlp"] = flag("cnn", "convolutional network, or an MLP with two hidden layers of 10")
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
 
 
 class PooledConv(nn.Conv2d):
-    """Convolution and 2 x 2 mean pooling in one, by pooling the kernel: 2.25 times fewer operations."""
+    """A convolution with 2 x 2 mean pooling. Pooling the kernel, not the output, takes 2.25 times fewer operations."""
 
     def forward(self, images: Tensor) -> Tensor:
         rows = F.pad(self.weight, (1, 1, 1, 1))
@@ -48,14 +48,14 @@ class PooledConv(nn.Conv2d):
 
 
 class Block(nn.Module):
-    """Pooled convolution, normalisation, SiLU; halves height and width."""
+    """Pooled convolution, group normalisation, SiLU. Halves height and width."""
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
-        # Smooth throughout: max pooling and ReLU turn a rounding difference, as between numbers of
-        # processes, into another choice now and then, and that into another run.
+        # No max pooling or ReLU: a rounding difference can change what they select. Rounding depends on
+        # the number of processes, so the runs would drift apart.
         self.convolution = PooledConv(in_channels, out_channels, kernel_size=3, padding=1)
-        # Not BatchNorm: it sees one process's samples, so its result depends on the number of processes.
+        # Not BatchNorm: it normalises over one process's samples, so its result depends on the number of processes.
         self.norm = nn.GroupNorm(8, out_channels)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -65,18 +65,18 @@ class Block(nn.Module):
 class ConvNet(nn.Module):
     """(batch, channels, height, width) -> logits (batch, classes)"""
 
-    _no_split_modules = ["Block"]  # what FSDP gathers at a time
+    _no_split_modules = ["Block"]  # FSDP gathers one Block at a time
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int):
         super().__init__()
-        stride = 2 if min(image_shape[1:]) > 16 else 1  # tiny images have no pixels to lose
+        stride = 2 if min(image_shape[1:]) > 16 else 1  # small images keep their full size
         self.stem = nn.Conv2d(image_shape[0], 16, kernel_size=5, stride=stride, padding=2)
         self.blocks = nn.Sequential(nn.GroupNorm(8, 16), nn.SiLU(), Block(16, 32), Block(32, 64))
         num_features = self.blocks(self.stem(torch.zeros(1, *image_shape))).numel()
         self.head = nn.Linear(num_features, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        # Channels last in memory: the order in which CPUs and tensor cores convolve fastest.
+        # CPUs and tensor cores compute convolutions fastest in the channels-last memory format.
         features = self.stem(images).contiguous(memory_format=torch.channels_last)
         return self.head(self.blocks(features).flatten(1))
 
@@ -94,7 +94,7 @@ class MLP(nn.Sequential):
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Per-example loss and metrics; `loss` is the one that is trained on."""
+    """The loss and metrics of each example. Training minimises `loss`."""
     logits = model(batch["image"])
     return {
         "loss": F.cross_entropy(logits, batch["label"], reduction="none"),
@@ -103,7 +103,7 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def main(config: Config) -> None:
-    """Trains the net that the config names."""
+    """Trains the network that `--model` names."""
     accelerator = start(config)
     train_set, eval_set = load_images(config.data)
     network = {"cnn": ConvNet, "mlp": MLP}[config.model]

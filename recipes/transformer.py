@@ -1,10 +1,10 @@
-"""Train a small language model: a Llama-style decoder from scratch, or an existing one of transformers.
+"""Train a small language model: a Llama-style decoder from scratch, or a pretrained model of transformers.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/transformer.py
 
-The default text, the source of Python's standard library, is embedded: every machine has it; its
-tokens are bytes. The model of 0.8 M weights learns it for 2,000 steps, a minute or two on two CPU cores,
-and then writes a sample. A text of your own, and a model of your own to go on from:
+The default text is on every machine: the source code of Python's standard library. Tokens are bytes.
+The model has 0.8 M weights and trains for 2,000 steps, a minute or two on two CPU cores. It then
+generates a sample. To train on your own text, or to continue from your own model:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/transformer.py --data path/to/file.txt
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/transformer.py --data path/to/file.txt \\
@@ -29,7 +29,7 @@ from common.models.causal_lm import byte_tokenizer, flops_per_sample, load_pretr
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    """The flags of this recipe, beside those that all have."""
+    """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "stdlib"
     max_steps: int | None = 2000
@@ -40,28 +40,28 @@ class Config(RunConfig):
     weight_decay: float = 0.1
     log_every: int = 100
     eval_every: int | None = 1000
-    context: int = flag(64, "tokens that the model sees at a time", minimum=1)
+    context: int = flag(64, "tokens per sample", minimum=1)
     num_layers: int = flag(4, "decoder layers", minimum=1)
-    num_heads: int = flag(4, "attention heads; divides --hidden_size", minimum=1)
+    num_heads: int = flag(4, "attention heads; --hidden_size must be a multiple of twice this number", minimum=1)
     hidden_size: int = flag(128, "width of the model", minimum=2)
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = flag("sdpa", "how attention is computed")
-    activation_checkpointing: bool = flag(False, "compute activations again in the backward pass, to save memory")
-    model_name_or_path: str | None = flag(None, "go on from this causal model, with its tokenizer, instead")
-    sample_tokens: int = flag(200, "tokens to generate after training, from the exported model", minimum=0)
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = flag("sdpa", "implementation of attention")
+    activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
+    model_name_or_path: str | None = flag(None, "continue from this causal model and its tokenizer (folder or Hub id)")
+    sample_tokens: int = flag(200, "tokens that the exported model generates after training", minimum=0)
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Per-example loss, the mean over its tokens."""
+    """The loss of each example: the mean over its tokens."""
     return {"loss": model(batch["tokens"], batch["labels"])}
 
 
 def summarize(means: dict[str, float]) -> dict[str, float]:
-    """Adds the perplexity."""
+    """Adds the perplexity to the mean metrics of an evaluation."""
     return means | {"perplexity": math.exp(min(means["loss"], 700))}
 
 
 def build(config: Config) -> tuple[PreTrainedModel, Any]:
-    """(model, tokenizer). Raises UsageError for sizes or a path that make no model."""
+    """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
     if config.model_name_or_path is None:
         if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
             raise UsageError(
@@ -71,7 +71,7 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
         shape = LlamaConfig(
             vocab_size=256,
             hidden_size=config.hidden_size,
-            intermediate_size=-(-config.hidden_size * 8 // 3 // 32) * 32,  # 8/3, as Llama's, up to a multiple of 32
+            intermediate_size=-(-config.hidden_size * 8 // 3 // 32) * 32,  # Llama's 8/3, rounded up to a multiple of 32
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
             max_position_embeddings=config.context,
@@ -85,7 +85,7 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
 
 
 def write_sample(config: Config, tokenizer: Any, prompt: Tensor) -> None:
-    """Prints what the exported model writes after a prompt of shape (tokens,)."""
+    """Exports the tokenizer. Prints a sample that the exported model generates from `prompt`, shape (tokens,)."""
     folder = Path(config.output_dir) / "model"
     tokenizer.save_pretrained(folder)
     if config.sample_tokens == 0:
@@ -99,7 +99,7 @@ def write_sample(config: Config, tokenizer: Any, prompt: Tensor) -> None:
 
 
 def main(config: Config) -> None:
-    """Trains, and lets the exported model write a sample."""
+    """Trains, then prints a sample that the exported model generates."""
     disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)

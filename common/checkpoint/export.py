@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.checkpoint.format import flush
+from common.checkpoint.writer import flush
 from common.errors import RunError
 from common.parallel.trainer import Trainer
 

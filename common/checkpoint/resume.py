@@ -10,8 +10,9 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from common.checkpoint.format import MANIFEST, DamagedError, Reader
+from common.checkpoint.format import MANIFEST, DamagedError
 from common.checkpoint.identity import described, layout, num_replicas
+from common.checkpoint.reader import Reader
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
 from common.errors import UsageError
@@ -99,20 +100,21 @@ class Checkpoint:
 
 
 class FreshStart:
-    """In place of a checkpoint where there is none: nothing is loaded."""
+    """Stands in for a checkpoint when a run starts from nothing."""
 
     path = None
 
     @property
     def state(self) -> TrainState:
-        """That of a run before its first step."""
+        """The state before the first step."""
         return TrainState()
 
     def load_weights(self, model: nn.Module) -> None:
-        """The model keeps its own."""
+        """Leaves the model's own weights."""
 
     def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
-        """All starts anew."""
+        """Seeds each data-parallel rank differently, so that dropout differs between samples."""
+        set_seed(trainer.plan.config.seed + trainer.plan.data_parallel_rank)
 
 
 def find_checkpoint(
@@ -151,7 +153,7 @@ def find_checkpoint(
 
 
 def _newest(config: RunConfig, open_checked: Callable[[Path], Checkpoint], group: CpuGroup) -> Checkpoint | FreshStart:
-    paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(Path(config.output_dir))])]
+    paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(config.output_dir)])]
     for path in reversed(paths):
         try:
             return open_checked(path)

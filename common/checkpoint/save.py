@@ -10,8 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from common.checkpoint.format import Shard, WriteError, own_shard, remove, write
+from common.checkpoint.format import WriteError
 from common.checkpoint.identity import layout
+from common.checkpoint.writer import Shard, own_shard, remove, write
 from common.cpu_group import CpuGroup
 from common.errors import RunError
 from common.parallel.parts import Part
@@ -77,7 +78,7 @@ class Saver:
 
     def _write(self, shard: Shard, content: dict[str, Any]) -> Path | None:
         config, group = self._trainer.plan.config, self._group_of_writer
-        folder, step = Path(config.output_dir) / "checkpoints", content["state"]["step"]
+        folder, step = config.output_dir / "checkpoints", content["state"]["step"]
         path = folder / f"step_{step:08d}"
         try:
             _make_folder(folder, group)
@@ -91,7 +92,7 @@ class Saver:
             self._trainer.accelerator.print(f"{line}: earlier ones are whole, the run goes on")
             return None
         if group.rank == 0:
-            for _, old in checkpoints(Path(config.output_dir))[: -config.keep_checkpoints]:
+            for _, old in checkpoints(config.output_dir)[: -config.keep_checkpoints]:
                 try:
                     remove(old)
                 except OSError as error:

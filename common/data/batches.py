@@ -1,4 +1,4 @@
-"""What a dataset must offer, and batches on the device."""
+"""The interface of a dataset, and batches on the device."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -9,27 +9,30 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from common.errors import UsageError
 
 Batch = dict[str, torch.Tensor]
-# (model, batch) -> metrics. Any, as a pipeline calls it with what stands for the model.
+# (model, batch) -> metrics. The model is Any because a pipeline passes a function in its place.
 ForwardStep = Callable[[Any, Batch], dict[str, torch.Tensor]]
 
 
 class MapDataset(Protocol):
-    """What a dataset must offer, whatever library it is of."""
+    """A map-style dataset from any library."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def check_dataset(dataset: Any) -> None:
-    """Raises UsageError unless `dataset` has samples and is map-style: `dataset[index]` works."""
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UsageError(
-            f"{type(dataset).__name__} is not a map-style dataset: a run that resumes exactly needs "
-            "len(dataset) and dataset[index]; load it as one (for `datasets`: without streaming=True)"
-        )
-    if len(dataset) == 0:
-        raise UsageError(f"{type(dataset).__name__} is empty: training and evaluation need samples")
+def check_datasets(*datasets: Any) -> None:
+    """Raises UsageError unless each dataset has samples and is map-style: `dataset[index]` works."""
+    for dataset in datasets:
+        kind = type(dataset).__name__
+        is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if isinstance(dataset, IterableDataset) or not is_map_style:
+            raise UsageError(
+                f"{kind} is not a map-style dataset: a run that resumes exactly needs "
+                "len(dataset) and dataset[index]; load it as one (for `datasets`: without streaming=True)"
+            )
+        if len(dataset) == 0:
+            raise UsageError(f"{kind} is empty: training and evaluation need samples")
 
 
 def batches(
@@ -38,15 +41,15 @@ def batches(
     """Fetches batches and moves them to the device.
 
     Args:
-        dataset: map-style; samples are dicts of tensors, numbers or strings. Where it has `__getitems__`,
-            that is called once per batch with a list of ids, and may return the batch itself, a
-            dict of tensors of shape (batch, ...), or a list of samples to be stacked.
+        dataset: map-style; samples are dicts of tensors, numbers or strings. If it has `__getitems__`,
+            each batch is one call with a list of ids. The call returns a list of samples, or the
+            batch: a dict of tensors of shape (batch, ...).
         sample_ids: one 1-dim int64 tensor per batch.
-        device: where the batches go; strings stay where they are.
-        num_workers: processes that fetch ahead; 0 fetches in this one.
+        device: for the tensors of a batch; strings stay on the CPU.
+        num_workers: processes that fetch ahead; with 0 this process fetches.
 
     Raises:
-        UsageError: samples that are no dicts, or that do not make a batch.
+        UsageError: samples are not dicts, or cannot be combined into a batch.
     """
     ids = (batch.tolist() for batch in sample_ids)
     fetched: Iterator[Batch]
@@ -63,14 +66,14 @@ def batches(
 
 
 def fetch(dataset: MapDataset, ids: list[int]) -> Batch:
-    """The samples of these ids as a batch, on the CPU. Raises UsageError as `batches`."""
+    """The samples of these ids as a batch on the CPU. Raises UsageError like `batches`."""
     if hasattr(dataset, "__getitems__"):
         return _collate(dataset.__getitems__(ids), len(ids))
     return _collate([dataset[index] for index in ids], len(ids))
 
 
 class _Fetching(Dataset):
-    """Lets a worker fetch a batch as `fetch` does."""
+    """A DataLoader worker indexes this dataset with a list of ids and gets a batch."""
 
     def __init__(self, dataset: MapDataset):
         self.dataset = dataset
@@ -86,17 +89,17 @@ def _as_it_is(batch: Any) -> Any:
 def _from_workers(batches: Iterator[Batch]) -> Iterator[Batch]:
     try:
         yield from batches
-    except UsageError as error:  # the loader has put the worker's traceback before it
+    except UsageError as error:  # the loader puts the worker's traceback before the message
         raise UsageError(str(error).strip().splitlines()[-1].partition(": ")[2]) from None
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    # From pinned memory the copy does not stop the host.
+    # A copy from pinned memory does not block the CPU.
     return value.pin_memory().to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
 def _collate(samples: Any, size: int) -> Batch:
-    """A batch of `size` samples, of which `__getitems__` may have made one already."""
+    """A batch of `size` samples, from a list of samples or from a batch that `__getitems__` made."""
     try:
         batch = samples if isinstance(samples, dict) else default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:

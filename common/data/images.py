@@ -1,4 +1,4 @@
-"""Image sets: embedded, in files, or on the Hub."""
+"""Image datasets: embedded, in files, or on the Hub."""
 
 import gzip
 import zlib
@@ -17,7 +17,7 @@ from common.errors import UsageError
 
 
 class ImageDataset(Dataset):
-    """Images of one size with a class each, in memory.
+    """Images of one size, each with a class, in memory.
 
     Samples are {"image": float32 of shape (channels, height, width) in [0, 1], "label": int64}.
 
@@ -48,19 +48,19 @@ class ImageDataset(Dataset):
 
 
 def load_images(data: str) -> tuple[ImageDataset, ImageDataset]:
-    """Loads an image-classification set.
+    """Loads an image-classification dataset.
 
     Args:
         data: "digits" (scikit-learn's 1,797 handwritten digits of 8 x 8); a folder with the four
-            MNIST IDX files, gzipped or not, or with parquet files as the Hub stores them; or a
-            Hub id such as "ylecun/mnist".
+            MNIST IDX files, gzipped or not, or with parquet files in the Hub's layout; or a Hub id,
+            for example "ylecun/mnist".
 
     Returns:
-        (training set, evaluation set); where the source has one part only, a fixed 20 % of it
-        is held out, the same whatever the seed of the run.
+        (training set, evaluation set). If the source has only one split, 20 % of it is held out,
+        the same samples for every seed of the run.
 
     Raises:
-        UsageError: nothing there, damaged, images of different sizes, or no network.
+        UsageError: no data, damaged files, images of different sizes, or no network.
     """
     if data == "digits":
         return _load_digits()
@@ -75,8 +75,8 @@ def load_images(data: str) -> tuple[ImageDataset, ImageDataset]:
 
 
 def _load_digits() -> tuple[ImageDataset, ImageDataset]:
-    # The file behind sklearn.datasets.load_digits, whose import would take 1.6 s. A row is 64
-    # pixels of 0 to 16 and the digit.
+    # The file that sklearn.datasets.load_digits reads. Importing sklearn would take 1.6 s. A row has
+    # 64 pixels from 0 to 16, then the digit.
     with gzip.open(sklearn_file("digits.csv.gz"), "rt") as file:
         rows = torch.from_numpy(numpy.loadtxt(file, delimiter=",", dtype=numpy.float32))
     images = (rows[:, :-1] * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)
@@ -91,9 +91,9 @@ def _hold_out(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
     return train, test
 
 
-# IDX: the format of the original MNIST files, described at the foot of
-# http://yann.lecun.com/exdb/mnist: two zero bytes, a type code, the number of dimensions, each
-# dimension as a big-endian int32, then the values.
+# IDX is the format of the original MNIST files: two zero bytes, a type code, the number of
+# dimensions, each dimension as a big-endian int32, then the values. Source: end of the page
+# http://yann.lecun.com/exdb/mnist.
 _IDX_UINT8 = 8
 _IDX_FILES = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
 
@@ -124,7 +124,7 @@ def _read_idx_pair(place: Path, images_name: str, labels_name: str) -> tuple[tor
     images = _read_idx(_idx_path(place, images_name, "3"), num_dimensions=3)
     labels = _read_idx(_idx_path(place, labels_name, "1"), num_dimensions=1)
     if len(images) != len(labels):
-        raise UsageError(f"{place}: {images_name} has {len(images)} images but {labels_name} {len(labels)} labels")
+        raise UsageError(f"{place}: {images_name} has {len(images)} images but {labels_name} has {len(labels)} labels")
     if len(images) == 0:
         raise UsageError(f"{place}: {images_name} has no images")
     return images.unsqueeze(1), labels.long()
@@ -135,7 +135,7 @@ def _idx_path(place: Path, name: str, num_dimensions: str) -> Path:
     for path in (place / stem, place / f"{stem}.gz"):
         if path.exists():
             return path
-    raise UsageError(f"{place / stem}: no such file, nor {stem}.gz; all four MNIST IDX files are needed")
+    raise UsageError(f"{place / stem}: no such file, and no {stem}.gz; expected all four MNIST IDX files")
 
 
 def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     header_size = 4 + 4 * num_dimensions
     if len(content) < header_size or content[:4] != bytes([0, 0, _IDX_UINT8, num_dimensions]):
-        raise UsageError(f"{path} is not an IDX file of bytes in {num_dimensions} dimensions: download it again")
+        raise UsageError(f"{path} is not an IDX file of bytes with {num_dimensions} dimensions: download it again")
     shape = [int(length) for length in numpy.frombuffer(content, ">u4", num_dimensions, offset=4)]
     expected = header_size + int(numpy.prod(shape, dtype=numpy.int64))
     if len(content) != expected:
@@ -157,7 +157,7 @@ def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
 
 
 def _load_hub(data: str) -> tuple[ImageDataset, ImageDataset]:
-    """A Hub id, or a folder laid out as the Hub stores one."""
+    """Loads a Hub dataset, or a folder in the same layout."""
     advice = "type --data digits for the embedded set, or --data FOLDER for local MNIST IDX or parquet files"
     parts = [_decode(data, split) for split in load_splits(data, advice)]
     if len({part.image_shape for part in parts}) > 1:
@@ -176,12 +176,12 @@ def _decode(data: str, split: Any) -> ImageDataset:
     split = split.cast_column(image_column, datasets.Image())
     label_feature = split.features[label_column]
     first = numpy.asarray(split[0][image_column])
-    # The images are held once per process; refuse what would not fit before it fills the memory.
+    # Each process holds all images. Refuse a dataset that does not fit before it fills the memory.
     num_bytes = first.size * len(split) * local_world_size()
     if num_bytes > psutil.virtual_memory().available // 2:
         raise UsageError(
-            f"--data {data} takes {num_bytes / 1e9:.0f} GB decoded in memory, too much here: "
-            "write a Dataset that decodes each image and pass --num_workers"
+            f"--data {data}: the decoded images need {num_bytes / 1e9:.0f} GB of memory, too much for this machine: "
+            "write a Dataset that decodes one image at a time, and type --num_workers"
         )
     images: list[numpy.ndarray] = []
     labels = []
@@ -195,12 +195,14 @@ def _decode(data: str, split: Any) -> ImageDataset:
             )
         images.append(image)
         labels.append(sample[label_column])
-    if {image.ndim for image in images} == {2, 3}:  # grey and colour mixed: make all of them colour
+    if {image.ndim for image in images} == {2, 3}:  # grey and colour mixed: convert all to colour
         images = [numpy.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image for image in images]
     pixels = torch.from_numpy(numpy.stack(images))
     pixels = pixels.unsqueeze(1) if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
     if not all(isinstance(label, int) and label >= 0 for label in labels):
-        raise UsageError(f"--data {data}: column {label_column} holds something other than class numbers from 0")
+        raise UsageError(
+            f"--data {data}: expected whole numbers from 0 in column {label_column}, the class of each image"
+        )
     num_classes = getattr(label_feature, "num_classes", None) or max(labels) + 1
     return ImageDataset(pixels, torch.tensor(labels), num_classes)
 
@@ -217,7 +219,7 @@ def _columns(data: str, split: Any) -> tuple[str, str]:
     features = split.features
 
     def holds_image(feature: Any) -> bool:
-        # Parquet files that another tool wrote lack the Image type but have its layout.
+        # Parquet files from other tools lack the Image type but have its layout.
         return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature)
 
     image = next((name for name, feature in features.items() if holds_image(feature)), None)
@@ -225,7 +227,7 @@ def _columns(data: str, split: Any) -> tuple[str, str]:
     label = label or next((name for name in ("label", "labels", "fine_label") if name in features), None)
     if image is None or label is None:
         raise UsageError(
-            f"--data {data} is no image-classification set: expected an image and a label column, found "
+            f"--data {data} is not an image-classification dataset: expected an image and a label column, found "
             f"{', '.join(features)}"
         )
     return image, label

@@ -28,7 +28,7 @@ class TableDataset(Dataset):
 
     @property
     def num_features(self) -> int:
-        """Columns beside the target."""
+        """The number of columns without the target."""
         return self.features.shape[1]
 
     def __len__(self) -> int:
@@ -52,23 +52,26 @@ def load_diabetes() -> TableDataset:
 
 
 def make_linear(num_samples: int, num_features: int) -> TableDataset:
-    """Normal features, and as target their sum weighted by 1, 2, 3, ... plus 1, without noise; the
-    same whatever the seed of the run."""
+    """Normally distributed features x1, x2, ... and the target x1 + 2 x2 + 3 x3 + ... + 1, without noise.
+
+    The table does not depend on the seed of the run.
+    """
     features = torch.randn(num_samples, num_features, generator=torch.Generator().manual_seed(0))
     return TableDataset(features, features @ torch.arange(1.0, num_features + 1) + 1)
 
 
 def load_csv(path: Path, target: str | None) -> TableDataset:
-    """A CSV file with a header and only numbers below it, standardised.
+    """Loads a CSV file with a header and only numbers below it, and standardises each column.
 
     Args:
-        path: the file; commas, semicolons or tabs between columns.
-        target: the column to predict, in units of its standard deviation; the others are the features.
+        path: the file, with commas, semicolons or tabs between columns.
+        target: the column to predict; the others are the features.
 
     Raises:
-        UsageError: no such file or column, no rows, or a value that is missing or not a finite number.
+        UsageError: no such file or column, too few rows or columns, a value that is missing or not finite,
+            or a constant target.
     """
-    import pandas  # here, because the import takes half a second
+    import pandas  # not at the top: the import takes half a second
 
     try:
         table = pandas.read_csv(path, sep=None, engine="python", dtype=str, keep_default_na=False)
@@ -97,6 +100,6 @@ def load_csv(path: Path, target: str | None) -> TableDataset:
 
 
 def standardise(values: Tensor) -> Tensor:
-    """Each column minus its mean, over its standard deviation; a constant column becomes zero."""
+    """Subtracts each column's mean and divides by its standard deviation. A constant column becomes zero."""
     centred = values - values.mean(dim=0)
     return centred / centred.square().mean(dim=0).sqrt().where(centred.abs().amax(dim=0) > 1e-12, 1.0)

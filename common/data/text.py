@@ -13,22 +13,22 @@ from common.data.batches import Batch
 from common.data.sources import load_splits
 from common.errors import UsageError
 
-STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and soon evaluated
-IGNORED = -100  # the label of what is not counted, as torch's cross-entropy has it
+STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to evaluate
+IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
 
 
 class TokenDataset(Dataset):
-    """A text cut into blocks, each token but the first the target of exactly one sample.
+    """A text cut into blocks. Each token but the first is a label in exactly one sample.
 
     Samples are {"tokens": int64 of shape (context,), "labels": int64 of shape (context,), "weight":
-    float32, 0-dim}: labels are the tokens one place further on, weight is the number of them that
-    count. The rest of the last block is padding with the label `IGNORED`.
+    float32, 0-dim}. Each label is the next token. The end of the last block is padding with the label
+    `IGNORED`. The weight is the number of labels without padding.
 
     Args:
         tokens: int, shape (n,), at least 2.
         context: tokens per block.
-        drop_last: leave out a last block that is not full, as in training, where the samples of a
-            step then all weigh the same and have no "weight".
+        drop_last: leave out a last block that is not full, as training does. All samples then have the
+            same number of labels, and no "weight".
     """
 
     def __init__(self, tokens: Tensor, context: int, drop_last: bool):
@@ -56,16 +56,16 @@ def load_tokens(data: str, tokenizer: Any, context: int) -> tuple[TokenDataset, 
     """Loads a text and cuts it into blocks.
 
     Args:
-        data: "stdlib" (the first megabyte of the source of the running Python's standard library); a text file or a
-            folder of them; or a Hub id.
-        tokenizer: of transformers.
+        data: "stdlib" (the first megabyte of the source code of Python's standard library); a text file, or a
+            folder of text files; or a Hub id.
+        tokenizer: a tokenizer of transformers.
         context: tokens per block.
 
     Returns:
-        (training set, evaluation set); where the source has one part only, its last tenth is held out.
+        (training set, evaluation set). If the source has only one split, its last tenth is held out.
 
     Raises:
-        UsageError: nothing there, not text, or too short for a block.
+        UsageError: no data, not text, or too short for a block.
     """
     parts = [_encode(part, tokenizer) for part in _load_text(data)]
     if len(parts) == 1:
@@ -74,7 +74,7 @@ def load_tokens(data: str, tokenizer: Any, context: int) -> tuple[TokenDataset, 
     train, evaluation = parts
     if len(train) <= context or len(evaluation) < 2:
         raise UsageError(
-            f"--data {data} has {len(train)} tokens to train on and {len(evaluation)} to evaluate: a block needs "
+            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation tokens: a block needs "
             f"{context + 1}; type a smaller --context or use more text"
         )
     return TokenDataset(train, context, drop_last=True), TokenDataset(evaluation, context, drop_last=False)
@@ -119,6 +119,6 @@ def _read(path: Path) -> str:
 
 
 def _encode(text: str, tokenizer: Any) -> Tensor:
-    if tokenizer.vocab_size == 256 and tokenizer.convert_tokens_to_ids("A") == ord("A"):  # bytes: a copy is enough
+    if tokenizer.vocab_size == 256 and tokenizer.convert_tokens_to_ids("A") == ord("A"):  # bytes need no tokenizer
         return torch.from_numpy(numpy.frombuffer(text.encode(), numpy.uint8).copy())
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int32)

@@ -1,1 +1,1 @@
-"""How the processes of a run start and join, and what is checked before they do."""
+"""Start of a run: checks the launch, then joins the processes."""

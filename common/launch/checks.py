@@ -23,16 +23,16 @@ from common.errors import UsageError
 
 
 def check_launch() -> None:
-    """What can be known to be wrong before the processes meet. Raises UsageError."""
+    """Raises UsageError for mistakes that show before the processes join."""
     launched = "LOCAL_RANK" in os.environ
     if not launched and world_size() > 1:
         raise UsageError(
-            f"WORLD_SIZE is {world_size()} but LOCAL_RANK is not set, so that each process would train alone: "
+            f"WORLD_SIZE is {world_size()} but LOCAL_RANK is not set, so each process would train alone: "
             "start with accelerate launch or torchrun, or unset WORLD_SIZE"
         )
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if not launched and by_accelerate and "MASTER_PORT" in os.environ and not launcher_was_given("MASTER_PORT"):
-        # Accelerate's launcher sets the address only if it was asked for more than one process.
+        # Accelerate's launcher sets MASTER_PORT only if the user asked for more than one process.
         raise UsageError(
             "accelerate launch was asked for several processes but starts one under this config (its "
             "distributed_type is NO or MULTI_CPU): type --config_file accelerate_configs/ddp.yaml, or "
@@ -64,7 +64,9 @@ def _check_parallelism_config() -> None:
     sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)) for name in names}
     for name in ("cp_size", "sp_size"):
         if sizes[name] > 1:
-            raise UsageError(f"parallelism_config: {name}: {sizes[name]}: these recipes do not divide sequences")
+            raise UsageError(
+                f"parallelism_config: {name}: {sizes[name]}: these recipes do not divide sequences: type 1"
+            )
     by_fsdp = is_true("ACCELERATE_USE_FSDP")
     if sizes["tp_size"] > 1 and (by_fsdp or uses_deepspeed()):
         raise UsageError(
@@ -81,7 +83,7 @@ def _check_parallelism_config() -> None:
     if product != world_size():
         factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
         raise UsageError(
-            f"parallelism_config has {factors} = {product} processes, there are {world_size()}: type "
+            f"parallelism_config has {factors} = {product} processes, but there are {world_size()}: type "
             f"--num_processes {product}, or change the sizes in the config file"
         )
 
@@ -97,13 +99,13 @@ def check_num_gpus(num_processes: int, num_gpus: int) -> None:
 
 
 def _check_deepspeed() -> None:
-    for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads the latter's version
+    for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
         if find_spec(package) is None:
             raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     if stage not in ("1", "2", "3"):
         raise UsageError(
-            f"zero_stage: {stage} in the config file: type 1, 2 or 3; without any, take accelerate_configs/ddp.yaml"
+            f"zero_stage: {stage} in the config file: type 1, 2 or 3; for stage 0, use accelerate_configs/ddp.yaml"
         )
     if torch.cuda.is_available() and not offloads():
         return

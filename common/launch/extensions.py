@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles on first use: once per environment, whatever is killed meanwhile."""
+"""DeepSpeed's compiled extensions: built once per environment, even if a process is killed during a build."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ BUILDERS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBui
 
 
 def extensions_folder() -> Path:
-    """A folder for this environment and kind of processor. Environments that share torch's own folder recompile each
+    """A folder for this environment and type of processor. Environments that share torch's own folder recompile each
     other's extensions again and again, and code for one processor may not run on another."""
     from torch.utils.cpp_extension import get_default_build_root
 
@@ -28,7 +28,7 @@ def extensions_folder() -> Path:
 
 
 def _processor() -> list[str]:
-    """What it can do, as far as Linux tells."""
+    """The feature flags of the processor; empty without Linux's /proc/cpuinfo."""
     try:
         return re.findall(r"^(?:flags|Features)\s*:.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
     except OSError:
@@ -36,11 +36,11 @@ def _processor() -> list[str]:
 
 
 def load_extensions(names: list[str]) -> None:
-    """Compiles these, keys of `BUILDERS`, if need be, and loads them; DeepSpeed then finds them loaded.
+    """Loads extensions, keys of `BUILDERS`, for DeepSpeed; compiles them first if necessary.
 
-    torch marks a build by a file, which stays when the process is killed, and for which all later ones wait for
-    ever. Here one process at a time builds, under a lock that ends with it, and removes such a file. In a folder
-    that the user chose (`TORCH_EXTENSIONS_DIR`) others may build without that lock: nothing is removed there.
+    torch marks a running build with a file. If the process is killed, the file stays and all later builds wait
+    forever. Here one process at a time builds, under a lock that ends with the process, and removes such a file. In a
+    folder that the user chose (`TORCH_EXTENSIONS_DIR`) others may build without that lock: nothing is removed there.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -52,7 +52,7 @@ def load_extensions(names: list[str]) -> None:
             builder = get_accelerator().create_op_builder(BUILDERS[name])
             library, is_whole = folder / name / f"{name}.so", folder / name / "is_whole"
             if own and library.exists() and is_whole.exists():
-                # The builder would ask compiler and processor again what they can do: 5 s for cpu_adam.
+                # Without the builder, which would probe compiler and processor again: 5 s for cpu_adam.
                 builder._loaded_ops[name] = _loaded(library, name)
                 continue
             if own:

@@ -1,5 +1,5 @@
-"""What can be wrong only where there are several machines: other code or settings on one of them, an address that
-the others cannot reach, an output_dir that they do not share."""
+"""Checks for runs on several machines: the same code and settings on each machine, an address that the others can
+reach, and a shared output_dir."""
 
 import hashlib
 import json
@@ -24,29 +24,32 @@ from common.cpu_group import CpuGroup
 from common.environment import CODE_FILE, local_world_size, num_machines, num_restarts, versions
 from common.errors import RunError, UsageError
 
-ARRIVAL_S = 300  # from the start of the first machine's processes to that of the last one's
-SHARED_FOLDER_S = 10  # until a network file system shows a new file
+ARRIVAL_S = 300  # longest wait of one machine's processes for those of the others
+SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file
 # Set by accelerate launch from the config file and its own flags.
 LAUNCHER_VARIABLES = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")
 
-# The first process may serve the store (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE). It stays alive: others still
-# read from it.
+# Keeps the store alive: the first process may serve it (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE), and others
+# still read from it.
 _kept: list[dist.Store] = []
 OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", CODE_FILE)
 
 
 def store_number() -> int:
-    """Numbers each use of the store that the launchers share. In a static rendezvous, that of accelerate launch, it
-    survives restarts and keeps old data. In an elastic one each start has a new store, and a launcher that has just
-    joined has counted fewer restarts than the others."""
+    """A number that separates this start's entries in the store from those of earlier starts.
+
+    The launchers' own store survives restarts and keeps old data: the number is the restart count. With
+    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE` (elastic runs, docs/multi-node.md) each start has a new store: the number is
+    0, because a launcher that joined late has counted fewer restarts than the others.
+    """
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return num_restarts() if is_launchers else 0
 
 
 def _choose_interface(machines: list[dict[str, Any]]) -> None:
-    """Lets gloo talk through the network interface that leads to the first machine, or from there to the second, unless
-    the user chose one: by itself it takes what the host name resolves to, often 127.0.1.1, where no other machine can
-    reach it."""
+    """Sets gloo's network interface, unless the user chose one: the interface towards machine 0, or on machine 0
+    towards machine 1. By default gloo takes the address of the host name, often 127.0.1.1, which no other machine can
+    reach."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     address, rank = machines[1]["address"], int(os.environ["GROUP_RANK"])
@@ -61,12 +64,12 @@ def _choose_interface(machines: list[dict[str, Any]]) -> None:
 
 @contextmanager
 def agreement(config: RunConfig) -> Iterator[None]:
-    """Lets the machines agree, before their processes join: after what is done within it, they compare what they
-    are about to run, and whether one of them met a UsageError; then gloo is told which network to take.
+    """Compares the machines before their processes join. After the `with` block they exchange versions, settings,
+    code digests and any UsageError from the block; then gloo's network interface is set.
 
     Raises:
-        UsageError: in all processes of all machines, with what differs or what one met.
-        RunError: a machine's processes have not come here within `ARRIVAL_S`, or the first one's have gone.
+        UsageError: in all processes of all machines, with the difference or the error of one machine.
+        RunError: the processes of a machine did not arrive within `ARRIVAL_S`, or machine 0 is gone.
     """
     if num_machines() == 1:
         yield
@@ -93,7 +96,7 @@ def agreement(config: RunConfig) -> Iterator[None]:
 
 
 def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each machine has published."""
+    """Publishes the facts of this machine; returns those of all machines, in order."""
     timeout = timedelta(seconds=ARRIVAL_S)
     found: list[dict[str, Any]] = []
     prefix = f"accelerate_recipes/{store_number()}/machine_"
@@ -118,12 +121,12 @@ def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_shared_folder(folder: Path, group: CpuGroup) -> None:
-    """Raises UsageError, in all processes, unless all machines see the same folder."""
+    """Raises UsageError in all processes unless all machines share the folder."""
     name = group.broadcast(f".seen_by_all_{uuid.uuid4().hex}")
     token = folder / name
     if group.rank == 0:
         token.touch()
-    group.broadcast(None)  # it is there now
+    group.broadcast(None)  # all wait here until the file exists
     deadline = time.monotonic() + SHARED_FOLDER_S
     while not token.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -140,7 +143,7 @@ def check_shared_folder(folder: Path, group: CpuGroup) -> None:
 
 
 def _address_towards(host: str, port: int) -> str | None:
-    """This machine's own address on the way to another (which is sent nothing); None if there is no way."""
+    """This machine's address on the route to `host`; None without a route. Sends nothing."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -168,7 +171,7 @@ def _facts(config: RunConfig) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """{name within the folder: digest} of all Python files in it and in its subfolders."""
+    """{path within the folder: digest} of all Python files in it and in its subfolders."""
     return {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*.py"))}
 
 

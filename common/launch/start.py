@@ -1,4 +1,4 @@
-"""start(config) joins the processes that the config file asks for, or says what they cannot do."""
+"""start(config) joins the processes of a run, or refuses a config that cannot run here."""
 
 import contextlib
 import io
@@ -41,13 +41,12 @@ from common.plan import split_batch
 
 
 def start(config: RunConfig) -> Accelerator:
-    """Joins the other processes, and says in one line what runs where.
+    """Joins the other processes, and prints in one line what runs where.
 
-    Without a GPU the same config files run as a rehearsal: processes that talk through gloo stand
-    in for GPUs.
+    Without a GPU the same config files run as a rehearsal: gloo processes on the CPU replace the GPUs.
 
     Raises:
-        UsageError: the config asks for what this machine or Accelerate cannot do.
+        UsageError: this machine or Accelerate cannot run the config.
     """
     _quiet()
     with agreement(config):
@@ -78,24 +77,24 @@ def start(config: RunConfig) -> Accelerator:
     if config.pipeline_stages > 1:
         _check_pipeline(accelerator, config)
     if accelerator.mixed_precision == "no":
-        torch.backends.cudnn.allow_tf32 = False  # the default, which rounds what goes into convolutions to 10 bits
+        torch.backends.cudnn.allow_tf32 = False  # on by default: rounds inputs of convolutions to 10 bits
     _set_reduction_precision(accelerator)
     load_models_whole(accelerator)
-    set_seed(config.seed)  # the same in every process: each builds the same model
+    set_seed(config.seed)  # the same in every process, so that each builds the same model
     accelerator.print(_banner(accelerator, config, rehearses))
     return accelerator
 
 
 def _quiet() -> None:
-    """Silences what a user can do nothing about."""
+    """Silences log messages and warnings that a user cannot act on."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")
 
 
 def _join_after_restart(backend: str, timeout: timedelta) -> None:
-    """Joins the others in a part of the launcher's store of its own: it still has the addresses of the processes
-    that have ended."""
+    """Joins the others under a new prefix in the launcher's store, because the store still has the addresses of the
+    ended processes."""
     if world_size() > 1:
         store, rank, size = next(torch.distributed.rendezvous("env://"))
         store = torch.distributed.PrefixStore(f"restart_{store_number()}", store)
@@ -108,13 +107,13 @@ def _trackers(config: RunConfig) -> list[str]:
     for name in names:
         if name not in known:
             raise UsageError(f"--report_to {name}: no such tracker; type one of {', '.join(sorted(known))}")
-        if find_spec(name) is None:  # Accelerate would leave it out without a word
+        if find_spec(name) is None:  # Accelerate would silently leave it out
             raise UsageError(f"--report_to {name} needs {name}: type pip install {name.replace('_', '-')}")
     return names
 
 
 def _set_num_threads() -> None:
-    """Divides the cores among this machine's processes: launchers set one thread each."""
+    """Divides the cores among this machine's processes: launchers set one thread per process."""
     if user_chose_threads():
         return
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -122,18 +121,18 @@ def _set_num_threads() -> None:
 
 
 def _prepare_rehearsal(timeout: timedelta) -> None:
-    """Makes the config of a GPU run work on CPU: Accelerate by itself would turn FSDP into DDP
-    silently, refuse tensor parallelism, start DeepSpeed on a backend that is not there, or run each process alone."""
+    """Makes the config of a GPU run work on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
+    tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         if os.environ.get("RANK", "0") == "0":
             print("fp16 needs a GPU: this rehearsal runs in float32")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns about a missing GPU
     divides = is_true("ACCELERATE_USE_FSDP") or is_true("ACCELERATE_USE_PARALLELISM_CONFIG")
     if uses_deepspeed() or divides:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if uses_deepspeed():
-        with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", in every process
+        with contextlib.redirect_stdout(io.StringIO()):  # hides "... built successfully" of every process
             load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads() else [])])
             PartialState(backend="gloo", timeout=timeout)
     elif divides:
@@ -143,7 +142,7 @@ def _prepare_rehearsal(timeout: timedelta) -> None:
 
 
 def _check_applied(accelerator: Accelerator) -> None:
-    """Raises UsageError if Accelerate runs something other than what the config asked for."""
+    """Raises UsageError if Accelerate does not run what the config asks for."""
     expected = {
         "number of processes": (world_size(), accelerator.num_processes),
         "DeepSpeed": (uses_deepspeed(), accelerator.distributed_type == DistributedType.DEEPSPEED),
@@ -153,7 +152,7 @@ def _check_applied(accelerator: Accelerator) -> None:
     }
     for what, (asked, got) in expected.items():
         if asked != got:
-            raise UsageError(f"the config asks for {what} {asked}, Accelerate runs {got}: see accelerate_configs/")
+            raise UsageError(f"the config asks for {what} {asked}, but Accelerate runs {got}: see accelerate_configs/")
 
 
 def _check_pipeline(accelerator: Accelerator, config: RunConfig) -> None:
@@ -165,14 +164,14 @@ def _check_pipeline(accelerator: Accelerator, config: RunConfig) -> None:
     plain = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if not plain or accelerator.parallelism_config is not None or accelerator.mixed_precision == "fp16":
         raise UsageError(
-            "--pipeline_stages wants plain processes, in float32 or bf16: type --config_file "
+            "--pipeline_stages needs a config without sharding, in float32 or bf16: type --config_file "
             "accelerate_configs/pipeline_parallel.yaml"
         )
 
 
 def _set_reduction_precision(accelerator: Accelerator) -> None:
-    """Sums gradients in float32 where Accelerate's defaults would sum them in bf16, so that the
-    result depends less on the number of processes (torchtitan's default, too)."""
+    """Sums gradients in float32 under bf16, as torchtitan does by default. Accelerate's default is to sum them in bf16;
+    then the result depends more on the number of processes."""
     if accelerator.mixed_precision != "bf16":
         return
     if accelerator.distributed_type == DistributedType.FSDP:

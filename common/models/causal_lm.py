@@ -1,5 +1,6 @@
 """Causal language models of transformers: loaded, made to return losses, and their floating-point operations."""
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -71,17 +72,17 @@ def with_losses(model: PreTrainedModel) -> PreTrainedModel:
     Losses, not logits: what mixed precision converts and sharding gathers is then small. Names of
     parameters stay, and what is exported is still a model of its own class.
     """
-    base = type(model)
 
     def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
         each = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return each.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
     def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.losses(base.forward(self, input_ids=tokens, use_cache=False).logits, tokens, labels)
+        return self.losses(type(self).forward(self, input_ids=tokens, use_cache=False).logits, tokens, labels)
 
-    model.config.architectures = [base.__name__]  # what from_pretrained makes of the exported model
-    model.__class__ = type(base.__name__, (base,), {"forward": forward, "losses": losses})
+    # Bound to `self`, not to `model`: a copy of the model calls its own layers.
+    model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
+    model.config.architectures = [type(model).__name__]  # the class that from_pretrained makes of the exported model
     return model
 
 

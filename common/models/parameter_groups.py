@@ -1,4 +1,4 @@
-"""What an optimizer is given: parameters, grouped by whether they decay."""
+"""Parameter groups for an optimizer, with and without weight decay."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch import nn
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The parameters of a model in up to two groups, for the first argument of an optimizer.
 
-    Weight decay keeps small what multiplies activations: matrices and convolution kernels. Biases
-    and the gains of norms, of one dimension, do not decay, and neither do embeddings, of which a
-    step touches few rows; a head that shares its weights with an embedding counts as one
-    (as in nanoGPT, but for the embeddings).
+    Matrices and convolution kernels decay, because they multiply activations. Biases and the gains of
+    norms have one dimension and do not decay. Embeddings do not decay, because a step uses few of
+    their rows. A head that shares its weights with an embedding counts as an embedding. nanoGPT does the
+    same, except that its embeddings decay.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     decaying = [weight for weight in model.parameters() if weight.ndim >= 2 and weight not in embeddings]

@@ -1,1 +1,1 @@
-"""One optimizer step, and what differs between Accelerate, DeepSpeed and pipelines."""
+"""How an optimizer step differs between Accelerate, DeepSpeed and pipelines."""

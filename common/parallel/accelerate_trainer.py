@@ -1,4 +1,4 @@
-"""Steps of one process, DDP, FSDP2 and tensor parallelism."""
+"""Optimizer steps of a single process, DDP, FSDP2 and tensor parallelism."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from common.parallel.trainer import StepResult, Trainer, weighted_sum
 
 
 class AccelerateTrainer(Trainer):
-    """Calls model and optimizer as Accelerate prepared them."""
+    """Steps with the model and optimizer that Accelerate prepared."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -25,7 +25,7 @@ class AccelerateTrainer(Trainer):
 
     @property
     def module(self) -> nn.Module:
-        # Not accelerator.unwrap_model: it imports deepspeed, which takes seconds, wherever that is installed.
+        # Not accelerator.unwrap_model: if deepspeed is installed, it imports it, which takes seconds.
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     def _step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
@@ -36,10 +36,10 @@ class AccelerateTrainer(Trainer):
             is_last = index == len(micro_batches) - 1
             with nullcontext() if is_last else accelerator.no_sync(self.model):
                 loss = self._loss_sum(batch)
-                accelerator.backward(loss, gradient=scale.to(loss))  # as backward(loss * scale), an operation less
+                accelerator.backward(loss, gradient=scale.to(loss))  # backward(loss * scale) takes one operation more
             losses.append(loss.detach())
         grad_norm = self._clip(max_norm or torch.inf) if max_norm or wants_norm else None
-        # Without a loss scaler Accelerate's wrapper adds nothing to a step but time.
+        # Without a loss scaler, Accelerate's wrapper only adds time to a step.
         inner = optimizer if accelerator.scaler is not None else optimizer.optimizer
         inner.step()
         inner.zero_grad()
@@ -53,7 +53,7 @@ class AccelerateTrainer(Trainer):
         return weighted_sum(loss, batch)
 
     def _clip(self, max_norm: float) -> Tensor:
-        """Clips to the norm of the gradient of the whole model, and returns that norm."""
+        """Clips the gradient of the whole model to `max_norm`; returns the norm before clipping."""
         self.accelerator.unscale_gradients(self.optimizer)
         parameters = [weight for weight in self.model.parameters() if weight.grad is not None]
         if not any(hasattr(weight, "device_mesh") for weight in parameters):

@@ -1,5 +1,5 @@
-"""What a user brings: a model, an optimizer, data and a forward_step. Each config trains them as one process does, or
-they are refused in one line, at the start or in the step that meets it."""
+"""Checks of the user's model, optimizer, data and forward_step. Each config trains them with the result of a single
+process, or refuses them in one line, at the start or in the step that shows the problem."""
 
 import hashlib
 import os
@@ -19,21 +19,21 @@ from common.errors import UsageError
 from common.plan import Plan
 from common.random_state import random_state_kept
 
-# On DTensors, which FSDP2 makes of the weights, they fail in the first step (torch 2.13).
+# FSDP2 turns the weights into DTensors. On DTensors these optimizers fail in the first step (torch 2.13).
 WHOLE_ONLY = ("Adafactor", "Muon", "Rprop")
-# Each number's step depends on the gradients of that number alone, so that they may step on pieces of the weights.
+# The update of an element depends on the gradients of that element alone, so these optimizers can step on shards.
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 
 def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Freezes the weights that the optimizer was not given: else their gradients pile up, and count in the norm that
-    clips. Raises UsageError for a weight that the model lacks, which the processes would not share."""
+    """Freezes the weights that the optimizer was not given: otherwise their gradients accumulate and count in the
+    clipping norm. Raises UsageError for a weight outside the model: the processes would not synchronize it."""
     given = {weight for group in optimizer.param_groups for weight in group["params"]}
     strange = given - set(model.parameters())
     if strange:
         raise UsageError(
-            f"the optimizer was given a weight of shape {tuple(strange.pop().shape)} that is none of "
-            f"{type(model).__name__}: hand fit one module that holds all weights"
+            f"the optimizer was given a weight of shape {tuple(strange.pop().shape)} that is not in "
+            f"{type(model).__name__}: give fit one module that holds all weights"
         )
     left = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad and weight not in given]
     for _, weight in left:
@@ -46,50 +46,57 @@ def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optim
 
 
 def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for an optimizer that would not do under this config what it does on one process."""
+    """Raises UsageError for an optimizer that fails under this config or gives another result than on one process."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS calls the model several times a step, which fit does not: take another optimizer")
+        raise UsageError(
+            "LBFGS calls the model several times a step, which fit does not support: use another optimizer"
+        )
     if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
         raise UsageError(f"{name} has a tensor as learning rate: give it a float")
     if accelerator.scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
-        raise UsageError("fused=True hides from the loss scaling of fp16 which steps were skipped: remove it")
+        raise UsageError("fused=True hides the steps that the loss scaling of fp16 skips: remove it")
     if accelerator.distributed_type == DistributedType.FSDP and name in WHOLE_ONLY:
-        raise UsageError(f"{name} steps on whole weights only: type --config_file accelerate_configs/ddp.yaml")
+        raise UsageError(
+            f"{name} steps on whole weights only, but FSDP shards them: type --config_file accelerate_configs/ddp.yaml"
+        )
     is_known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
     if accelerator.distributed_type == DistributedType.DEEPSPEED and not (
         is_known or getattr(optimizer, "elementwise", False)
     ):
         raise UsageError(
-            f"{name} under DeepSpeed, which steps on flat pieces of the weights: type --config_file "
-            f"accelerate_configs/fsdp2.yaml, or, if its step of each number depends on the gradients of that number "
-            f"alone, write elementwise = True into the class {name}"
+            f"{name} may fail under DeepSpeed, which steps on flat shards of the weights: type --config_file "
+            f"accelerate_configs/fsdp2.yaml; if {name} updates each element from the gradients of that element alone, "
+            "set elementwise = True in its class"
         )
 
 
 def say_what_depends_on_the_layout(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
-    """One line for each kind of layer whose result is another on another number of processes."""
+    """Prints one line for each kind of layer that gives another result on another number of processes."""
     if plan.micro_batch_size == plan.config.batch_size:
         return
-    sees = f"sees {plan.micro_batch_size} of {plan.config.batch_size} samples at a time: the result depends on the"
+    sees = (
+        f"normalizes {plan.micro_batch_size} of {plan.config.batch_size} samples at a time: the result depends on the"
+    )
     modules = list(model.modules())
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules):
         accelerator.print(
-            f"this model has BatchNorm, which {sees} number of processes; GroupNorm or LayerNorm avoid that"
+            f"this model has BatchNorm, which {sees} number of processes; to avoid that, use GroupNorm or LayerNorm"
         )
     if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules):
         accelerator.print(
-            "this model has dropout, which draws other numbers on another number of processes: losses agree on average "
-            "only"
+            "this model has dropout: its random numbers depend on the number of processes, so losses agree only on "
+            "average"
         )
 
 
 def choose_wrapped_layers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Tells Accelerate which layers FSDP gathers one at a time: those that the config file names, or those of
-    `_no_split_modules` that are there and do not hold the input embedding, which Accelerate shards by itself.
+    """Sets the layers that FSDP gathers one at a time: the classes in the config file, else in `_no_split_modules`.
+
+    Leaves out classes with the input embedding in one of their layers: Accelerate shards the embedding separately.
 
     Raises:
-        UsageError: a class of the config file that the model lacks, or a weight that FSDP cannot gather.
+        UsageError: the config file names a class that the model lacks, or FSDP cannot gather a shared weight.
     """
     named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
     present = {type(module).__name__ for module in model.modules()}
@@ -114,8 +121,8 @@ def choose_wrapped_layers(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def _check_shared_weights(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Raises UsageError for a weight of two modules that FSDP gathers apart: layers, and the input embedding, which
-    Accelerate gathers with the output embedding where they are tied."""
+    """Raises UsageError if two modules share a weight but FSDP gathers them separately. FSDP gathers each layer, the
+    input embedding and the rest of the model separately; a tied output embedding goes with the input embedding."""
     group_of = {module: layer for layer in layers for module in layer.modules()}
     ends = [_embedding(model, end) for end in ("input", "output")]
     if getattr(ends[0], "weight", None) is not getattr(ends[1], "weight", 0):
@@ -129,24 +136,24 @@ def _check_shared_weights(model: nn.Module, layers: list[nn.Module]) -> None:
     for sharing in owners.values():
         if len({group_of.get(module) for _, module in sharing}) > 1:
             raise UsageError(
-                f"{sharing[0][0]} and {sharing[-1][0]} share a weight, which FSDP cannot gather with both: type "
-                "--config_file accelerate_configs/ddp.yaml, or name no layers in _no_split_modules that share one"
+                f"{sharing[0][0]} and {sharing[-1][0]} share a weight, but FSDP gathers them separately: type "
+                "--config_file accelerate_configs/ddp.yaml, or remove layers that share one from _no_split_modules"
             )
 
 
 def check_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raises UsageError for a weight that FSDP or DeepSpeed cannot divide, or would silently cast."""
+    """Raises UsageError for a weight that FSDP or DeepSpeed cannot shard or would silently cast."""
     names = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}
     who = names.get(accelerator.distributed_type)
     if who is None:
         return
-    # FSDP in bf16 and DeepSpeed hold all weights in one precision, which has no imaginary part.
+    # FSDP in bf16 and DeepSpeed hold all weights in float32 or lower, without imaginary parts.
     casts = who == "DeepSpeed" or accelerator.mixed_precision != "no"
     for name, weight in model.named_parameters():
         if weight.ndim == 0:
-            raise UsageError(f"{name} has no dimension that {who} could divide: give it the shape (1,)")
+            raise UsageError(f"{name} has no dimension that {who} could shard: give it the shape (1,)")
         if weight.numel() == 0:
-            raise UsageError(f"{name} has no elements, of which {who} needs some: leave it out of the model")
+            raise UsageError(f"{name} has no elements, which {who} does not support: remove it from the model")
         if casts and weight.dtype in (torch.float64, torch.complex64, torch.complex128):
             raise UsageError(
                 f"{name} is {_name(weight)}, which {who} would cast: type "
@@ -154,7 +161,7 @@ def check_weights(accelerator: Accelerator, model: nn.Module) -> None:
             )
     others = sorted({_name(weight) for weight in model.parameters()} - {"float32"})
     if casts and others:
-        accelerator.print(f"{who} trains and exports in float32 what this model holds in {', '.join(others)}")
+        accelerator.print(f"{who} trains and exports this model's {', '.join(others)} weights in float32")
 
 
 def _name(tensor: Tensor) -> str:
@@ -163,13 +170,13 @@ def _name(tensor: Tensor) -> str:
 
 def _embedding(model: nn.Module, end: str) -> nn.Module | None:
     try:
-        return getattr(model, f"get_{end}_embeddings")()  # of a transformers model
+        return getattr(model, f"get_{end}_embeddings")()  # transformers models have it
     except (AttributeError, NotImplementedError):
         return None
 
 
 def checked(forward_step: ForwardStep, size: int) -> ForwardStep:
-    """The same, which raises UsageError unless it gives one value of each metric for each of `size` samples."""
+    """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples."""
 
     def step(model: Any, batch: Batch) -> dict[str, Tensor]:
         values = forward_step(model, batch)
@@ -185,7 +192,7 @@ def checked(forward_step: ForwardStep, size: int) -> ForwardStep:
                     f"{_advice(value, size)}"
                 )
         if torch.is_grad_enabled() and not values["loss"].requires_grad:
-            raise UsageError('"loss" has no gradient: compute it from what the model gives, without detach or no_grad')
+            raise UsageError('"loss" has no gradient: compute it from the model output, without detach or no_grad')
         return values
 
     return step
@@ -197,16 +204,16 @@ def _advice(value: Tensor, size: int) -> str:
     if value.shape == (size, 1):
         return ".squeeze(-1)"
     if value.shape == (size, size):
-        return ".squeeze(-1) at what the model gives: (batch, 1) against (batch,) makes (batch, batch)"
-    return ".flatten(1).mean(1)" if value.shape[0] == size else "what keeps the dimension of the batch"
+        return ".squeeze(-1) on the model output: (batch, 1) against (batch,) makes (batch, batch)"
+    return ".flatten(1).mean(1)" if value.shape[0] == size else "a reduction that keeps the batch dimension"
 
 
 def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> int | None:
-    """Raises UsageError for a weight that this forward pass did not use. One process leaves it as it is; DDP and FSDP
-    wait for its gradient, and ZeRO decays it.
+    """Raises UsageError for a weight that this forward pass did not use. A single process leaves such a weight
+    unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it.
 
     Returns:
-        A number that identifies the path through the model: equal paths give equal numbers. None if the path is hidden.
+        A checksum of the path through the model: equal paths have equal checksums. None if checkpointing hides it.
     """
     used, seen, waiting, way = set(), set(), [loss.grad_fn], 0
     while waiting:
@@ -214,32 +221,35 @@ def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> int | None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if "CheckpointFunction" in node.name():  # which hides what is in it
+        if "CheckpointFunction" in node.name():  # activation checkpointing hides the layers in it
             return None
         way = zlib.crc32(node.name().encode(), way)
-        if hasattr(node, "variable"):  # a weight, at which the graph ends
+        if hasattr(node, "variable"):  # a leaf of the graph: a weight
             used.add(node.variable)
         waiting += [following for following, _ in node.next_functions]
     weights = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
-    if len(used) >= len(weights):  # FSDP computes with weights of its own, which have no names
+    if len(used) >= len(weights):  # FSDP computes with gathered copies without names: count
         return way
     unused = [name for weight, name in weights.items() if weight not in used]
     what = unused[0] if len(unused) + len(used) == len(weights) else f"{len(weights) - len(used)} of its weights"
     raise UsageError(
-        f"the forward pass of process {rank} does not use {what}: freeze what no pass uses, with requires_grad_(False) "
-        "or by leaving it out of the optimizer; for what other passes use, such as experts, add 0 * weight.sum() to "
-        "each loss"
+        f"the forward pass of process {rank} does not use {what}: freeze weights that no pass uses, with "
+        "requires_grad_(False) or by leaving them out of the optimizer; if only some passes use a weight, as with "
+        "experts, add 0 * weight.sum() to each loss"
     )
 
 
 def check_same_way(first: int | None, way: int | None, rank: int) -> int | None:
-    """Raises UsageError if a forward pass took another way through the model than the first one, or than that of
-    another process: ZeRO adds up gradients in the order in which they come, and would add those of different weights.
+    """Raises UsageError if a forward pass took another path through the model than the first pass of process 0. ZeRO
+    adds up gradients in order of arrival: with different paths it would add the gradients of different weights.
 
     Args:
-        first: what the call before returned; None in the first one, for which all processes meet.
-        way: as `check_all_used` gives it.
-        rank: of this process, for the line.
+        first: the result of the previous call; None in the first call, which is a collective.
+        way: the result of `check_all_used`.
+        rank: of this process, for the message.
+
+    Returns:
+        The checksum of the first pass of process 0.
     """
     if first is None:
         ways: list[int | None] = [None] * dist.get_world_size()
@@ -247,16 +257,16 @@ def check_same_way(first: int | None, way: int | None, rank: int) -> int | None:
         first = ways[0]
     if way is not None and way != first:
         raise UsageError(
-            f"the forward pass of process {rank} takes another way through the model than other passes do, as experts "
-            "make it, which ZeRO cannot follow: type --config_file accelerate_configs/ddp.yaml"
+            f"the forward pass of process {rank} takes another path through the model than other passes do, as with "
+            "experts, which ZeRO does not support: type --config_file accelerate_configs/ddp.yaml"
         )
     return first
 
 
 def check_same_start(model: nn.Module, datasets: Iterable[MapDataset], group: CpuGroup) -> None:
-    """Raises UsageError, in all processes, if one has other weights or data than the first.
+    """Raises UsageError in all processes if the weights or data of one process differ from those of process 0.
 
-    Compared are up to 64 numbers of each weight, and the length and the first sample of each set.
+    Compares up to 64 elements of each weight, and the length and the first sample of each dataset.
     """
     if group.size == 1:
         return
@@ -272,13 +282,13 @@ def check_same_start(model: nn.Module, datasets: Iterable[MapDataset], group: Cp
     for rank, other in enumerate(found):
         for what in [name for name in {**found[0], **other} if found[0].get(name) != other.get(name)]:
             raise UsageError(
-                f"process {rank} starts with another value of {what} than process 0: build model and data the same in "
-                "each process; start(config) seeds all alike, so do not seed by rank"
+                f"process {rank} starts with another value of {what} than process 0: build the same model and data in "
+                "each process; start(config) gives all processes the same seed, so do not seed by rank"
             )
 
 
 def _sample(tensor: Tensor) -> str:
-    """Of up to 64 of its numbers, spread over all."""
+    """Shape, dtype and up to 64 evenly spaced elements, as text."""
     flat = tensor.detach().flatten()
     values = flat[:: max(1, flat.numel() // 64)][:64]
     return f"{tuple(tensor.shape)} {tensor.dtype} {values.tolist()}"

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1 to 3: its config, its steps, and its state in and out of a checkpoint."""
+"""DeepSpeed ZeRO 1 to 3: config, steps, and saving and loading of its state."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,19 +19,19 @@ from common.plan import Plan
 
 
 def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Writes what the command line decides into DeepSpeed's config, which would otherwise clip at
-    1.0 and accumulate as its own section says."""
+    """Writes batch sizes, accumulation and clipping from the command line into DeepSpeed's config. By default,
+    Accelerate would clip at 1.0 and take the accumulation from the config file."""
     if plan.config.ema_decay:
         raise UsageError(
-            "--ema_decay does not work under DeepSpeed, which keeps the weights to itself: type "
+            "--ema_decay does not work under DeepSpeed, which trains its own flat copy of the weights: type "
             "--config_file accelerate_configs/fsdp2.yaml"
         )
     section = accelerator.deepspeed_plugin.deepspeed_config
     for name, owner in (("optimizer", "the recipe's optimizer"), ("scheduler", "--lr_schedule")):
-        if name in section:  # with a scheduler of its own DeepSpeed would set other learning rates than we tell
-            raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} decides: remove it there")
+        if name in section:  # DeepSpeed's own scheduler would override our learning rates
+            raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} replaces: remove it there")
     if section.get("zero_optimization", {}).get("stage") not in (1, 2, 3):
-        raise UsageError("the DeepSpeed config has no zero_optimization with stage 1, 2 or 3: write it there")
+        raise UsageError("the DeepSpeed config has no zero_optimization with stage 1, 2 or 3: add it there")
     decided = {
         "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "--micro_batch_size"),
         "gradient_accumulation_steps": (plan.accumulation, "--batch_size and --micro_batch_size"),
@@ -43,20 +43,20 @@ def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
         if given not in ("auto", value):
             raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
         section[key] = value
-    # By default its buffers have room for 500 million values each, 2 GB, however small the model is.
+    # By default each of DeepSpeed's buffers holds 500 million values, 2 GB, even for a small model.
     num_weights = sum(weight.numel() for weight in model.parameters())
-    bucket_size = min(num_weights + num_weights % 2, 500_000_000)  # it wants an even one
+    bucket_size = min(num_weights + num_weights % 2, 500_000_000)  # DeepSpeed needs an even size
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         section.setdefault("zero_optimization", {}).setdefault(bucket, bucket_size)
     accelerator.gradient_accumulation_steps = plan.accumulation
-    # DeepSpeed's own CPU optimizer exists for Adam only; others step with torch's.
+    # With offload and this flag, Accelerate replaces even other optimizers with DeepSpeed's CPU Adam.
     is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     section.setdefault("zero_force_ds_cpu_optimizer", is_adam)
 
 
 def load_models_whole(accelerator: Accelerator) -> None:
-    """Stops transformers from dividing, under ZeRO-3, each model that it loads among the processes:
-    a process that loads one alone, such as the exported model, would wait for the others."""
+    """Stops transformers from sharding each model that it loads under ZeRO-3. Otherwise a process that loads a model
+    alone, for example the exported one, would wait for the others."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -64,13 +64,14 @@ def load_models_whole(accelerator: Accelerator) -> None:
 
 
 class DeepSpeedTrainer(Trainer):
-    """Steps through DeepSpeed's engine. It holds the weights, averages over processes and accumulation, and clips."""
+    """Steps through DeepSpeed's engine. The engine holds the weights, averages gradients over processes and
+    micro-batches, and clips."""
 
-    _way: int | None = None  # through the model, which ZeRO wants all forward passes to take
+    _way: int | None = None  # path through the model; ZeRO needs the same one in all forward passes
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's own, which `prepare` made of the model."""
+        """DeepSpeed's engine around the model, made by `prepare`."""
         return self.model
 
     @property
@@ -89,7 +90,7 @@ class DeepSpeedTrainer(Trainer):
         engine.step()
         skipped = not engine.was_step_applied()
         if skipped and self.accelerator.mixed_precision != "fp16":
-            return StepResult(losses, weight, torch.inf)  # without loss scaling it skips without a word
+            return StepResult(losses, weight, torch.inf)  # without loss scaling, DeepSpeed skips silently
         return StepResult(losses, weight, engine.get_global_grad_norm(), skipped)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
@@ -110,7 +111,7 @@ class DeepSpeedTrainer(Trainer):
                 setattr(self.engine.optimizer.loss_scaler, name, value)
 
     def parts(self) -> list[Part]:
-        """As `Trainer.parts`; all tensors are whole, gathered one after the other."""
+        """As `Trainer.parts`, but each tensor is whole; `get` gathers one tensor at a time."""
         self._link_states()
         parts: list[Part] = []
         for name, weight in self.saved_tensors().items():
@@ -123,7 +124,7 @@ class DeepSpeedTrainer(Trainer):
     def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Part]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        flat, state = self._flat_states()[0]  # all weights have the same slots and have taken as many steps
+        flat, state = self._flat_states()[0]  # all weights have the same slots and step count
         for slot, value in state.items():
             if isinstance(value, Tensor) and value.shape == flat.shape:
                 yield Part.gathered(f"{name}.{slot}", shape, partial(safe_get_full_optimizer_state, weight, slot))
@@ -131,23 +132,24 @@ class DeepSpeedTrainer(Trainer):
                 yield Part.whole(f"{name}.{slot}", torch.as_tensor(float(value)))
 
     def _link_states(self) -> None:
-        """Links the optimizer's state to the weights. ZeRO-1 and 2 do so in their first step, after the first parameter
-        group: the other groups have no state then, and stay without a link (DeepSpeed 0.19)."""
+        """Links the optimizer state to the weights. ZeRO-1 and 2 do so in their first step, after the first parameter
+        group: the other groups have no state yet and stay without a link (DeepSpeed 0.19)."""
         zero = self.engine.optimizer
         if hasattr(zero, "_hp_optimizer_states_linked"):
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
 
     def _flat_states(self) -> list[tuple[Tensor, dict]]:
-        """The parts of all weights in a row on which DeepSpeed's inner optimizer works, and its state of them."""
+        """The flat shards that DeepSpeed's inner optimizer updates, each with its optimizer state."""
         zero = self.engine.optimizer
-        # Of stage 3, of 1 and 2, and of 1 in bf16.
+        # The names in stage 3, in stages 1 and 2, and in stage 1 with bf16.
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         flats = next(getattr(zero, name) for name in names if hasattr(zero, name))
         return [(flat, zero.optimizer.state[flat]) for flat in flats]
 
     def load_parts(self, reader: TensorReader) -> None:
-        """As `Trainer.load_parts`, and the weights, too: in bf16 the engine made its float32 ones from rounded ones."""
+        """As `Trainer.load_parts`, but also loads the weights: in bf16 the engine made its float32 copy from rounded
+        weights."""
         weights = {
             name: weight
             for name, weight in self.saved_tensors().items()
@@ -186,11 +188,11 @@ class DeepSpeedTrainer(Trainer):
 
 
 def _set_whole(weight: Any, slot: str | None, value: Tensor) -> None:
-    """Sets a weight, or with `slot` its state in the optimizer, to a whole tensor."""
+    """Sets a weight, or with `slot` its optimizer state, from a whole tensor."""
     from deepspeed import utils
 
     kind = "full"
-    if hasattr(weight, "ds_tensor"):  # of ZeRO-3, whose safe_set_full fails where the processes do not divide it
+    if hasattr(weight, "ds_tensor"):  # ZeRO-3: safe_set_full fails if the weight needs padding
         kind, size, rank = "local", weight.ds_tensor.numel(), dist.get_rank(weight.ds_process_group)
         share = value.flatten()[rank * size : (rank + 1) * size]
         value = torch.nn.functional.pad(share, (0, size - share.numel()))

@@ -1,4 +1,4 @@
-"""A moving average of the weights, which is evaluated and exported in their place."""
+"""A moving average of the weights, evaluated and exported instead of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 class EMA:
     """average <- decay × average + (1 - decay) × weights, after each optimizer step.
 
-    The decay rises to its value along (1 + updates) / (10 + updates), so that the random weights of
-    the start are soon forgotten (as TensorFlow's ExponentialMovingAverage). Each process averages
-    the weights, or the shards of them, that its optimizer holds. Buffers are not averaged.
+    The decay rises to its value along (1 + updates) / (10 + updates), to reduce the influence of the
+    random initial weights (as in TensorFlow's ExponentialMovingAverage). Each process averages the
+    weights, or shards of weights, in its optimizer. Buffers are not averaged.
 
     Args:
-        optimizer: whose parameters are averaged.
+        optimizer: over the parameters to average.
         decay: between 0 and 1.
     """
 
@@ -26,7 +26,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes in the weights as they are after an optimizer step."""
+        """Updates the averages with the current weights, after an optimizer step."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         averages, weights = ([_local(tensor) for tensor in part] for part in (self.averages.values(), self.averages))
@@ -34,7 +34,7 @@ class EMA:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Puts the averages in the place of the weights of `model`, until the end of the `with` block."""
+        """Replaces the weights of `model` with the averages until the end of the `with` block."""
         self._swap(model)
         try:
             yield
@@ -47,12 +47,12 @@ class EMA:
             kept = weight.detach().clone()
             weight.copy_(average)
             average.copy_(kept)
-        # After an evaluation FSDP2 keeps what it gathered of the outermost module, for a backward pass.
+        # After an evaluation FSDP2 keeps the gathered weights of the outermost module for a backward pass.
         for module in model.modules():
             if reshard := getattr(module, "reshard", None):
                 reshard()
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
+    """The shard of a DTensor on this process; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

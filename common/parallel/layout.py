@@ -1,4 +1,4 @@
-"""Which processes hold which part of the model, and which of them see the same samples."""
+"""How the processes share the model, and which of them take the same samples."""
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -7,7 +7,7 @@ from common.config import RunConfig
 
 
 def parallelism(accelerator: Accelerator, config: RunConfig) -> str:
-    """What is done with the model, in the terms of the field."""
+    """The kind of parallelism and its sizes, for example "HSDP 2 × 2"."""
     kind, sizes = accelerator.distributed_type, accelerator.parallelism_config
     if config.pipeline_stages > 1:
         num_pipelines = accelerator.num_processes // config.pipeline_stages
@@ -27,11 +27,11 @@ def parallelism(accelerator: Accelerator, config: RunConfig) -> str:
 
 
 def data_parallel_size_and_rank(accelerator: Accelerator, config: RunConfig) -> tuple[int, int]:
-    """(groups of processes that see different samples, the group of this process): the processes
-    that divide a layer, or the layers, among them see the same ones."""
+    """(number of data-parallel ranks, this process's data-parallel rank). Processes that share each layer (tensor
+    parallelism) or the chain of layers (pipeline) have the same rank and take the same samples."""
     sizes = accelerator.parallelism_config
     group_size = config.pipeline_stages * (sizes.non_data_parallel_size if sizes is not None else 1)
-    # A group's processes are neighbours in the order of ranks.
+    # The processes of such a group have consecutive ranks.
     return accelerator.num_processes // group_size, accelerator.process_index // group_size
 
 

@@ -1,4 +1,4 @@
-"""Parts of tensors: what a process holds of a tensor that several processes share, and how it is read back."""
+"""Parts of tensors: the range of a sharded tensor that a process holds, and how to read it back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # its import takes 0.7 s
+if TYPE_CHECKING:  # the import takes 0.7 s
     from torch.distributed.tensor import DTensor
 
 
@@ -15,26 +15,26 @@ class TensorReader(Protocol):
     """Reads tensors, or ranges of them, from a checkpoint.
 
     Attributes:
-        tensors: {name: what is known of it, with its "shape"}.
+        tensors: {name: description of the tensor, with its "shape"}.
     """
 
     tensors: dict[str, dict[str, Any]]
 
     def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """A tensor on the CPU, or the range of `sizes` from `offsets`."""
+        """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this process holds of a tensor.
+    """The part of a tensor that this process holds.
 
     Attributes:
         name: of the tensor.
         shape: of the whole tensor.
-        offsets: where the part begins, for each dimension.
+        offsets: start of the part in each dimension.
         sizes: of the part.
-        get: gives it. All processes call it for all their parts, in the same order.
-        of_first: it may differ between those that hold it; the first of them counts.
+        get: returns the part. It may be a collective: all processes call it for all parts, in the same order.
+        of_first: the part may differ between processes that hold it; the first of them saves it.
     """
 
     name: str
@@ -46,22 +46,22 @@ class Part:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, of_first: bool = False) -> "Part":
-        """All of a tensor."""
+        """A part that is the whole tensor."""
         return cls.gathered(name, tuple(tensor.shape), lambda: tensor, of_first)
 
     @classmethod
     def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor], of_first: bool = False) -> "Part":
-        """All of a tensor that only `get` brings together."""
+        """A part that is the whole tensor; `get` gathers it."""
         return cls(name, shape, (0,) * len(shape), shape, get, of_first)
 
 
 def is_divided(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor."""
+    """Whether the tensor is a DTensor."""
     return hasattr(tensor, "placements")
 
 
 def parts_of(name: str, tensor: Tensor, of_first: bool = False) -> Iterator[Part]:
-    """The part that this process holds of a tensor, whole or divided; none where it holds nothing."""
+    """This process's part of a tensor, whole or sharded; nothing if its shard is empty."""
     if not is_divided(tensor):
         yield Part.whole(name, tensor, of_first)
         return
@@ -72,11 +72,11 @@ def parts_of(name: str, tensor: Tensor, of_first: bool = False) -> Iterator[Part
 
 
 def _range(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, sizes) of what this process holds of a DTensor."""
+    """(offsets, sizes) of this process's shard of a DTensor."""
     offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
     mesh = tensor.device_mesh
-    # From the last dimension of the mesh to the first, as tensor parallelism divided before FSDP2 did;
-    # torch's own functions do not know that order where both divided one dimension.
+    # From the last mesh dimension to the first: tensor parallelism sharded before FSDP2 did. torch's own
+    # functions do not use that order if both sharded the same tensor dimension.
     for dimension in reversed(range(mesh.ndim)):
         placement: Any = tensor.placements[dimension]
         if placement.is_shard() or hasattr(placement, "split_factor"):
@@ -89,13 +89,13 @@ def _range(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def placed_like(weight: Tensor, reader: TensorReader, name: str) -> Tensor:
-    """What this process holds of a tensor on the disk, if it is divided as `weight` is."""
+    """Reads this process's part of a saved tensor, sharded as `weight` is. A tensor of another shape is read whole."""
     shape = tuple(reader.tensors[name]["shape"])
     if shape != tuple(weight.shape):
         return reader.tensor(name).to(weight.device)
     if not is_divided(weight):
         value = reader.tensor(name)
-        return torch.empty_like(weight, dtype=value.dtype).copy_(value)  # fused kernels want its memory format, too
+        return torch.empty_like(weight, dtype=value.dtype).copy_(value)  # fused kernels need its memory format
     from torch.distributed.tensor import DTensor
 
     local = reader.tensor(name, *_range(weight)).to(weight.device)

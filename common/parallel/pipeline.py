@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each process holds a stage, a part of the chain of layers."""
+"""Pipeline parallelism: each process holds a stage, a range of the layers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,17 @@ if TYPE_CHECKING:
 
 
 class Absent(nn.Module):
-    """In the place of a layer that another stage holds, so that the names of the others stay."""
+    """Placeholder for a layer of another stage. It keeps the names of the other layers unchanged."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
 class Stage(nn.Module):
-    """A causal model of transformers of which this process runs some layers.
+    """The layers of a transformers causal model that this process runs.
 
-    Takes tokens, int64 of shape (batch, context), in the first stage and hidden states, (batch,
-    context, hidden), in the others; returns logits, (batch, context, vocabulary), from the last one
-    and hidden states from the others.
+    The first stage takes tokens, int64 of shape (batch, context); the others take hidden states, (batch,
+    context, hidden). The last stage returns logits, (batch, context, vocabulary); the others return hidden states.
     """
 
     def __init__(self, model: "PreTrainedModel", is_first: bool, is_last: bool):
@@ -43,20 +42,20 @@ class Stage(nn.Module):
 
 
 def layer_bounds(sizes: Sequence[int], before: int, after: int, num_stages: int) -> list[int]:
-    """Where to cut a chain of layers, so that the largest stage is as small as can be.
+    """Cuts a chain of layers into stages so that the largest stage is as small as possible.
 
     Args:
-        sizes: of the layers, such as their numbers of weights, or all 1 to count layers.
-        before: size of what comes before them, in the first stage.
-        after: size of what comes after them, in the last stage.
+        sizes: of the layers, for example their numbers of weights, or all 1 to count layers.
+        before: size of the modules before the layers, in the first stage.
+        after: size of the modules after the layers, in the last stage.
         num_stages: at most the number of layers.
 
     Returns:
         num_stages + 1 indices: stage s holds layers bounds[s] to bounds[s + 1] - 1.
     """
     num_layers = len(sizes)
-    # best[s][i]: the smallest possible largest stage, if s stages hold the first i layers; cut[s][i]: where the last
-    # of them begins.
+    # For the best cut of the first i layers into s stages, best[s][i] is the size of its largest stage and cut[s][i]
+    # the first layer of its last stage.
     best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
     cut = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
     best[0][0] = 0
@@ -74,12 +73,12 @@ def layer_bounds(sizes: Sequence[int], before: int, after: int, num_stages: int)
 
 
 def check_pipeline(model: nn.Module, num_stages: int) -> None:
-    """Raises UsageError unless it is a model of transformers with a plan for pipelines and a layer for each stage."""
+    """Raises UsageError unless `model` is a transformers model with a pipeline plan and a layer for each stage."""
     base: Any = getattr(model, "base_model", None)
     if not getattr(getattr(model, "config", None), "base_model_pp_plan", None) or not hasattr(base, "layers"):
         raise UsageError(
-            f"{type(model).__name__} cannot be cut into stages: remove --pipeline_stages, or take a model of "
-            "transformers with a plan for pipelines and a list of layers, as recipes/transformer.py does"
+            f"{type(model).__name__} cannot be cut into stages: remove --pipeline_stages, or use a transformers model "
+            "with a pipeline plan and a list of layers, as recipes/transformer.py does"
         )
     if len(base.layers) < num_stages:
         raise UsageError(
@@ -89,8 +88,8 @@ def check_pipeline(model: nn.Module, num_stages: int) -> None:
 
 
 def keep_stage(model: "PreTrainedModel", index: int, num_stages: int, by: str) -> None:
-    """Removes from a model of transformers the layers of the other stages; `by` "layers" or "parameters"
-    are the stages of one size."""
+    """Removes the layers of the other stages from a transformers model. `by`, "layers" or "parameters", is the size
+    that all stages have about equally."""
     base = model.base_model
     num_layers = len(base.layers)
     sizes, before, after = [1] * num_layers, 0, 0
@@ -109,7 +108,7 @@ def keep_stage(model: "PreTrainedModel", index: int, num_stages: int, by: str) -
 
 
 def _model_arguments(forward_step: ForwardStep, batch: Batch) -> tuple[Any, ...]:
-    """The arguments with which `forward_step` calls the model. A stand-in notes them and returns zeros as losses."""
+    """The arguments with which `forward_step` calls the model. A stand-in records them and returns zero losses."""
     noted: list[tuple[Any, ...]] = []
 
     def stand_in(*args: Any) -> Tensor:
@@ -123,26 +122,26 @@ def _model_arguments(forward_step: ForwardStep, batch: Batch) -> tuple[Any, ...]
 
 
 class Pipeline(nn.Module):
-    """The stage of this process, and the way through all of them.
+    """The stage of this process, and the passes through all stages.
 
-    Called like the model, it gives in all processes of the pipeline what the model would, forward
-    only. Training goes through `backward` and `clip`.
+    A call takes the arguments of the model, runs a forward pass without gradients and returns the losses in all
+    processes of the pipeline. Training uses `backward` and `clip`.
 
     Args:
         accelerator: from `start(config)`.
-        model: of transformers, as `with_losses` makes it, whole; what other stages hold is removed from it.
-        optimizer: over its parameters; those of other stages are removed.
+        model: whole transformers model from `with_losses`; the layers of other stages are removed from it.
+        optimizer: over the model's parameters; the parameters of other stages are removed from it.
         plan: of the run.
 
     Raises:
-        UsageError: the model cannot be cut into so many stages.
+        UsageError: the model cannot be cut into `--pipeline_stages` stages.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, plan: Plan
     ):
         super().__init__()
-        # Here, because the imports take a second.
+        # Imported here, because the imports take a second.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -169,7 +168,7 @@ class Pipeline(nn.Module):
         self.schedule = schedule(stage, plan.accumulation, loss_fn=self._loss, scale_grads=False)
 
     def forward(self, *args: Tensor) -> Tensor:
-        """What the model gives for these arguments, without a graph."""
+        """The losses of the model for these arguments, without a graph."""
         with torch.no_grad(), self.autocast():
             given = args[0]
             if not self.is_first:
@@ -183,7 +182,7 @@ class Pipeline(nn.Module):
         return result
 
     def backward(self, forward_step: ForwardStep, micro_batches: Sequence[Batch], scale: Tensor) -> list[Tensor]:
-        """Accumulates the gradient of scale × the summed losses.
+        """Accumulates the gradient of scale × the sum of the losses.
 
         Returns:
             The sum of the losses of each micro-batch, 0-dim, in the last stage; zeros in the others.
@@ -194,7 +193,7 @@ class Pipeline(nn.Module):
         if self.is_first:
             inputs = [torch.cat([_model_arguments(forward_step, batch)[0] for batch in micro_batches])]
         if self.is_last:
-            target = torch.arange(len(micro_batches))  # each micro-batch's number, as _loss takes it
+            target = torch.arange(len(micro_batches))  # `_loss` takes the number of a micro-batch
         with self.autocast():
             self.schedule.step(*inputs, target=target, losses=[], return_outputs=False)
         if self.tied is not None:
@@ -204,7 +203,7 @@ class Pipeline(nn.Module):
         return self._sums
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clips to the norm of the gradient of the whole model, and returns that norm."""
+        """Clips the gradient of the whole model to `max_norm`; returns the norm before clipping."""
         weights = [weight for weight in self.model.parameters() if weight.grad is not None]
         counted = [weight.grad for weight in weights if not (self.is_last and weight is self.tied)]
         square = nn.utils.get_total_norm(counted).square()
@@ -214,7 +213,7 @@ class Pipeline(nn.Module):
         return norm
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of all stages, on the CPU, in the first one."""
+        """The tensors of all stages, on the CPU, in the first stage; an empty dict in the others."""
         parts: list[Any] | None = [None] * self.num_stages if self.is_first else None
         here = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         dist.gather_object(here, parts, group_dst=0, group=self.group)
@@ -229,7 +228,7 @@ class Pipeline(nn.Module):
         return total * self._scale
 
     def _add_gradient_of_the_other_end(self, gradient: Tensor) -> None:
-        """First and last stage hold a copy each of a tied embedding, whose gradient is the sum of both."""
+        """Sums the gradients of the two copies of a tied embedding, in the first and in the last stage."""
         other, peer = torch.empty_like(gradient), self.num_stages - 1 if self.is_first else 0
         exchange = [
             dist.P2POp(dist.isend, gradient, group=self.group, group_peer=peer),
@@ -240,7 +239,7 @@ class Pipeline(nn.Module):
         gradient += other
 
     def _average_over_pipelines(self) -> None:
-        # Not DDP: its buckets do not bear that each micro-batch has a backward pass of its own.
+        # Not DDP: its buckets do not support a separate backward pass for each micro-batch.
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
         for request in [dist.all_reduce(gradient, group=self.data_group, async_op=True) for gradient in gradients]:
             request.wait()
@@ -248,11 +247,11 @@ class Pipeline(nn.Module):
 
 
 class PipelineTrainer(Trainer):
-    """Steps through a pipeline, whose last stage knows the losses."""
+    """Steps through a pipeline. Only its last stage has the losses."""
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline, of which this process is a stage."""
+        """The pipeline that holds this process's stage."""
         assert isinstance(self.model, Pipeline)
         return self.model
 

@@ -1,4 +1,4 @@
-"""Hands model and optimizer to the parallelism of the config file, and chooses the Trainer."""
+"""Wraps model and optimizer for the config file's parallelism, and chooses the Trainer."""
 
 from typing import Any
 
@@ -27,11 +27,11 @@ from common.plan import Plan
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, forward_step: ForwardStep, plan: Plan
 ) -> Trainer:
-    """Hands model and optimizer to the parallelism of the config.
+    """Checks model and optimizer, and wraps them for the config's parallelism.
 
     Raises:
-        UsageError: the DeepSpeed section sets what the command line decides, or model or optimizer would not
-            give the result of one process.
+        UsageError: the DeepSpeed section contradicts the command line, or model or optimizer would not give the
+            result of a single process.
     """
     check_optimizer(accelerator, optimizer)
     freeze_what_is_not_trained(accelerator, model, optimizer)
@@ -64,13 +64,13 @@ def prepare(
 def _hand_to_accelerate(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, Any]:
-    """Accelerate's `prepare`. Where a model is divided by tensor parallelism, Accelerate reads from it by how many
-    processes: from its attribute `tp_size`, or from the config of a transformers model, which has no such attribute."""
+    """Accelerate's `prepare`. Under tensor parallelism Accelerate reads the tensor-parallel size from the model: from
+    its attribute `tp_size`, or from the config of a transformers model, where that attribute cannot be set."""
     size, config = tensor_parallel_size(accelerator), getattr(model, "config", None)
     if size == 1:
         return accelerator.prepare(model, optimizer)
     if config is None:
-        model.tp_size = size  # type: ignore[assignment]  # torch means any value
+        model.tp_size = size  # type: ignore[assignment]  # torch's annotation is too narrow
         return accelerator.prepare(model, optimizer)
     before = getattr(config, "distributed_config", None)
     config.distributed_config = {"tp_size": size}
@@ -80,18 +80,18 @@ def _hand_to_accelerate(
 
 
 def _compile(accelerator: Accelerator, model: nn.Module) -> None:
-    """Compiles in place, so that names of weights stay. Where weights are gathered layer by layer, the
-    layers are compiled each for itself: gathering is no part of a graph (as torchtitan does)."""
+    """Compiles in place, to keep the names of the weights. If FSDP gathers weights layer by layer, compiles each layer
+    separately, as torchtitan does: gathering cannot be part of a graph."""
     sizes = accelerator.parallelism_config
     is_sharded = accelerator.distributed_type == DistributedType.FSDP or (sizes is not None and sizes.dp_shard_enabled)
     for module in (is_sharded and sharded_layers(model)) or [model]:
-        # Not module.compile(): without a word it compiles nothing of torch's own modules, such as Sequential.
+        # Not module.compile(): it silently skips torch's own modules, for example Sequential.
         module.forward = torch.compile(module.forward)
 
 
 def _cast_inputs_and_outputs(accelerator: Accelerator, model: nn.Module) -> None:
-    """Under DDP, Accelerate's autocast takes float32 inputs and returns float32 outputs. Makes the
-    others the same: FSDP2 casts no outputs, DeepSpeed neither."""
+    """Makes FSDP2 and DeepSpeed take float32 inputs and return float32 outputs, as Accelerate's autocast does under
+    DDP. FSDP2 does not cast outputs; DeepSpeed casts no outputs and, in bf16, no inputs."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.mixed_precision == "bf16":
         model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):

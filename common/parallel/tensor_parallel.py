@@ -1,4 +1,4 @@
-"""Tensor parallelism: which layers are divided, checked and applied to any module."""
+"""Tensor parallelism for any module: checks its plan and shards its layers."""
 
 import difflib
 import re
@@ -10,31 +10,30 @@ from torch import nn
 
 from common.errors import UsageError
 
-# Styles as transformers' `tp_plan` has them. Of a linear layer, colwise divides the outputs among the processes and
-# rowwise the inputs; in this order the pair needs one sum over the processes. The suffixes say that what comes in or
-# goes out is whole.
+# The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
+# colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
 STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
 
 
 def tensor_parallel_size(accelerator: Accelerator) -> int:
-    """Processes that divide each layer among them."""
+    """The number of processes that share each layer."""
     config = accelerator.parallelism_config
     return config.tp_size if config is not None else 1
 
 
 def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Divides the layers of a model that its `tp_plan` names, and the parameters of its optimizer with them.
+    """Shards the layers in a model's `tp_plan`, and gives the optimizer the sharded parameters.
 
     The plan is an attribute of the model in the format of transformers, {pattern: style}: a pattern
-    is the name of a module in which `*` stands for a number, a style is one of `STYLES`. What it
-    does not name stays whole in each process. Where the config also has data parallelism, FSDP2 (or
-    HSDP) then divides everything again. Not by Accelerate, whose version 1.15 does so with a class
-    that transformers 5 no longer has.
+    is the name of a module in which `*` stands for a number, a style is one of `STYLES`. Other
+    layers stay whole in each process. If the config also has data parallelism, FSDP2 (or HSDP) then
+    shards everything again. Not through Accelerate: its version 1.15 needs a class for that which
+    transformers 5 no longer has.
 
     Raises:
-        UsageError: no plan, one that does not fit the model, or sizes that do not divide.
+        UsageError: no plan, a plan that does not fit the model, or sizes that are not divisible.
     """
-    # Here, because the imports take 0.7 s.
+    # Imported here, because the imports take 0.7 s.
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
     from torch.distributed.tensor.placement_types import Replicate
 
@@ -62,25 +61,25 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
 
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that FSDP gathers one at a time: those of the classes in `_no_split_modules`."""
+    """The layers that FSDP gathers one at a time: their classes are in `_no_split_modules`."""
     names = getattr(model, "_no_split_modules", None) or []
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def check_plan(model: nn.Module, size: int) -> dict[str, str]:
-    """{name of a module: style} of all modules that the model's plan names.
+    """{module name: style} for all modules that the model's plan shards.
 
     Args:
         model: with a `tp_plan`.
-        size: processes that divide a layer.
+        size: number of processes that share a layer.
 
     Raises:
-        UsageError: no plan, one that does not fit the model, or sizes that do not divide.
+        UsageError: no plan, a plan that does not fit the model, or sizes that are not divisible.
     """
     plan = getattr(model, "tp_plan", None)
     if not plan:
         raise UsageError(
-            f"{type(model).__name__} has no tp_plan, which says how tensor parallelism divides it: type --config_file "
+            f"{type(model).__name__} has no tp_plan, which tensor parallelism needs: type --config_file "
             "accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py"
         )
     _check_heads(model, size)
@@ -101,7 +100,7 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
         for name in matches:
             shared = {owner for weight in modules[name].parameters(recurse=False) for owner in owners[weight]} - {name}
             if shared and _is_transformers(model):
-                continue  # its plan is for untied weights, too; what is tied stays whole
+                continue  # transformers plans also name weights that may be tied; tied ones stay whole
             if shared:
                 raise UsageError(f"tp_plan: {name} shares its weight with {min(shared)}: leave both out, or untie them")
             _check_width(name, modules[name], style, size)
@@ -119,7 +118,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
         heads = getattr(config, what, None)
         if heads and heads % size:
             raise UsageError(
-                f"{what} is {heads}, which {size} processes cannot divide: type a multiple of {size}, or another "
+                f"{what} is {heads}, which is not divisible by tp_size {size}: type a multiple of {size}, or another "
                 "tp_size in the config file"
             )
 
@@ -131,6 +130,6 @@ def _check_width(name: str, module: nn.Module, style: str, size: int) -> None:
     width = in_features if style.startswith("rowwise") else out_features
     if width % size:
         raise UsageError(
-            f"tp_plan: {name} is {width} wide, which {size} processes cannot divide: choose a multiple of {size}, or "
-            "another tp_size in the config file"
+            f"tp_plan: {name} is {width} wide, which is not divisible by tp_size {size}: choose a multiple of {size}, "
+            "or another tp_size in the config file"
         )

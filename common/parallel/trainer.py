@@ -1,4 +1,4 @@
-"""One optimizer step, and the state that a checkpoint saves. The subclasses differ in how they do it."""
+"""The base class for optimizer steps and for the state that a checkpoint saves."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from common.plan import Plan
 
 @dataclass
 class StepResult:
-    """One optimizer step, seen by this process. Tensors stay on the device: to read them stops it.
+    """The result of one optimizer step in this process. Tensors stay on the device: reading them would stall it.
 
     Attributes:
-        losses: sum over this process's samples of weight × loss, 0-dim, for each micro-batch.
-        weight: sum over this process's samples of their weights; their number where a batch has
+        losses: for each micro-batch, the sum of weight × loss over this process's samples, 0-dim.
+        weight: sum of the weights of this process's samples; the number of samples if a batch has
             no "weight".
         grad_norm: L2 norm of the gradient of the whole model over the global batch, before
-            clipping; None where nobody asked.
-        skipped: the loss scaler met an overflow and the weights were not changed.
+            clipping; None if not requested.
+        skipped: whether the loss scaler found an overflow and left the weights unchanged.
     """
 
     losses: list[Tensor]
@@ -38,10 +38,10 @@ class StepResult:
 
 
 class Trainer(ABC):
-    """Model and optimizer as `prepare` made them.
+    """Takes optimizer steps with the model and optimizer from `prepare`.
 
     Attributes:
-        model: what `forward_step` calls.
+        model: the model that `forward_step` calls.
         ema: the moving average of the weights; None without `--ema_decay`.
     """
 
@@ -55,16 +55,17 @@ class Trainer(ABC):
     ):
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.forward_step, self.plan = forward_step, plan
+        model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.ema = EMA(optimizer, plan.config.ema_decay) if plan.config.ema_decay else None
         mean_scale = plan.data_parallel_size / plan.config.batch_size
-        self._mean_scale = torch.tensor(mean_scale, device=accelerator.device)  # made once: a copy would stop a GPU
+        self._mean_scale = torch.tensor(mean_scale, device=accelerator.device)  # once: a copy stalls a GPU
 
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """The recipe's own module, without what the parallelism wrapped around it."""
+        """The recipe's own module, without the wrappers of the parallelism."""
 
     @abstractmethod
     def _step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult: ...
@@ -72,8 +73,8 @@ class Trainer(ABC):
     def step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """Takes one optimizer step on this process's part of the global batch.
 
-        The gradient is that of the mean loss over all samples of the step, weighted by "weight"
-        where the batch has one, whatever the number of processes and micro-batches.
+        The step uses the gradient of the mean loss over the global batch, weighted by "weight" if the
+        batch has one. The number of processes and micro-batches does not change it.
         """
         result = self._step(micro_batches, wants_norm)
         if self.ema is not None and not result.skipped:
@@ -81,54 +82,54 @@ class Trainer(ABC):
         return result
 
     def set_learning_rate(self, factor: float) -> float:
-        """Sets each parameter group to its peak rate × factor; returns the first group's."""
+        """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """Within it the model has the averages of `--ema_decay` as its weights; without that flag, its own."""
+        """Context in which the model has the moving averages as its weights; a no-op without `--ema_decay`."""
         return nullcontext() if self.ema is None else self.ema.applied(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds as JSON, beside tensors."""
+        """The state that a checkpoint holds as JSON, beside the tensors."""
         num_averaged = 0 if self.ema is None else self.ema.num_updates
         return {"num_averaged": num_averaged, "loss_scale": self._loss_scale_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave; a loss scale only where both runs have one."""
+        """Restores the result of `state_dict`; the loss scale only if both runs have one."""
         if self.ema is not None:
             self.ema.num_updates = state["num_averaged"]
         self._load_loss_scale(state["loss_scale"])
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """{name: parameter or buffer} of the module, as the optimizer knows it."""
-        # Not named_parameters: after an evaluation FSDP2 shows gathered weights there, whose memory it
-        # frees when it shards again, as it does before a state_dict.
+        """{name: parameter or buffer} of the module, with the same parameter objects as the optimizer."""
+        # Not named_parameters: after an evaluation FSDP2 returns gathered weights there and frees their memory when
+        # it shards again. Before state_dict it shards again first.
         return self.module.state_dict(keep_vars=True)
 
     def parts(self) -> list[Part]:
-        """The parts that this process holds of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
+        """This process's parts of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
         `average.<name>`."""
         averages = {} if self.ema is None else self.ema.averages
         parts: list[Part] = []
         for name, tensor in self.saved_tensors().items():
-            # DDP takes the first process's buffers for the right ones.
+            # Buffers may differ between processes: DDP uses those of the first.
             parts += parts_of(f"model.{name}", tensor, of_first=not isinstance(tensor, nn.Parameter))
             for slot, value in self.optimizer.optimizer.state.get(tensor, {}).items():
                 if isinstance(value, Tensor):
                     parts += parts_of(f"optimizer.{name}.{slot}", value)
                 elif value is not None:
                     raise UsageError(
-                        f"{type(self.optimizer.optimizer).__name__} keeps {slot}, which is no tensor: checkpoints hold "
-                        "the state of torch's optimizers; remove --save_every, or take AdamW or SGD"
+                        f"{type(self.optimizer.optimizer).__name__} keeps {slot}, which is not a tensor and cannot be "
+                        "saved in a checkpoint: remove --save_every, or use AdamW or SGD"
                     )
             if tensor in averages:
                 parts += parts_of(f"average.{name}", averages[tensor])
         return parts
 
     def load_parts(self, reader: TensorReader) -> None:
-        """Restores the optimizer's state and the averages. The weights were loaded before `prepare`."""
+        """Restores the optimizer state and the moving averages. The weights were loaded before `prepare`."""
         slots = optimizer_slots(reader)
         optimizer = self.optimizer.optimizer
         on_device = counts_on_device(optimizer)
@@ -141,15 +142,15 @@ class Trainer(ABC):
                 self.ema.averages[weight] = placed_like(weight, reader, f"average.{name}")
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Parameters and saved buffers, whole and on the CPU, in the main process.
+        """Parameters and saved buffers, whole and on the CPU, in the main process; an empty dict in the others.
 
-        All processes must call it together; the others gather and get nothing.
+        A collective: all processes must call it.
         """
         gathered = {}
         for name, tensor in self._tensors_to_export().items():
             whole = self._whole(tensor)
             if self.accelerator.is_main_process:
-                # A copy of its own: safetensors takes no tensors that share memory, as tied weights do.
+                # Cloned: safetensors refuses tensors that share memory, and tied weights do.
                 gathered[name] = whole.detach().cpu().contiguous().clone()
         return gathered
 
@@ -160,7 +161,7 @@ class Trainer(ABC):
         return tensor.full_tensor() if is_divided(tensor) else tensor
 
     def _loss_scale_state(self) -> dict[str, float]:
-        """State of the loss scaling of fp16; empty in other precisions."""
+        """State of the fp16 loss scaler; empty in other precisions."""
         scaler = self.accelerator.scaler
         return {} if scaler is None else scaler.state_dict()
 
@@ -169,23 +170,23 @@ class Trainer(ABC):
             self.accelerator.scaler.load_state_dict(state)
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
-        """(factor that makes the sum of a process's losses its part of the global mean, where
-        gradients are averaged over processes; this process's total weight)"""
+        """(factor, weight). The mean over processes of factor × (sum of a process's losses) is the mean loss of the
+        global batch; weight is the total weight of this process's samples."""
         plan = self.plan
         if "weight" not in micro_batches[0]:
             return self._mean_scale, plan.config.batch_size / plan.data_parallel_size
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
-        # Where several processes see the same samples, the sum counts these as often.
+        # Processes with the same samples count equally often in num_processes and in the sum.
         return self.accelerator.num_processes / self.accelerator.reduce(weight, "sum"), weight
 
 
 def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:
-    """Sum of a micro-batch's losses, each times its weight where the batch has weights."""
+    """Sum of a micro-batch's losses, each times its weight if the batch has weights."""
     return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
 
 
 def optimizer_slots(reader: TensorReader) -> dict[str, list[str]]:
-    """{name of a weight: slots of the optimizer's state} that a checkpoint holds."""
+    """{weight name: slots of its optimizer state} in a checkpoint."""
     slots: dict[str, list[str]] = {}
     for key in reader.tensors:
         kind, _, rest = key.partition(".")
@@ -196,5 +197,5 @@ def optimizer_slots(reader: TensorReader) -> dict[str, list[str]]:
 
 
 def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it keeps its step count on the device. torch does so if it is fused or capturable, else on the CPU."""
+    """Whether the optimizer keeps its step count on the device, as torch's fused and capturable ones do."""
     return any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))

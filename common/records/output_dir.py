@@ -1,11 +1,13 @@
-"""The output folder: who owns it, and which checkpoints lie in it."""
+"""The output folder: which run owns it, what an earlier run left in it, and how this run ended."""
 
 import re
+import shutil
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
@@ -18,17 +20,24 @@ from common.plan import Plan
 from common.records.run_card import ending, read_card, replace_card
 from common.state import TrainState
 
+PREVIOUS = "previous"  # what this run replaces stays here until this run is done
+
 
 class OutputDir:
-    """The folder of a run, owned by one run at a time; the main process holds the lock.
+    """The folder of a run. One run owns it at a time; the main process holds the lock.
 
-    Raises (on entering): UsageError if it cannot be written, another run owns it, it holds
-    checkpoints or a model and nobody said what to do with them, or not all machines see it. Nothing
-    in it has changed then.
+    Attributes:
+        path: the folder.
+        card: the run card as the recorder last gave it; empty until the recorder starts.
+
+    Raises (on entering):
+        UsageError: the folder cannot be written, another run owns it, it holds checkpoints or a model
+            and no flag says what to do with them, or not all machines see it. The folder is unchanged.
     """
 
     def __init__(self, plan: Plan, group: CpuGroup):
-        self.path, self.config, self.group = Path(plan.config.output_dir), plan.config, group
+        self.path, self.plan, self.config, self.group = plan.config.output_dir, plan, plan.config, group
+        self.card: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         problem = self.group.broadcast((self._nothing_to_resume() or self._own()) if self.group.rank == 0 else None)
@@ -42,18 +51,60 @@ class OutputDir:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._tell(first_failure(error), is_refused=isinstance(error, UsageError))
+            self._write_ending(first_failure(error), is_refused=isinstance(error, UsageError))
         if self.group.rank == 0:
             self._lock.release()
 
-    def _tell(self, failure: Failure, is_refused: bool) -> None:
-        """Leaves a card of a run that failed before it had one."""
-        card = read_card(self.path)
-        if is_refused and card:  # it reports this refusal already, or belongs to an earlier run that is as it was
+    def _write_ending(self, failure: Failure, is_refused: bool) -> None:
+        """Writes into the run card how the run failed."""
+        on_disk = read_card(self.path)
+        if is_refused and on_disk and not self.card:  # an earlier run's card, and that run is unchanged
             return
+        # Another process writes its own failure too: the launcher may end the main process before it can.
         if self.group.rank == 0 or failure.is_mine:
             own = {"command": " ".join(sys.argv), "config": asdict(self.config)}
-            replace_card(self.path, own | card | ending(failure))
+            replace_card(self.path, own | on_disk | self.card | ending(failure))
+
+    def write_card(self, card: dict[str, Any]) -> None:
+        """Writes the run card."""
+        self.card = card
+        replace_card(self.path, card)
+
+    def is_done(self, state: TrainState) -> bool:
+        """Whether a resumed run has no step left after `state`. Says so. The same in all processes."""
+        if self.config.resume_from_checkpoint is None:
+            return False
+        done = self.group.broadcast(_is_done(self.plan, state))
+        if done and self.group.rank == 0:
+            print(f"nothing to do: {self.path} is done; --overwrite_output_dir starts over", flush=True)
+        return done
+
+    def set_aside(self, state: TrainState) -> None:
+        """Moves what an earlier run left, and what this run does not continue, to `previous/`. Raises OSError."""
+        starts_anew = state.step == 0 or resumes_from_elsewhere(self.config)
+        names = ("best", "model", "metrics.jsonl") if state.step == 0 else ()
+        leftovers = [self.path / name for name in names if (self.path / name).exists()]
+        for step, checkpoint in checkpoints(self.path):
+            if starts_anew or (step > state.step and self.config.resume_from_checkpoint != "latest"):
+                leftovers.append(checkpoint)
+            elif step > state.step:  # damaged, or on a disk that could not be read
+                with suppress(OSError):
+                    checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
+        aside = self.path / PREVIOUS
+        if (aside / "model").exists() and not (self.path / "model").exists():
+            # The last run exported no model: keep the older model in previous/.
+            aside = self.path / f"{PREVIOUS}.unfinished"
+        if leftovers:
+            shutil.rmtree(aside, ignore_errors=True)
+        for leftover in leftovers:
+            place = aside / leftover.relative_to(self.path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            leftover.rename(place)
+        shutil.rmtree(self.path / f"{PREVIOUS}.unfinished", ignore_errors=True)
+
+    def remove_previous(self) -> None:
+        """Removes what `set_aside` kept."""
+        shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
 
     def _nothing_to_resume(self) -> str | None:
         resumed = self.config.resume_from_checkpoint
@@ -94,13 +145,13 @@ class OutputDir:
 
 def resumes_from_elsewhere(config: RunConfig) -> bool:
     """Whether `--resume_from_checkpoint` is a path out of the output_dir."""
-    resumed, own = config.resume_from_checkpoint, Path(config.output_dir) / "checkpoints"
+    resumed, own = config.resume_from_checkpoint, config.output_dir / "checkpoints"
     return resumed not in (None, "latest") and Path(resumed).resolve().parent != own.resolve()
 
 
-def is_done(plan: Plan, state: TrainState) -> bool:
-    """Whether the run in the output_dir has come to its end, so that from `state` on there is nothing to do."""
-    card, config = read_card(Path(plan.config.output_dir)), plan.config
+def _is_done(plan: Plan, state: TrainState) -> bool:
+    """Whether the run card says that the run reached its last step, and `state` or the plan agrees."""
+    card, config = read_card(plan.config.output_dir), plan.config
     if card.get("status") != "done":
         return False
     try:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
@@ -34,7 +33,7 @@ def profile(accelerator: Accelerator, plan: Plan, num_steps: int) -> Iterator[Ca
         return
     if num_steps < WAIT + WARMUP + ACTIVE:
         raise UsageError(f"--profile needs {WAIT + WARMUP + ACTIVE} steps, there are {num_steps}: type --max_steps")
-    folder = Path(plan.config.output_dir) / "profile"
+    folder = plan.config.output_dir / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{accelerator.process_index}.json"
     settings = ProfileKwargs(

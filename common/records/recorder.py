@@ -3,12 +3,11 @@
 import dataclasses
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,29 +17,39 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from common.environment import versions
-from common.errors import Failure, UsageError, first_failure
+from common.errors import UsageError
 from common.parallel.layout import parallelism, precision
 from common.parallel.trainer import StepResult
 from common.plan import Plan
 from common.records.hardware import hardware, peak_flops
 from common.records.metrics_file import MetricsFile
-from common.records.output_dir import checkpoints, resumes_from_elsewhere
-from common.records.run_card import ending, read_card, replace_card, write_failure
+from common.records.output_dir import OutputDir
+from common.records.profile import profile
+from common.records.run_card import read_card
 from common.state import TrainState
-
-PREVIOUS = "previous"  # what --overwrite_output_dir replaces, until there is something in its place
 
 
 class Recorder:
-    """Sums up what the steps give, and writes and shows it when a record is due.
+    """Sums up the results of steps; writes and shows a record when one is due.
 
-    Between records nothing is read from the device. Records and the run card are written by the
-    main process; the failure of another also by that one.
+    Between records nothing is read from the device. The main process writes the records and the run card.
+
+    Args:
+        accelerator: from `start(config)`.
+        output_dir: of the run, entered.
+        plan: of the run.
+        state: of the run.
+        tokens_per_sample: adds `tokens_per_second` to records.
+        flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu` to records.
+
+    Raises (on entering):
+        UsageError: a tracker does not start, records cannot be written, or too few steps for `--profile`.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
+        output_dir: OutputDir,
         plan: Plan,
         state: TrainState,
         tokens_per_sample: int | None,
@@ -51,7 +60,7 @@ class Recorder:
         is_gpu = accelerator.device.type == "cuda"
         gpu = torch.cuda.get_device_name(accelerator.device) if is_gpu else ""
         self._peak_flops = peak_flops(gpu, precision(accelerator))
-        self.path = Path(plan.config.output_dir)
+        self.output_dir = output_dir
         self.last_metrics: dict[str, float] = {}
         self._line: dict[str, str] = {}
         self._num_lost = 0
@@ -60,7 +69,17 @@ class Recorder:
 
     def __enter__(self) -> Self:
         self._started = self._resumed = time.perf_counter()
-        self.attempt = self._attempt()
+        self._attempt = self._number_of_attempt()
+        with ExitStack() as entered:
+            # First, because it may refuse; what follows moves away what an earlier run left.
+            self._profile_step = entered.enter_context(
+                profile(self.accelerator, self.plan, self.plan.num_steps - self.state.step)
+            )
+            self._start()
+            self._exits = entered.pop_all()
+        return self
+
+    def _start(self) -> None:
         if self.accelerator.is_main_process:
             self._facts: dict[str, Any] = {
                 "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
@@ -69,30 +88,36 @@ class Recorder:
             }
             self._start_trackers()
             try:
-                self._set_aside()
-                self._metrics = MetricsFile(self.path, self._goes_on_after)
+                self.output_dir.set_aside(self.state)
+                self._metrics = MetricsFile(self.output_dir.path, self._goes_on_after)
             except OSError as error:
-                raise UsageError(f"--output_dir {self.path} cannot be written ({error.strerror}): make room") from None
-            self._write_card({"status": "running", "exit_code": None, "error": None})
-        self.accelerator.wait_for_everyone()  # whichever process fails finds the card
+                raise UsageError(
+                    f"--output_dir {self.output_dir.path} cannot be written ({error.strerror}): make room"
+                ) from None
+            self.output_dir.write_card(self._card(None))
+        self.accelerator.wait_for_everyone()  # a process that fails later finds the card
+        if not self.accelerator.is_main_process:
+            self.output_dir.card = read_card(self.output_dir.path)
         terminal = self.accelerator.is_main_process and sys.stderr.isatty()
         self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step") if terminal else None
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        if self.accelerator.is_main_process:
-            self._num_lost = self._metrics.close()
-            if error is None:
-                self._write_card({"status": "done", "exit_code": 0, "error": None})
-                shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
-                self._say_goodbye()
-            self._finish_trackers()
-        if error is not None:  # that another process failed first, shows here as a broken connection
-            self._fail_card(first_failure(error))
+        try:
+            if self._bar is not None:
+                self._bar.close()
+            if self.accelerator.is_main_process:
+                self._num_lost = self._metrics.close()
+                if error is None:
+                    self.output_dir.write_card(self._card(0))
+                    self.output_dir.remove_previous()
+                    self._say_goodbye()
+                else:
+                    self.output_dir.card = self._card(None)  # the output folder adds how the run failed
+                self._finish_trackers()
+        finally:
+            self._exits.__exit__(kind, error, traceback)
 
     def add(self, learning_rate: float, result: StepResult) -> None:
         """Takes in one optimizer step."""
@@ -104,6 +129,7 @@ class Recorder:
         state.weights.append(result.weight)
         if self._bar is not None:
             self._bar.update()
+        self._profile_step()
 
     def training(self) -> None:
         """Writes a training record after the last step."""
@@ -178,7 +204,7 @@ class Recorder:
             self._bar.write(f"step {record['step']}: " + "  ".join(f"{k} {v}" for k, v in numbers.items()))
 
     def _say_goodbye(self) -> None:
-        line = f"done in {time.perf_counter() - self._started:.1f} s: the model is in {self.path / 'model'}"
+        line = f"done in {time.perf_counter() - self._started:.1f} s: the model is in {self.output_dir.path / 'model'}"
         if self.plan.config.save_every:
             line += "; to train on, type the same command with more --epochs or --max_steps and "
             line += "--resume_from_checkpoint latest"
@@ -190,9 +216,12 @@ class Recorder:
             "parallelism": parallelism(self.accelerator, self.plan.config),
             "precision": precision(self.accelerator),
         }
-        config = {name: "" if value is None else value for name, value in config.items()}
+        for name, value in config.items():  # trackers take no None and no Path
+            config[name] = "" if value is None else str(value) if isinstance(value, Path) else value
         try:
-            self.accelerator.init_trackers(Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(self.path)}})
+            self.accelerator.init_trackers(
+                Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(self.output_dir.path)}}
+            )
         except Exception as error:  # each tracker has its own kinds
             reason = (str(error) or type(error).__name__).splitlines()[0]
             advice = " (without a network: WANDB_MODE=offline)" if "wandb" in self.plan.config.report_to else ""
@@ -212,64 +241,33 @@ class Recorder:
         comes_again = state.evaluation_due and record["step"] == state.step and "train/loss" not in record
         return record["step"] <= state.step and not comes_again
 
-    def _set_aside(self) -> None:
-        """Moves what an earlier run left, and this one does not go on from, to `previous/`, where it stays until this
-        one is done."""
-        none_is_own = self.state.step == 0 or resumes_from_elsewhere(self.plan.config)
-        names = ("best", "model", "metrics.jsonl") if self.state.step == 0 else ()
-        leftovers = [self.path / name for name in names if (self.path / name).exists()]
-        for step, checkpoint in checkpoints(self.path):
-            if none_is_own or (step > self.state.step and self.plan.config.resume_from_checkpoint != "latest"):
-                leftovers.append(checkpoint)  # of another course
-            elif step > self.state.step:  # damaged, or on a disk that could not be read
-                with suppress(OSError):
-                    checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
-        aside = self.path / PREVIOUS
-        if (aside / "model").exists() and not (self.path / "model").exists():
-            # The last run exported no model: the older one stays in previous/.
-            aside = self.path / f"{PREVIOUS}.unfinished"
-        if leftovers:
-            shutil.rmtree(aside, ignore_errors=True)
-        for leftover in leftovers:
-            place = aside / leftover.relative_to(self.path)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            leftover.rename(place)
-        shutil.rmtree(self.path / f"{PREVIOUS}.unfinished", ignore_errors=True)
-
-    def _attempt(self) -> int:
-        before = read_card(self.path).get("attempt")
+    def _number_of_attempt(self) -> int:
+        before = read_card(self.output_dir.path).get("attempt")
         return before + 1 if self.plan.config.resume_from_checkpoint and isinstance(before, int) else 1
 
-    def _fail_card(self, failure: Failure) -> None:
-        if self.accelerator.is_main_process:
-            self._write_card(ending(failure))
-        elif failure.is_mine:
-            # The launcher ends the main process as soon as it sees this one gone: it may not come to write.
-            write_failure(self.path, failure)
-
-    def _write_card(self, status: dict[str, Any]) -> None:
-        replace_card(
-            self.path,
-            {
-                **status,
-                "attempt": self.attempt,
-                "launcher": os.getppid(),
-                "command": " ".join(sys.argv),
-                "config": dataclasses.asdict(self.plan.config),
-                "parallelism": parallelism(self.accelerator, self.plan.config),
-                "precision": precision(self.accelerator),
-                "num_processes": self.accelerator.num_processes,
-                "threads_per_process": torch.get_num_threads(),
-                "micro_batch_size": self.plan.micro_batch_size,
-                "gradient_accumulation_steps": self.plan.accumulation,
-                "num_steps": self.plan.num_steps,
-                "skipped_steps": self.state.num_skipped,
-                "lost_records": self._num_lost,
-                "last_metrics": self.last_metrics,
-                "wall_seconds": round(time.perf_counter() - self._started, 2),
-                **self._facts,
-            },
-        )
+    def _card(self, exit_code: int | None) -> dict[str, Any]:
+        """The run card: of a run that is done with exit code 0, of a running one without."""
+        return {
+            "status": "running" if exit_code is None else "done",
+            "exit_code": exit_code,
+            "error": None,
+            "attempt": self._attempt,
+            "launcher": os.getppid(),
+            "command": " ".join(sys.argv),
+            "config": dataclasses.asdict(self.plan.config),
+            "parallelism": parallelism(self.accelerator, self.plan.config),
+            "precision": precision(self.accelerator),
+            "num_processes": self.accelerator.num_processes,
+            "threads_per_process": torch.get_num_threads(),
+            "micro_batch_size": self.plan.micro_batch_size,
+            "gradient_accumulation_steps": self.plan.accumulation,
+            "num_steps": self.plan.num_steps,
+            "skipped_steps": self.state.num_skipped,
+            "lost_records": self._num_lost,
+            "last_metrics": self.last_metrics,
+            "wall_seconds": round(time.perf_counter() - self._started, 2),
+            **self._facts,
+        }
 
 
 def _short(value: float) -> str:

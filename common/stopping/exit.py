@@ -115,10 +115,9 @@ def _after_restart(config: ConfigT) -> ConfigT:
     resumes from the newest checkpoint."""
     if num_restarts() == 0:
         return config
-    output_dir = Path(config.output_dir)
     # As long as this launcher's run has not begun to write, what is there is of another run.
-    if num_machines() == 1 and read_card(output_dir).get("launcher") != os.getppid():
+    if num_machines() == 1 and read_card(config.output_dir).get("launcher") != os.getppid():
         return config
-    resumes = checkpoints(output_dir) or config.resume_from_checkpoint is None
+    resumes = checkpoints(config.output_dir) or config.resume_from_checkpoint is None
     resumed = "latest" if resumes else config.resume_from_checkpoint
     return replace(config, overwrite_output_dir=False, resume_from_checkpoint=resumed)

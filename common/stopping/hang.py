@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,7 +24,7 @@ class HangWatch:
     """A thread that ends the run when `progress` has not been called for `--hang_timeout` seconds."""
 
     def __init__(self, plan: Plan, group: CpuGroup):
-        self.timeout, self.output_dir, self.group = plan.config.hang_timeout, Path(plan.config.output_dir), group
+        self.timeout, self.output_dir, self.group = plan.config.hang_timeout, plan.config.output_dir, group
         self._count, self._last = 0, time.monotonic()
         self._stop = threading.Event()
         # Its own connection, because the main thread may be blocked on its connection. torch's stub lacks `clone`.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint.format import Reader
+from common.checkpoint.reader import Reader
 from common.cpu_group import CpuGroup
 from support.launching import fork, launch
 from support.manifests import changed, rewrite

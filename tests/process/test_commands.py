@@ -40,13 +40,11 @@ def launched_once(commands: list[str]) -> list[Any]:
     return cases
 
 
-COMMANDS = launched_once(commands_of((ROOT / "README.md").read_text()))
+PAGES = {path.name: commands_of(path.read_text()) for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+FIRST = PAGES.pop("README.md") + PAGES.pop("recipes.md")
+COMMANDS = launched_once(list(dict.fromkeys(FIRST)))
 # The configs that these name run in test_one_result.py, too.
-COMMANDS += [
-    pytest.param(command, True, marks=pytest.mark.full)
-    for path in ROOT.glob("docs/*.md")
-    for command in commands_of(path.read_text())
-]
+COMMANDS += [pytest.param(command, True, marks=pytest.mark.full) for page in PAGES.values() for command in page]
 
 
 def test_there_are_commands() -> None:

@@ -97,7 +97,7 @@ def test_cores_are_divided_among_processes_unless_the_user_chose(tmp_path: Path)
 @needs_real_data
 @pytest.mark.full
 def test_real_mnist_reaches_99_2_percent(tmp_path: Path) -> None:
-    command = re.search(r"recipes/mnist.py (--data path/to/mnist .*)", (ROOT / "README.md").read_text())[1]
+    command = re.search(r"recipes/mnist.py (--data path/to/mnist .*)", (ROOT / "docs" / "recipes.md").read_text())[1]
     arguments = command.replace("path/to/mnist", f"{REAL_DATA}/mnist")
     run = fork(tmp_path / "run", "ddp", MNIST, arguments)
     assert run.column("eval/accuracy")[-1] >= 0.992

@@ -142,9 +142,9 @@ def test_config_that_would_change_the_mathematics(
     [
         (
             {"optimizer": {"type": "Adam", "params": {}}},
-            "a section optimizer, which the recipe's optimizer decides",
+            "a section optimizer, which the recipe's optimizer replaces",
         ),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "a section scheduler, which --lr_schedule decides"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "a section scheduler, which --lr_schedule replaces"),
         ({"zero_optimization": {}}, "has no zero_optimization with stage 1, 2 or 3"),
     ],
 )
@@ -187,7 +187,7 @@ def test_missing_compiler(tmp_path: Path) -> None:
 
 def test_batch_norm_is_pointed_out(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MISFIT, "--case batch_norm --max_steps 2")
-    assert run.stdout.count("this model has BatchNorm, which sees 32 of 64 samples at a time") == 1
+    assert run.stdout.count("this model has BatchNorm, which normalizes 32 of 64 samples at a time") == 1
 
 
 def test_iterable_dataset(tmp_path: Path) -> None:
@@ -249,4 +249,4 @@ def test_parquet_without_images(tmp_path: Path) -> None:
     Dataset.from_dict({"text": ["a"]}).to_parquet(str(tmp_path / "data" / "train.parquet"))
     arguments, env = f"--data {tmp_path / 'data'}", {"HF_HOME": str(tmp_path / "cache")}
     run = fork(tmp_path / "run", "single", MNIST, arguments, env=env, succeeds=False)
-    assert "is no image-classification set: expected an image and a label column, found text" in refused(run)
+    assert "is not an image-classification dataset: expected an image and a label column, found text" in refused(run)

@@ -17,9 +17,9 @@ from support.small_model import write_model
     [
         ("tensor_parallel", MNIST, "", None, "ConvNet has no tp_plan"),
         ("tensor_parallel", LINEAR, "", None, "Linear has no tp_plan"),
-        ("tensor_parallel", MNIST, "--model mlp", 4, "tp_size 2 = 2 processes, there are 4"),
+        ("tensor_parallel", MNIST, "--model mlp", 4, "tp_size 2 = 2 processes, but there are 4"),
         ("fsdp2_tensor_parallel", MNIST, "--model mlp", 2, "type --num_processes 4"),
-        ("hsdp", MNIST, "", 2, "dp_replicate_size 2 × dp_shard_size 2 = 4 processes, there are 2"),
+        ("hsdp", MNIST, "", 2, "dp_replicate_size 2 × dp_shard_size 2 = 4 processes, but there are 2"),
     ],
 )
 def test_config_that_does_not_fit(

@@ -19,7 +19,7 @@ from support.runs import ROOT, Run
 
 def closing_line(run: Run) -> tuple[float, float]:
     """(R² of the closed form, distance of the exported weights from it)"""
-    r2, distance = re.search(r"closed form: R² (\S+); the weights are (\S+)% from its own", run.stdout).groups()
+    r2, distance = re.search(r"closed form: R² (\S+); the trained weights differ by (\S+)%", run.stdout).groups()
     return float(r2), float(distance) / 100
 
 

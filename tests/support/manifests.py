@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.format import _digest_of_json
+from common.checkpoint.format import digest_of_json
 
 
 def rewrite(folder: Path, change: Callable[[dict], dict], manifest: dict | None = None) -> None:
@@ -13,7 +13,7 @@ def rewrite(folder: Path, change: Callable[[dict], dict], manifest: dict | None 
     path = folder / "manifest.json"
     manifest = change(manifest or json.loads(path.read_text()))
     manifest.pop("sha256")
-    path.write_text(json.dumps(manifest | {"sha256": _digest_of_json(manifest)}))
+    path.write_text(json.dumps(manifest | {"sha256": digest_of_json(manifest)}))
 
 
 def changed(manifest: dict, path: tuple, value: Any) -> dict:

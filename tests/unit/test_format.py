@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.checkpoint.format import DamagedError, Reader, WriteError, _check_coverage, own_shard, write
+from common.checkpoint.format import DamagedError, WriteError
+from common.checkpoint.reader import Reader, _check_coverage
+from common.checkpoint.writer import own_shard, write
 from common.cpu_group import CpuGroup
 from common.parallel.parts import Part
 from support.manifests import changed, rewrite

@@ -64,3 +64,23 @@ def test_machines_compare_code_in_subfolders(tmp_path: Path) -> None:
     before = files_of(tmp_path)
     (tmp_path / "room" / "module.py").write_text("one = 2")
     assert before.keys() == files_of(tmp_path).keys() == {"room/module.py"} and before != files_of(tmp_path)
+
+
+def test_readme_shows_lines_of_the_recipe() -> None:
+    recipe = (ROOT / "recipes" / "mnist.py").read_text().splitlines()
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(shown) >= 3
+    for line in "\n".join(shown).splitlines():
+        assert line in recipe, line
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        name, _, heading = target.partition("#")
+        if not name.startswith("http"):
+            page = path.parent / name if name else path
+            assert page.exists(), target
+            if heading:
+                headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+                assert heading in [re.sub(r"[^\w\- ]", "", one).lower().replace(" ", "-") for one in headings], target

@@ -34,7 +34,7 @@ def test_plan_names_modules_with_a_star_for_numbers() -> None:
         (Net(), 2, "Net has no tp_plan"),
         (Net(layer="colwise"), 2, "tp_plan: layer names no module of Net"),
         (Net(head="diagonal"), 2, "tp_plan: head: diagonal: expected one of colwise, rowwise"),
-        (Net(**{"layers_*_0": "colwise"}), 2, r"layers.0.0 is 9 wide, which 2 processes cannot divide"),
+        (Net(**{"layers_*_0": "colwise"}), 2, r"layers.0.0 is 9 wide, which is not divisible by tp_size 2"),
         (Net(**{"layers_*_1": "rowwise"}), 2, r"layers.0.1 is 9 wide"),
         (Net(embedding="embedding_rowwise"), 5, "embedding is 12 wide"),
         (Net(**{"layers_0": "colwise"}), 2, r"layers.0 is Sequential: expected Linear or Embedding"),
@@ -59,9 +59,9 @@ def test_transformers_models_bring_their_plan() -> None:
     ends = {"lm_head", "model.embed_tokens"} & untied.keys()  # transformers 5.0 leaves them whole
     assert untied.get("lm_head", "colwise_rep") in ("colwise_gather_output", "colwise_rep")  # two names of one style
     assert untied.keys() - check_plan(llama(tie_word_embeddings=True), 2).keys() == ends
-    with pytest.raises(UsageError, match="num_attention_heads is 6, which 4 processes cannot divide"):
+    with pytest.raises(UsageError, match="num_attention_heads is 6, which is not divisible by tp_size 4"):
         check_plan(llama(), 4)
-    with pytest.raises(UsageError, match="num_key_value_heads is 3, which 2 processes cannot divide"):
+    with pytest.raises(UsageError, match="num_key_value_heads is 3, which is not divisible by tp_size 2"):
         check_plan(llama(num_key_value_heads=3), 2)
 
 

@@ -61,7 +61,7 @@ def test_files_of_a_folder_and_the_last_tenth_held_out(tmp_path: Path) -> None:
     ("content", "arguments", "expected"),
     [
         ("", "", "is empty: expected text"),
-        ("short", "", "has 4 tokens to train on and 1 to evaluate: a block needs 65"),
+        ("short", "", "has 4 training and 1 evaluation tokens: a block needs 65"),
         (b"\xff\xfe\x00binary", "", "is not text in UTF-8 (invalid start byte at byte 0)"),
         (None, "", "no such file or folder; type --data stdlib"),
         ("x" * 900, "--model_name_or_path ./nothing", "--model_name_or_path ./nothing: no causal model there"),

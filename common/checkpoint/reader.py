@@ -1,0 +1,179 @@
+"""Verifies and reads the files of a checkpoint."""
+
+import json
+import math
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.checkpoint.format import FILE_NAME, FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json
+from common.cpu_group import CpuGroup
+
+
+class Reader:
+    """A folder that `write` made.
+
+    Raises:
+        DamagedError: no manifest, or one that is not what was written.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            self.content = json.loads((folder / MANIFEST).read_text())
+            expected = self.content.pop("sha256")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise DamagedError(f"{MANIFEST} cannot be read") from None
+        if digest_of_json(self.content) != expected:
+            raise DamagedError(f"{MANIFEST} was altered")
+        if self.content.get("format") != FORMAT:
+            raise DamagedError(f"{MANIFEST} is of the format {self.content.get('format')}, not {FORMAT}")
+        if not _is_well_formed(self.content):
+            raise DamagedError(f"{MANIFEST} is not what a checkpoint has")
+        self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
+        self._files: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Lets go of the files, which could not be removed otherwise."""
+        self._files.clear()
+
+    @classmethod
+    def verified(cls, folder: Path, group: CpuGroup) -> "Reader":
+        """Raises DamagedError, in all processes alike, unless all files are what was written and together
+        hold all of each tensor. Each process reads its share of the files."""
+        reader = reason = None
+        try:
+            reader = cls(folder)
+            for index, (name, expected) in enumerate(sorted(reader.content["files"].items())):
+                reads = index % group.size == group.rank
+                reader._check_file(name, expected, reads)
+                if reads:
+                    reader._check_names(name)
+            for name, tensor in reader.tensors.items():
+                _check_coverage(name, tensor, reader.content["files"])
+        except DamagedError as error:
+            reason = str(error)
+        if found := [reason for reason in group.all_gather(reason) if reason]:
+            raise DamagedError(found[0])
+        assert reader is not None
+        return reader
+
+    def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """A tensor on the CPU, or of it the range of `sizes` from `offsets`."""
+        entry = self.tensors[name]
+        shape = entry["shape"]
+        offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
+        overlaps = [(part, _overlap(offsets, sizes, part["offsets"], part["sizes"])) for part in entry["parts"]]
+        pieces = [(part, overlap) for part, overlap in overlaps if overlap is not None]
+        if len(pieces) == 1 or not shape:
+            part, overlap = pieces[0]
+            return self._read(name, part, overlap)
+        result = torch.empty(tuple(sizes), dtype=getattr(torch, entry["dtype"]))
+        for part, (starts, ends) in pieces:
+            into = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, offsets))
+            result[into] = self._read(name, part, (starts, ends))
+        return result
+
+    def _read(self, name: str, part: dict[str, Any], overlap: tuple[list[int], list[int]]) -> Tensor:
+        if part["file"] not in self._files:
+            self._files[part["file"]] = safe_open(self.folder / part["file"], "pt")
+        file, (starts, ends) = self._files[part["file"]], overlap
+        local = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, part["offsets"]))
+        tensor = file.get_slice(name)[local] if starts else file.get_tensor(name)
+        return tensor.clone()  # what is read twice would share memory, that of the mapped file
+
+    def _check_file(self, name: str, expected: dict[str, Any], reads: bool) -> None:
+        # A name with a path in it, or a link, would lead out of the folder.
+        if not FILE_NAME.fullmatch(name):
+            raise DamagedError(f"{MANIFEST} names {name}, which is no file of a checkpoint")
+        path = self.folder / name
+        try:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedError(f"{name} is not a file")
+            if status.st_size != expected["size"]:
+                raise DamagedError(f"{name} has {status.st_size} bytes, {expected['size']} were written")
+            if reads and digest_of_file(path) != expected["sha256"]:
+                raise DamagedError(f"{name} was altered")
+        except OSError as error:
+            raise DamagedError(f"{name}: {error.strerror}") from None
+
+    def _check_names(self, file: str) -> None:
+        """Raises DamagedError unless a file holds the parts of tensors that it is said to hold."""
+        parts = [(name, tensor["dtype"], part) for name, tensor in self.tensors.items() for part in tensor["parts"]]
+        said = {name: (dtype, part["sizes"]) for name, dtype, part in parts if part["file"] == file}
+        try:
+            with safe_open(self.folder / file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # it is no dict
+                    held = opened.get_slice(name)
+                    dtype = (held[:0] if held.get_shape() else opened.get_tensor(name)).dtype
+                    if said.pop(name, None) != (str(dtype).removeprefix("torch."), held.get_shape()):
+                        raise DamagedError(f"{file} holds {name}, of which {MANIFEST} says something else")
+        except SafetensorError as error:
+            raise DamagedError(f"{file}: {error}") from None
+        for name in said:
+            raise DamagedError(f"{file} does not hold {name}")
+
+
+def _is_well_formed(content: dict[str, Any]) -> bool:
+    """Whether files and tensors have what `write` says of them."""
+    files: Any = content.get("files")
+    tensors: Any = content.get("tensors")
+    if not _are_dicts(files) or not _are_dicts(tensors):
+        return False
+    parts = [tensor.get("parts") for tensor in tensors.values()]
+    if not all(isinstance(some, list) and _are_dicts(dict(enumerate(some))) for some in parts):
+        return False
+    return (
+        all(_are_sizes([file.get("size")]) and isinstance(file.get("sha256"), str) for file in files.values())
+        and all(_are_sizes(tensor.get("shape")) for tensor in tensors.values())
+        and all(isinstance(getattr(torch, str(tensor.get("dtype")), None), torch.dtype) for tensor in tensors.values())
+        and all(isinstance(part.get("file"), str) for some in parts for part in some)
+        and all(_are_sizes(part.get(key)) for some in parts for part in some for key in ("offsets", "sizes"))
+    )
+
+
+def _are_dicts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+
+
+def _overlap(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """(starts, ends) of what two ranges share; None if nothing."""
+    starts = [max(pair) for pair in zip(offsets, other_offsets)]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes)]
+    return (starts, ends) if all(start < end for start, end in zip(starts, ends)) else None
+
+
+def _check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) -> None:
+    shape, parts = tensor["shape"], tensor["parts"]
+    whole = [0] * len(shape)
+    for part in parts:
+        if part["file"] not in files:
+            raise DamagedError(f"{name}: {part['file']} is not in {MANIFEST}")
+        ends = [offset + size for offset, size in zip(part["offsets"], part["sizes"])]
+        inside = all(offset >= 0 and end <= size for offset, end, size in zip(part["offsets"], ends, shape))
+        if not inside or not len(part["offsets"]) == len(part["sizes"]) == len(whole):
+            raise DamagedError(f"{name} has a part outside of it")
+    # From part to part along the dimension that is divided most, so that few are compared.
+    along = max(range(len(shape)), key=lambda one: len({part["offsets"][one] for part in parts}), default=None)
+    reaching: list[dict[str, Any]] = []
+    for part in sorted(parts, key=lambda part: part["offsets"][along]) if along is not None else []:
+        start = part["offsets"][along]
+        reaching = [one for one in reaching if one["offsets"][along] + one["sizes"][along] > start]
+        for one in reaching:
+            if _overlap(one["offsets"], one["sizes"], part["offsets"], part["sizes"]) is not None:
+                raise DamagedError(f"{name} has parts that overlap")
+        reaching.append(part)
+    if sum(math.prod(part["sizes"]) for part in parts) != math.prod(shape) or not parts:
+        raise DamagedError(f"{name} is not there as a whole")

@@ -1,0 +1,184 @@
+"""Writes the files of a checkpoint: each process its shard, the first process the manifest."""
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.checkpoint.format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json
+from common.cpu_group import CpuGroup
+from common.parallel.parts import Part
+
+UNFINISHED = "unfinished_"
+
+Shard = list[tuple[Part, Tensor]]
+
+
+def own_shard(parts: Sequence[Part], group: CpuGroup, buffers: dict[str, Tensor] | None = None) -> Shard:
+    """Chooses the parts that this process writes. Exactly one of the processes that hold a part writes it.
+
+    Args:
+        parts: of this process.
+        group: of all processes.
+        buffers: {name: tensor} for copies, kept for the next time; filled where there is none yet.
+            Without it the shard may share memory with the parts, which must not change until it is written.
+
+    Returns:
+        The parts with their tensors, on the CPU.
+    """
+    mine, shard, storages = _assigned(parts, group), [], set()
+    for part in parts:
+        tensor = part.get()
+        if part.name not in mine:
+            continue
+        tensor = tensor.detach()
+        if buffers is not None:
+            tensor = _copied(tensor, buffers, part.name)
+        else:
+            tensor = tensor.cpu().contiguous()
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
+                tensor = tensor.clone()  # safetensors takes no tensors that share memory, as tied weights do
+            storages.add(tensor.untyped_storage().data_ptr())
+        shard.append((part, tensor))
+    return shard
+
+
+def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
+    """Writes a folder with the shards of all processes.
+
+    It appears under its name when everything is on the disk, or not at all.
+
+    Args:
+        folder: that shall be; its parent exists.
+        shard: of this process, from `own_shard`.
+        content: JSON of the first process, which `Reader.content` gives back.
+        group: of all processes; they see the same file system.
+
+    Raises:
+        WriteError: a file could not be written; what was there before is as it was.
+    """
+    # A name of its own for each: a network file system may lead to what had the same name a moment ago.
+    aside = folder.with_name(f"{UNFINISHED}{folder.name}")
+    try:
+        _write_aside(aside, folder, shard, content, group)
+    except WriteError:
+        if group.rank == 0:  # the next one needs the room
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _write_aside(aside: Path, folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
+    _together(group, lambda: _make_empty(aside) if group.rank == 0 else None)
+    file = aside / f"shard_{group.rank:05d}.safetensors"
+    written = _together(group, lambda: _write_shard(file, shard))
+    if group.rank == 0:
+        content = {"format": FORMAT, **content, "files": {}, "tensors": {}}
+        for one in written:
+            content["files"] |= one["files"]
+            for name, tensor in one["tensors"].items():
+                known = content["tensors"].setdefault(name, tensor | {"parts": []})
+                known["parts"] += tensor["parts"]
+    _together(group, lambda: _publish(aside, folder, content) if group.rank == 0 else None)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder, which from the first moment is not there under its name any more. Raises OSError."""
+    aside = folder.with_name("removed")
+    if aside.exists():  # of a process that was killed meanwhile
+        shutil.rmtree(aside)
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
+def flush(path: Path) -> None:
+    """Returns when a file, or what a folder lists, is on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do that for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _assigned(parts: Sequence[Part], group: CpuGroup) -> set[str]:
+    """Names of those that this process writes: each part is written once, and the bytes are spread evenly."""
+    everybody = group.all_gather([(part.name, part.offsets, part.sizes, part.of_first) for part in parts])
+    holders: dict[tuple, list[int]] = {}
+    for rank, held in enumerate(everybody):
+        for key in held:
+            holders.setdefault(key, []).append(rank)
+    load, mine = [0] * group.size, set()
+    for key, ranks in sorted(holders.items()):
+        writer = ranks[0] if key[3] else min(ranks, key=lambda rank: (load[rank], rank))
+        load[writer] += math.prod(key[2])
+        if writer == group.rank:
+            mine.add(key[0])
+    return mine
+
+
+def _together(group: CpuGroup, do: Callable[[], Any]) -> list[Any]:
+    """What `do` returned in each process. Raises WriteError in all if it failed in one."""
+    result, reason = None, None
+    try:
+        result = do()
+    except Exception as error:  # safetensors has kinds of its own
+        reason = str(error) or type(error).__name__
+    outcomes = group.all_gather((result, reason))
+    reasons = [reason for _, reason in outcomes if reason]
+    if reasons:
+        raise WriteError(reasons[0])
+    return [result for result, _ in outcomes]
+
+
+def _make_empty(folder: Path) -> None:
+    for left in folder.parent.glob(f"{UNFINISHED}*"):  # by a process that was killed
+        shutil.rmtree(left)
+    folder.mkdir()
+
+
+def _copied(tensor: Tensor, buffers: dict[str, Tensor], name: str) -> Tensor:
+    """A copy on the CPU. Fresh memory costs as much as the copy itself, hence the buffers."""
+    buffer = buffers.get(name)
+    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        buffers[name] = buffer
+    return buffer.copy_(tensor)
+
+
+def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
+    if not shard:
+        return {"files": {}, "tensors": {}}
+    entries: dict[str, Any] = {}
+    for part, tensor in shard:
+        position = {"file": path.name, "offsets": part.offsets, "sizes": part.sizes}
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[part.name] = {"shape": part.shape, "dtype": dtype, "parts": [position]}
+    save_file({part.name: tensor for part, tensor in shard}, path)
+    flush(path)
+    file = {"size": path.stat().st_size, "sha256": digest_of_file(path)}
+    return {"files": {path.name: file}, "tensors": entries}
+
+
+def _publish(aside: Path, folder: Path, content: dict[str, Any]) -> None:
+    for name, file in content["files"].items():
+        if (aside / name).stat().st_size != file["size"]:  # it went elsewhere
+            raise OSError(f"{name} has another size here than where it was written")
+    content = json.loads(json.dumps(content))  # as a reader will see it
+    text = json.dumps(content | {"sha256": digest_of_json(content)}, indent=1)
+    (aside / MANIFEST).write_text(text + "\n")
+    flush(aside / MANIFEST)
+    flush(aside)
+    if folder.exists():  # of an earlier run, or damaged
+        remove(folder)
+    aside.rename(folder)
+    flush(folder.parent)
