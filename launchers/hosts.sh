@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Trains on several machines, from one of them, over ssh:
+# Trains on several machines over ssh, started from one of them:
 #
 #   launchers/hosts.sh n1 n2 -- --config_file accelerate_configs/multi_node_ddp.yaml --num_processes 16 recipes/mnist.py
 #
-# The first host is machine 0, whose name must lead to it from the others, too; what follows -- are arguments of
-# accelerate launch. The checkout, the environment and the data lie in the same place on each machine, and --output_dir
-# on a file system that all share. Each line of output begins with its host. When one host fails, or this script is
-# stopped (Ctrl-C), all are stopped; they save first, and the same command with --resume_from_checkpoint latest goes on.
+# The first host is machine 0; its name must also work on the other hosts. The arguments after -- go to accelerate
+# launch. Each machine needs the checkout, the environment and the data at the same path, and --output_dir on a file
+# system that all machines share. Each line of output begins with its host. Ctrl-C saves and stops the run on all hosts.
+# If one host fails, the others stop too. The same command with --resume_from_checkpoint latest resumes the run.
 # Exit code: that of the first host that failed; 75 if the run was stopped and has saved.
 #
-# Without ssh, type on each machine, with its rank, what this script runs there:
+# Without ssh, type this on each machine, with its own rank:
 #
 #   python launchers/node.py --num_machines 2 --machine_rank 0 --main_process_ip n1 -- --config_file ...
 #
-# Variables: SSH (ssh -o BatchMode=yes -o ServerAliveInterval=30), PYTHON (that of this shell), PORT (29500) of machine 0,
-# TIMEOUT (300), seconds to wait for all machines. Exported ones that begin with CUDA_, NCCL_, GLOO_, OMP_, TORCH_, HF_,
-# WANDB_ or TRACKIO_ are set on all hosts.
+# Variables, with defaults: SSH (ssh -o BatchMode=yes -o ServerAliveInterval=30), PYTHON (python3 of this shell), PORT
+# of machine 0 (29500), TIMEOUT in seconds to wait for all machines (300). Exported variables that begin with CUDA_,
+# NCCL_, GLOO_, OMP_, TORCH_, HF_, WANDB_ or TRACKIO_ are set on all hosts.
 set -euo pipefail
 
 SSH=${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=30}
@@ -38,7 +38,7 @@ done
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-# While this script holds it open the machines go on: node.py stops there when its input ends.
+# The run continues while this script holds the pipe open: node.py stops when its standard input ends.
 mkfifo "$folder/go"
 exec 3<>"$folder/go"
 for rank in "${!hosts[@]}"; do
@@ -46,7 +46,7 @@ for rank in "${!hosts[@]}"; do
         --main_process_ip "${hosts[0]#*@}" --main_process_port "${PORT:-29500}" --timeout "${TIMEOUT:-300}" --ends_with_stdin -- "$@")
     {
         set +e
-        trap '' INT # Ctrl-C reaches ssh, too, which would not wait for the save
+        trap '' INT # Ctrl-C also reaches ssh, which would end before the save
         exec 3>&-
         $SSH "${hosts[$rank]}" "cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}")" <"$folder/go" 2>&1 |
             sed -u "s/^/[${hosts[$rank]}] /"
@@ -58,7 +58,7 @@ trap 'exec 3>&-' INT TERM HUP
 
 code=0
 for ((num_ended = 0; num_ended < ${#hosts[@]}; )); do
-    sleep 0.5 || true # which Ctrl-C ends, too
+    sleep 0.5 || true # Ctrl-C also ends sleep
     num_ended=0
     for rank in "${!hosts[@]}"; do
         if [ -s "$folder/code_$rank" ]; then

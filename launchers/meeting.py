@@ -1,4 +1,5 @@
-"""Machines meet before they launch: torch's own rendezvous says nothing for minutes, and never who is missing."""
+"""Waits for all machines before the launch. torch's own rendezvous prints nothing for minutes, and never names the
+missing machine."""
 
 import json
 import select
@@ -9,32 +10,32 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 RETRY_S = 0.5
-NAME_S = 60.0  # how long a name may lead to an old address, as that of a pod that was replaced does
+NAME_S = 60.0  # the name of a replaced pod can resolve to its old address for a while
 MAX_LINE = 65536
 
 
 class MeetingError(Exception):
-    """Machines that did not come together; its message is one line for the user."""
+    """The machines did not meet; the message is one line for the user."""
 
     exit_code = 1
 
 
 class UsageError(MeetingError):
-    """What cannot be right, however long one waits."""
+    """A wrong argument: a longer wait cannot help."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the machines of a job meet, as each of them knows it.
+    """The settings of one machine for the meeting.
 
     Attributes:
-        num_machines: that shall come.
-        machine_rank: of this one.
+        num_machines: number of machines in the job.
+        machine_rank: rank of this machine.
         address: name or address of machine 0.
-        port: there, which is free again after the meeting.
-        timeout: seconds that the first to come waits for the last.
+        port: port on machine 0; it is free again after the meeting.
+        timeout: seconds that this machine waits for the others.
     """
 
     num_machines: int
@@ -45,17 +46,18 @@ class Meeting:
 
     @property
     def where(self) -> str:
-        """What to look for, in a message."""
+        """Machine 0 and its address, for messages."""
         return f"machine 0 at {self.address}:{self.port}"
 
 
 def meet(meeting: Meeting) -> None:
-    """Returns, on each machine, when all have come.
+    """Waits until all machines have arrived.
 
     Raises:
-        MeetingError: on all machines that came, if one did not; on this one, if it cannot reach machine 0, or
-            is to be machine 0 and does not have its address.
-        UsageError: two machines with one rank, another number of machines, a port that is taken.
+        MeetingError: a machine is missing (on all machines that arrived), this machine cannot reach machine 0, or this
+            machine has rank 0 but not the address of machine 0.
+        UsageError: two machines have the same rank, the machines differ in their number of machines, or the port is
+            taken.
     """
     deadline = time.monotonic() + meeting.timeout
     if meeting.machine_rank == 0:
@@ -73,8 +75,8 @@ def _wait_for_own_address(meeting: Meeting, deadline: float) -> None:
             if any(_is_own(family, address) for family, _, _, _, address in found):
                 return
             reason = (
-                f"{meeting.address} is no address of {host}, which has --machine_rank 0: type one of its own as "
-                "--main_process_ip, on all machines"
+                f"{meeting.address} is not an address of {host}, which has --machine_rank 0: type one of its addresses "
+                "as --main_process_ip on all machines"
             )
         except socket.gaierror as error:
             reason = _unresolved(meeting, error)
@@ -107,12 +109,12 @@ def _receive(meeting: Meeting, deadline: float) -> None:
         server = opened.enter_context(_listen(meeting))
         while len(arrived) < meeting.num_machines and error is None:
             ready = select.select([server, *visitors], [], [], max(0.0, deadline - time.monotonic()))[0]
-            for gone in set(ready) - {server}:  # they have nothing more to say: it has ended, and may come again
+            for gone in set(ready) - {server}:  # a visitor is readable only after it has ended; it may arrive again
                 del arrived[visitors.pop(gone)]
             if server in ready:
                 visitor = opened.enter_context(closing(server.accept()[0]))
                 facts = _read(visitor, RETRY_S * 10)
-                if isinstance(facts, dict) and facts.keys() == arrived[0].keys():  # else it was a port scanner
+                if isinstance(facts, dict) and facts.keys() == arrived[0].keys():  # ignores port scanners
                     error = _contradiction(arrived, facts)
                     visitors[visitor] = facts["machine_rank"]
                     arrived[facts["machine_rank"]] = facts
@@ -121,13 +123,13 @@ def _receive(meeting: Meeting, deadline: float) -> None:
         for visitor in visitors:
             _send(visitor, {"error": error and str(error), "exit_code": error and error.exit_code})
         for visitor in visitors:
-            _read(visitor, RETRY_S)  # it closes first, else the port would stay taken for a while
+            _read(visitor, RETRY_S)  # the visitor must close first, or the port stays taken for a while
     if error is not None:
         raise error
 
 
 def _listen(meeting: Meeting) -> socket.socket:
-    """On all addresses, as torch's store will: a machine's own name often leads to 127.0.1.1 there."""
+    """Listens on all addresses, as torch's store does: a machine often resolves its own name to 127.0.1.1."""
     try:
         with suppress(OSError):
             if socket.has_dualstack_ipv6():
@@ -135,8 +137,8 @@ def _listen(meeting: Meeting) -> socket.socket:
         return socket.create_server(("", meeting.port))
     except OSError as error:
         raise UsageError(
-            f"{meeting.address}:{meeting.port} cannot be listened on ({error.strerror}): type another "
-            "--main_process_port, on all machines"
+            f"machine 0 cannot listen on {meeting.address}:{meeting.port} ({error.strerror}): type another "
+            "--main_process_port on all machines"
         ) from None
 
 
@@ -164,21 +166,21 @@ def _visit(meeting: Meeting, deadline: float) -> None:
     host = socket.gethostname()
     unreachable = f"{meeting.where} cannot be reached from {host} within {meeting.timeout:g} s"
     while True:
-        try:  # each time anew: a name may lead to another address by now
+        try:  # resolves the name in each attempt, because its address can change
             with socket.create_connection((meeting.address, meeting.port), timeout=5) as connection:
                 _send(connection, asdict(meeting) | {"host": host})
-                # Machine 0 came later than this one, it may be: its word is the last.
+                # Machine 0 may have started later than this machine: its deadline decides.
                 answer = _read(connection, meeting.timeout + 60)
             if answer is not None:
                 break
             line = f"{unreachable} (it closed the connection: its own output says why)"
         except ConnectionRefusedError:
-            line = f"{unreachable} (nobody listens there: it is not started, or with another --main_process_port)"
+            line = f"{unreachable} (nothing listens there: it is not started, or uses another --main_process_port)"
         except socket.gaierror as error:
             line = _unresolved(meeting, error)
         except OSError as error:
             reason = error.strerror or "no answer"
-            line = f"{unreachable} ({reason}: the address is another, or a firewall is between)"
+            line = f"{unreachable} ({reason}: the address is wrong, or a firewall blocks the port)"
         if time.monotonic() > deadline:
             raise MeetingError(line)
         time.sleep(RETRY_S)
@@ -187,12 +189,12 @@ def _visit(meeting: Meeting, deadline: float) -> None:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with suppress(OSError):  # it may have gone meanwhile, and will say why
+    with suppress(OSError):  # the other side may have ended; its own output says why
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _read(connection: socket.socket, timeout: float) -> dict[str, Any] | None:
-    """A line of JSON; None if there comes none."""
+    """Reads a line of JSON; returns None if no valid line arrives."""
     connection.settimeout(timeout)
     try:
         with connection.makefile() as file:

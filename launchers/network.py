@@ -1,11 +1,11 @@
-"""How fast the processes of a job talk to each other: run it in place of a recipe, with the same launcher and config.
+"""Measures the network between the processes of a job. Run it in place of a recipe, with the same launcher and config.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml launchers/network.py
 
-Prints the time of an all-reduce, the operation that averages gradients, by the size of the message, and then of each
-pair of machines, so that a slow link has a name. On GPUs through NCCL, without them through gloo. Bandwidths as
-nccl-tests define them: "algorithm" is size / time, "bus" is what each link carries, 2 (n - 1) / n times that, which can
-be held against the link's own figure (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+Prints the time of an all-reduce, the collective that averages gradients, for each message size, and then for each pair
+of machines, to find a slow link. Uses NCCL on GPUs and gloo without GPUs. Bandwidths are defined as in nccl-tests:
+"algorithm" is size / time; "bus" is 2 (n - 1) / n times that, the load on each link, to compare with the link's rated
+bandwidth (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
 import itertools
@@ -31,11 +31,11 @@ OF_PAIRS = (4, 16 * 2**20)  # bytes
 @dataclass(kw_only=True)
 class Config(RunConfig):
     max_megabytes: int = flag(64, "largest message, in MiB", minimum=1)
-    repetitions: int = flag(20, "measurements of each", minimum=1)
+    repetitions: int = flag(20, "measurements per message size", minimum=1)
 
 
 def row(name: str, num_bytes: int, config: Config, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """Measures all-reduces in a group, and makes a line of the table of them."""
+    """Measures all-reduces in a group and returns a row of the table."""
     numbers, seconds = torch.zeros(num_bytes // 4, device=device), []
     for _ in range(WARM_UP + config.repetitions):
         dist.barrier(group)
@@ -52,10 +52,10 @@ def row(name: str, num_bytes: int, config: Config, device: torch.device, group: 
 
 
 def main(config: Config) -> None:
-    accelerator = start(replace(config, batch_size=world_size()))  # which must divide by the processes
+    accelerator = start(replace(config, batch_size=world_size()))  # a multiple of the number of processes
     num_processes, device = accelerator.num_processes, accelerator.device
     if num_processes == 1:
-        raise UsageError("one process talks to nobody: type --num_processes 2 after accelerate launch")
+        raise UsageError("one process has no network to measure: type --num_processes 2 after accelerate launch")
     everybody = CpuGroup()
     show = partial(print, flush=True) if everybody.rank == 0 else lambda *_: None
     show("\n| between | bytes | microseconds, median (min to max) | algorithm GB/s | bus GB/s |")
@@ -64,7 +64,7 @@ def main(config: Config) -> None:
     while num_bytes <= config.max_megabytes * 2**20:
         show(row(f"all {num_processes} processes", num_bytes, config, device))
         num_bytes *= 16
-    # One process of each machine; groups must be made, in the same order, by all.
+    # One process per machine. All processes must create all groups, in the same order.
     machines = {machine: rank for rank, machine in reversed([*enumerate(everybody.all_gather(_machine()))])}
     for (one, one_rank), (other, other_rank) in itertools.combinations(sorted(machines.items()), 2):
         group = dist.new_group([one_rank, other_rank])

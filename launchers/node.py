@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What runs on each machine of a job: meets the others, runs accelerate launch, ends with the recipe's own exit code.
+"""Runs on each machine of a job: waits for the other machines, runs accelerate launch, returns the recipe's exit code.
 
     python launchers/node.py --num_machines 2 --machine_rank 0 --main_process_ip n1 -- \\
         --config_file accelerate_configs/multi_node_ddp.yaml --num_processes 16 recipes/mnist.py
 
-The same command on each machine, but for the rank. What follows `--` are arguments of accelerate launch, without those
-about machines. Signals are passed on, and the processes get the time to save. Exit codes: 2 for an argument that cannot
-be right, 1 if a machine did not arrive, else the recipe's: 75 if it was stopped and has saved (accelerate launch by
-itself makes every failure a 1).
+Type the same command on each machine, except for the rank. The arguments after `--` go to accelerate launch; leave out
+its flags for machines. This script passes signals on and gives the processes time to save. Exit codes: 2 for a wrong
+argument, 1 if a machine did not arrive, otherwise that of the recipe, for example 75 if it was stopped and has saved
+(accelerate launch alone turns every failure into 1).
 """
 
 import argparse
@@ -29,7 +29,7 @@ from meeting import Meeting, MeetingError, UsageError, meet
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 POLL_S = 0.1
-STOPPED = 75  # what the recipe ends with when it was stopped and has saved: start it again to go on
+STOPPED = 75  # exit code of a recipe that was stopped and has saved: start it again to resume
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -58,12 +58,12 @@ def main() -> int:
 
 
 def stop_with_stdin() -> None:
-    os.read(0, 1)  # not sys.stdin.read, whose lock Python wants at its end
+    os.read(0, 1)  # not sys.stdin.read: Python needs the lock of sys.stdin when it exits
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def stop_at_once(number: int, _: object) -> None:
-    """While machines meet, and nothing runs yet; the first process of a container ignores what has no handler."""
+    """Ends this script before the recipe starts. The first process of a container ignores signals without a handler."""
     name = signal.Signals(number).name
     with suppress(OSError):
         print(f"stopped: by {name} before the first step: the same command starts again", file=sys.stderr, flush=True)
@@ -76,21 +76,21 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--num_machines", type=int, required=True)
     parser.add_argument("--machine_rank", type=int, required=True, help="0 to num_machines - 1")
-    parser.add_argument("--main_process_ip", default="127.0.0.1", help="name or address of the machine of rank 0")
-    parser.add_argument("--main_process_port", type=int, default=29500, help="a free one there (default: 29500)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds to wait for the others (default: 300)")
+    parser.add_argument("--main_process_ip", default="127.0.0.1", help="name or address of the machine with rank 0")
+    parser.add_argument("--main_process_port", type=int, default=29500, help="a free port on it (default: 29500)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds to wait for all machines (default: 300)")
     parser.add_argument(
-        "--ends_with_stdin", action="store_true", help="stop when standard input is closed, as by an ssh that is gone"
+        "--ends_with_stdin", action="store_true", help="stop when standard input is closed, as by a lost ssh connection"
     )
     parser.add_argument("launch", nargs="+", metavar="-- ARGUMENT", help="arguments of accelerate launch")
     return parser.parse_args()
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises UsageError for what can be seen to be wrong from here."""
+    """Checks the arguments on this machine alone. Raises UsageError."""
     for name, value in vars(options).items():
         if isinstance(value, str) and re.search("[<>]|CHANGE_?ME|YOUR_", value):
-            raise UsageError(f"--{name} {value} is a placeholder: type the real one")
+            raise UsageError(f"--{name} {value} is a placeholder: type the real value")
     if not 0 <= options.machine_rank < options.num_machines:
         raise UsageError(
             f"--machine_rank {options.machine_rank} with --num_machines {options.num_machines}: expected 0 to "
@@ -99,7 +99,7 @@ def check(options: argparse.Namespace) -> None:
     given: list[str] = options.launch
     words = [part for word in given for part in (word.split("=", 1) if word.startswith("--") else [word])]
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-    flags = dict(pairwise(words[:script]))  # what follows the script is the recipe's
+    flags = dict(pairwise(words[:script]))  # flags after the script belong to the recipe
     config = flags.get("--config_file")
     for file in (config, *words[script : script + 1]):
         if file is not None and not Path(file).is_file():
@@ -108,27 +108,27 @@ def check(options: argparse.Namespace) -> None:
     value = flags.get("--num_processes", in_config[1] if in_config else "")
     if not value.isdigit() or int(value) < 1 or int(value) % options.num_machines:
         raise UsageError(
-            f"--num_processes {value or 'is missing: it'} is of all {options.num_machines} machines together: type a "
-            f"multiple of {options.num_machines}"
+            f"--num_processes {value or 'is missing: it'} is the total over all {options.num_machines} machines: type "
+            f"a multiple of {options.num_machines}"
         )
     if "--max_restarts" in words[:script] and options.num_machines > 1:
         raise UsageError(
-            "--max_restarts does not work on several machines: remove it, and start the same command again, with "
-            "--resume_from_checkpoint latest"
+            "--max_restarts does not work on several machines: remove it, and after a failure start the same command "
+            "again with --resume_from_checkpoint latest"
         )
 
 
 def adopt_orphans() -> None:
-    """On Linux: processes whose parent has ended become children of this one."""
+    """Makes this process the parent of processes that torchrun leaves behind (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def wait_for_orphans() -> None:
-    """A signal that reaches torchrun twice, as from SLURM and from here, makes it leave its processes alone in their
-    save."""
+    """Waits for processes that torchrun has left in their save. It leaves them when a signal reaches it twice, for
+    example from SLURM and from this script."""
     deadline = time.monotonic() + int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-    with suppress(ChildProcessError):  # none is left
+    with suppress(ChildProcessError):  # no process is left
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(POLL_S)
@@ -140,7 +140,7 @@ def launch(options: argparse.Namespace) -> int:
         sys.executable,
         "-m",
         "accelerate.commands.launch",
-    ]  # accelerate launch without its other commands: faster
+    ]  # faster than accelerate launch, which imports all its commands
     names = ["num_machines", "machine_rank"]
     if options.num_machines > 1:
         names += ["main_process_ip", "main_process_port"]
@@ -149,14 +149,14 @@ def launch(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         os.environ["ACCELERATE_RECIPES_EXIT_CODE"] = str(code_file)
-        # torchrun ends after 30 s what has not saved by then, and does not pass on SIGUSR1.
+        # By default torchrun kills processes 30 s after a signal, and does not pass on SIGUSR1.
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in SIGNALS))
         adopt_orphans()
         received: list[int] = []
         for caught in SIGNALS:
             signal.signal(caught, lambda number, _: received.append(number))
-        # In a session of its own, where a Ctrl-C in the terminal does not reach it before it is passed on.
+        # In a new session, so that Ctrl-C in the terminal reaches it only once, through this script.
         process = subprocess.Popen([*command, *options.launch], start_new_session=True)
         num_passed_on = 0
         while process.poll() is None:
@@ -170,7 +170,7 @@ def launch(options: argparse.Namespace) -> int:
         known = code_file.read_text() if code_file.exists() else None
         if code and known:
             return int(known)
-        if code and received and known is None:  # the recipe had not begun
+        if code and received and known is None:  # the recipe had not started
             stop_at_once(received[0], None)
     return code if code >= 0 else 128 - code
 

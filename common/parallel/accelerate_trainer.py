@@ -25,7 +25,7 @@ class AccelerateTrainer(Trainer):
 
     @property
     def module(self) -> nn.Module:
-        # Not accelerator.unwrap_model: if deepspeed is installed, it imports it, which takes seconds.
+        # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     def _step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:

@@ -213,7 +213,7 @@ def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> int | None:
     unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it.
 
     Returns:
-        A checksum of the path through the model: equal paths have equal checksums. None if checkpointing hides it.
+        A checksum of the path through the model, equal for equal paths. None if activation checkpointing hides it.
     """
     used, seen, waiting, way = set(), set(), [loss.grad_fn], 0
     while waiting:
@@ -228,7 +228,7 @@ def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> int | None:
             used.add(node.variable)
         waiting += [following for following, _ in node.next_functions]
     weights = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
-    if len(used) >= len(weights):  # FSDP computes with gathered copies without names: count
+    if len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
         return way
     unused = [name for weight, name in weights.items() if weight not in used]
     what = unused[0] if len(unused) + len(used) == len(weights) else f"{len(weights) - len(used)} of its weights"

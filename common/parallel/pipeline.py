@@ -88,8 +88,8 @@ def check_pipeline(model: nn.Module, num_stages: int) -> None:
 
 
 def keep_stage(model: "PreTrainedModel", index: int, num_stages: int, by: str) -> None:
-    """Removes the layers of the other stages from a transformers model. `by`, "layers" or "parameters", is the size
-    that all stages have about equally."""
+    """Removes the layers of the other stages from a transformers model. The stages have about equal numbers of `by`,
+    "layers" or "parameters"."""
     base = model.base_model
     num_layers = len(base.layers)
     sizes, before, after = [1] * num_layers, 0, 0

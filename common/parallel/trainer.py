@@ -60,7 +60,7 @@ class Trainer(ABC):
             group.setdefault("initial_lr", group["lr"])
         self.ema = EMA(optimizer, plan.config.ema_decay) if plan.config.ema_decay else None
         mean_scale = plan.data_parallel_size / plan.config.batch_size
-        self._mean_scale = torch.tensor(mean_scale, device=accelerator.device)  # once: a copy stalls a GPU
+        self._mean_scale = torch.tensor(mean_scale, device=accelerator.device)  # made once: a copy stalls a GPU
 
     @property
     @abstractmethod
@@ -105,7 +105,7 @@ class Trainer(ABC):
     def saved_tensors(self) -> dict[str, Tensor]:
         """{name: parameter or buffer} of the module, with the same parameter objects as the optimizer."""
         # Not named_parameters: after an evaluation FSDP2 returns gathered weights there and frees their memory when
-        # it shards again. Before state_dict it shards again first.
+        # it shards again. state_dict shards again first.
         return self.module.state_dict(keep_vars=True)
 
     def parts(self) -> list[Part]:
@@ -170,8 +170,8 @@ class Trainer(ABC):
             self.accelerator.scaler.load_state_dict(state)
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
-        """(factor, weight). The mean over processes of factor × (sum of a process's losses) is the mean loss of the
-        global batch; weight is the total weight of this process's samples."""
+        """(factor, weight). The mean over data-parallel ranks of factor × (a rank's summed losses) is the mean loss of
+        the global batch; weight is the total weight of this process's samples."""
         plan = self.plan
         if "weight" not in micro_batches[0]:
             return self._mean_scale, plan.config.batch_size / plan.data_parallel_size

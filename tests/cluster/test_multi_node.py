@@ -99,13 +99,13 @@ LAUNCH = f"--num_processes 6 {launch_of('multi_node_ddp', '--max_steps 2')}"  # 
             {1: {"main_process_port": 29600}},
             {
                 0: (1, "machine 1 of 2 did not arrive"),
-                1: (1, "cannot be reached from node1 within 3 s (nobody listens there: it is not started, or with an"),
+                1: (1, "cannot be reached from node1 within 3 s (nothing listens there: it is not started, or uses an"),
             },
         ),
         (
             {0: {"main_process_ip": "10.77.0.2"}},
             {
-                0: (1, "10.77.0.2 is no address of node0, which has"),
+                0: (1, "10.77.0.2 is not an address of node0, which has"),
                 1: (1, "cannot be reached from node1"),
             },
         ),
@@ -113,7 +113,7 @@ LAUNCH = f"--num_processes 6 {launch_of('multi_node_ddp', '--max_steps 2')}"  # 
             {1: {"machine_rank": 0}},
             {
                 0: (1, "machine 1 of 2 did not arrive"),
-                1: (1, "10.77.0.1 is no address of node1, which has"),
+                1: (1, "10.77.0.1 is not an address of node1, which has"),
             },
         ),
         (
@@ -196,9 +196,9 @@ def test_name_that_leads_to_the_machine_itself(
     ("launch", "expected"),
     [
         ("--config_file none.yaml recipes/mnist.py", "none.yaml: no such file on node0 in"),
-        (f"--num_processes 3 {ROOT}/{DISTURBED}", "--num_processes 3 is of all 2 machines together: type a multiple"),
-        (f"--num_processes=3 {ROOT}/{DISTURBED}", "--num_processes 3 is of all 2 machines together: type a multiple"),
-        (f"{ROOT}/{DISTURBED}", "--num_processes is missing: it is of all 2 machines together: type a multiple of 2"),
+        (f"--num_processes 3 {ROOT}/{DISTURBED}", "--num_processes 3 is the total over all 2 machines: type a mul"),
+        (f"--num_processes=3 {ROOT}/{DISTURBED}", "--num_processes 3 is the total over all 2 machines: type a mul"),
+        (f"{ROOT}/{DISTURBED}", "--num_processes is missing: it is the total over all 2 machines: type a multiple of"),
         (f"--max_restarts 1 {LAUNCH}", "--max_restarts does not work on several machines: remove it"),
     ],
 )

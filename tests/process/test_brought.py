@@ -94,9 +94,7 @@ def test_optimizer_that_is_elementwise(
 @pytest.mark.parametrize("optimizer", ["Adafactor", "Muon", "Lion"])
 def test_other_optimizers_are_refused_under_deepspeed(tmp_path: Path, optimizer: str) -> None:
     line = refused_before_training(tmp_path, "deepspeed_zero2", f"--optimizer {optimizer}")
-    assert (
-        f"{optimizer} may fail under DeepSpeed, which steps on flat shards of the weights: type --config_file" in line
-    )
+    assert f"{optimizer} may fail under DeepSpeed, which steps on flat shards of the weights: type" in line
 
 
 @pytest.mark.parametrize("optimizer", ["Adafactor", "Muon", "Lion"])
