@@ -14,7 +14,7 @@ from common.config import RunConfig
 from common.cpu_group import CpuGroup
 from common.data.batches import ForwardStep, MapDataset, batches, check_datasets
 from common.evaluation import Evaluation, Metrics
-from common.parallel.checks import check_same_start
+from common.parallel.guards import check_same_start
 from common.parallel.layout import data_parallel_size_and_rank
 from common.parallel.prepare import prepare
 from common.plan import Plan

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data.batches import Batch
-from common.parallel.checks import check_all_used
+from common.parallel.guards import check_all_used
 from common.parallel.trainer import StepResult, Trainer, weighted_sum
 
 

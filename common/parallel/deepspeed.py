@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from common.data.batches import Batch
 from common.errors import UsageError
-from common.parallel.checks import check_all_used, check_same_way
+from common.parallel.guards import check_all_used, check_same_way
 from common.parallel.parts import Part, TensorReader
 from common.parallel.trainer import StepResult, Trainer, counts_on_device, weighted_sum
 from common.plan import Plan

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from common.data.batches import ForwardStep
 from common.parallel import deepspeed
 from common.parallel.accelerate_trainer import AccelerateTrainer
-from common.parallel.checks import (
+from common.parallel.guards import (
     check_optimizer,
     check_weights,
     checked,
