@@ -1,4 +1,4 @@
-"""The shared loop of the recipes: `start`, `fit`, `evaluate`, `run` and the config they take."""
+"""The interface for recipes: `start`, `fit`, `evaluate`, `run` and their config."""
 
 from common.checkpoint.export import load_exported
 from common.config import RunConfig, flag

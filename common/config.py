@@ -1,4 +1,4 @@
-"""RunConfig, the knobs that every recipe has, and the command line made of them."""
+"""RunConfig, the flags that all recipes share, and the command-line parser."""
 
 import argparse
 import dataclasses
@@ -21,15 +21,14 @@ from common.schedule import Schedule
 def flag(
     default: Any, help: str, minimum: float | None = None, above: float | None = None, below: float | None = None
 ) -> Any:
-    """A field of a config that is also a command-line flag.
+    """A config field that is also a command-line flag.
 
     Args:
-        default: value when the flag is not given; the recipe may override it in a subclass
-            without repeating the rest.
+        default: value if the flag is not given. A recipe's subclass may override the default alone.
         help: what `--help` prints.
-        minimum: smallest value that is accepted.
-        above: bound that the value must exceed.
-        below: bound that the value must not reach.
+        minimum: the smallest accepted value.
+        above: the value must be greater than this.
+        below: the value must be less than this.
     """
     metadata = {"help": help, "minimum": minimum, "above": above, "below": below}
     return dataclasses.field(default=default, metadata=metadata)
@@ -37,31 +36,31 @@ def flag(
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """What every recipe can be told. A recipe extends it, overrides defaults and adds its own."""
+    """The flags that all recipes share. A recipe extends the class, overrides defaults and adds its own flags."""
 
-    data: str = flag("", "which data: the name of an embedded set, a Hub id or a local path")
-    output_dir: Path = flag(None, "where records, checkpoints and model/ go (default: outputs/<recipe>)")
+    data: str = flag("", "name of an embedded dataset, a Hub id or a local path")
+    output_dir: Path = flag(None, "folder for records, checkpoints and model/ (default: outputs/<recipe>)")
     epochs: int = flag(1, "passes over the training data", minimum=1)
-    max_steps: int | None = flag(None, "optimizer steps; wins over --epochs", minimum=1)
+    max_steps: int | None = flag(None, "optimizer steps; overrides --epochs", minimum=1)
     batch_size: int = flag(64, "samples per optimizer step, over all processes and accumulation", minimum=1)
     micro_batch_size: int | None = flag(
-        None, "samples per forward pass per process, the memory knob; accumulation is derived", minimum=1
+        None, "samples per forward pass per process; lower it to save memory (more accumulation)", minimum=1
     )
     pipeline_stages: int = flag(
-        1, "processes that hold a part of the layers each, one after the other; the others divide the batch", minimum=1
+        1, "pipeline stages: processes that each hold some of the layers; several pipelines divide the batch", minimum=1
     )
-    pipeline_schedule: Literal["1f1b", "gpipe"] = flag("1f1b", "order of micro-batches; 1f1b holds fewer activations")
-    pipeline_split: Literal["layers", "parameters"] = flag("layers", "what the stages have equally many of")
+    pipeline_schedule: Literal["1f1b", "gpipe"] = flag("1f1b", "order of micro-batches; 1f1b keeps fewer activations")
+    pipeline_split: Literal["layers", "parameters"] = flag("layers", "what to divide equally among the stages")
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
     warmup_steps: int = flag(0, "optimizer steps over which the learning rate rises to its peak", minimum=0)
     lr_schedule: Schedule = flag(
         "constant",
-        "course of the learning rate after warm-up; wsd falls over the last fifth, one_cycle also rises by itself",
+        "learning-rate schedule after warm-up; wsd falls over the last fifth, one_cycle has its own warm-up",
     )
-    weight_decay: float = flag(0.0, "weight decay, of weights that multiply: no biases, norms, embeddings", minimum=0)
+    weight_decay: float = flag(0.0, "weight decay of matrices and kernels; not of biases, norms, embeddings", minimum=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0 does not clip", minimum=0)
-    seed: int = flag(0, "seed of the weights, the order of the samples and all random numbers", minimum=0, below=2**31)
-    num_workers: int = flag(0, "processes that load data, per training process; for sets that decode", minimum=0)
+    seed: int = flag(0, "seed of the initial weights, the sample order and all random numbers", minimum=0, below=2**31)
+    num_workers: int = flag(0, "data-loading processes per training process, for datasets that decode", minimum=0)
     log_every: int = flag(10, "optimizer steps between training records", minimum=1)
     eval_every: int | None = flag(
         None, "optimizer steps between evaluations (default: once an epoch); the last step always evaluates", minimum=1
@@ -69,35 +68,35 @@ class RunConfig:
     save_every: int = flag(0, "optimizer steps between checkpoints; 0 saves none", minimum=0)
     keep_checkpoints: int = flag(2, "how many of the newest checkpoints to keep", minimum=1)
     async_save: bool = flag(
-        False, "write checkpoints beside the steps that follow, from a copy in the CPU's memory: shorter stops"
+        False, "write checkpoints during the next steps; training waits only for a copy into CPU memory"
     )
-    stop_on_save_error: bool = flag(False, "end the run when a checkpoint cannot be written; else it goes on")
+    stop_on_save_error: bool = flag(False, "end the run if a checkpoint cannot be written")
     resume_from_checkpoint: str | None = flag(
-        None, "'latest' (the newest in output_dir, a fresh start if there is none) or the path of one checkpoint"
+        None, "'latest' (the newest in output_dir; a fresh start if there is none) or the path of a checkpoint"
     )
-    overwrite_output_dir: bool = flag(False, "start over where checkpoints of an earlier run lie")
+    overwrite_output_dir: bool = flag(False, "start over in a folder with an earlier run's checkpoints or model")
     metric_for_best_model: str | None = flag(
         None,
-        "keep the best weights by this metric of the evaluation in <output_dir>/best/, beside the last in model/; "
-        "lower is better of loss, perplexity and errors",
+        "export the weights with the best value of this evaluation metric to <output_dir>/best/, the last weights "
+        "to model/; lower is better for loss, perplexity and error",
     )
     early_stopping_patience: int | None = flag(
-        None, "end after this many evaluations in a row that were no better than the best", minimum=1
+        None, "end the run after this many evaluations in a row without a new best value", minimum=1
     )
-    hang_timeout: float = flag(1800.0, "seconds without a step after which the run is ended; 0 waits", minimum=0)
+    hang_timeout: float = flag(1800.0, "end the run after this many seconds without a step; 0: never", minimum=0)
     report_to: str = flag(
-        "", "trackers, joined by commas: tensorboard, trackio, wandb, ... (all that Accelerate knows)"
+        "", "trackers, separated by commas: tensorboard, trackio, wandb, ... (all that Accelerate supports)"
     )
     ema_decay: float = flag(
         0.0,
-        "evaluate and export a moving average of the weights with this decay, such as 0.999; 0 does not",
+        "evaluate and export a moving average of the weights with this decay, such as 0.999; 0: no average",
         minimum=0,
         below=1,
     )
-    compile: bool = flag(False, "compile the model with torch.compile: a slow start, faster steps")
+    compile: bool = flag(False, "compile the model with torch.compile: slower start, faster steps")
     profile: bool = flag(False, "trace 3 steps with torch's profiler, to <output_dir>/profile/")
     repeat: str | None = flag(
-        None, "run card (run.json) of an earlier run whose flags to repeat; others given here win"
+        None, "run card (run.json) of an earlier run: use its flags; other flags given here override them"
     )
 
     def __post_init__(self) -> None:
@@ -108,7 +107,7 @@ class RunConfig:
         for field in dataclasses.fields(self):
             (hint, metadata), value = _declaration(type(self), field.name), getattr(self, field.name)
             choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else (value,)
-            if value not in choices:  # as a default may be
+            if value not in choices:  # argparse does not check defaults
                 raise UsageError(f"--{field.name} {value}: no such choice; type one of {', '.join(map(str, choices))}")
             if value is None or isinstance(value, str | bool | Path):
                 continue
@@ -135,7 +134,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
 
     Args:
         config_class: RunConfig or a dataclass that extends it.
-        arguments: what to parse instead of `sys.argv[1:]`.
+        arguments: words to parse instead of `sys.argv[1:]`.
 
     Raises:
         UsageError: an unknown flag, or a value of the wrong type or out of range.
@@ -151,7 +150,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
     return config
 
 
-# How --help is divided; what a recipe adds comes first.
+# The groups of --help; a recipe's own flags come first.
 GROUPS = {
     "data": ("data", "num_workers"),
     "optimisation": (
@@ -174,20 +173,20 @@ OF_THE_LAUNCHER = [
     "--num_machines",
     "--num_processes",
 ]
-# What belongs to one run and not to what it computes.
+# Flags that --repeat leaves out: they belong to one run and do not change what it computes.
 _NOT_REPEATED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "repeat")
 
 
 def _script() -> str:
-    """The name of the recipe that runs, without .py."""
+    """The file name of the running recipe, without .py."""
     return Path(sys.argv[0]).stem or "recipe"
 
 
 def _flags_of_run(card: str) -> list[str]:
     try:
         config = json.loads(Path(card).read_text())["config"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no file, or another one
-        raise UsageError(f"--repeat {card} is no run card: type the path of the run.json of an earlier run") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no file or no run card
+        raise UsageError(f"--repeat {card} is not a run card: type the path of an earlier run's run.json") from None
     given = [(name, value) for name, value in config if name not in _NOT_REPEATED and value is not None]
     return [_as_flag(name, value) for name, value in given]
 
@@ -210,7 +209,7 @@ class _Parser(argparse.ArgumentParser):
             if field.default not in (None, "") and hint is not bool:
                 help += f" (default: {field.default})"
             elif hint is bool:
-                help += f" (--no_{field.name} says no{', the default' * (not field.default)})"
+                help += f" (--no_{field.name} turns it off{'; off by default' * (not field.default)})"
                 group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false", help=argparse.SUPPRESS)
             options = {"help": help.replace("%", "%%")} | _options(hint, field.name)
             group.add_argument(f"--{field.name}", **options)
@@ -226,7 +225,7 @@ class _Parser(argparse.ArgumentParser):
             advice = f"did you mean {close[0]}?" if close else "--help lists them"
             self.error(f"{unknown[0]}: no such flag; {advice}")
         if getattr(values, "help", False):
-            # Every process gets the same command line; one answer is enough.
+            # Every process gets the same command line; one of them prints.
             if os.environ.get("RANK", "0") == "0":
                 self.print_help()
             raise SystemExit(0)
@@ -237,7 +236,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
-    """(type, metadata) of a field from the class that made it a flag; a subclass may override its
+    """(type, metadata) of a field, from the class that declared it with `flag`: a subclass may override the
     default alone."""
     for cls in config_class.__mro__:
         field = getattr(cls, "__dataclass_fields__", {}).get(name)
@@ -247,7 +246,7 @@ def _declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _options(hint: Any, name: str) -> dict[str, Any]:
-    if isinstance(hint, types.UnionType):  # `int | None`: not giving the flag is how to say None
+    if isinstance(hint, types.UnionType):  # `int | None`: no value on the command line means None
         hint = next(arm for arm in typing.get_args(hint) if arm is not types.NoneType)
     if hint is bool:
         return {"action": "store_true"}

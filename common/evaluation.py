@@ -1,4 +1,4 @@
-"""Evaluation: the mean of each metric over a whole set, and what a run does with it."""
+"""The mean of each metric over the evaluation set; a run records it and exports the best weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,17 +25,17 @@ class Evaluation:
     """The evaluations of a run.
 
     Args:
-        trainer: whose model is evaluated.
+        trainer: holds the model to evaluate.
         eval_set: map-style; each sample counts once.
-        summarize: means over the set -> what is reported.
-        state: of the run.
-        watch: of the run; a stop request ends an evaluation early.
+        summarize: means over the set -> metrics to report.
+        state: the run's state.
+        watch: the run's watch; a stop request ends an evaluation early.
 
     Attributes:
-        metrics: of the last evaluation; empty before the first.
+        metrics: those of the last evaluation; empty before the first.
 
     Raises:
-        UsageError: an evaluation, tried with one sample, lacks `--metric_for_best_model`.
+        UsageError: an evaluation of one sample does not return the metric `--metric_for_best_model`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Evaluation:
         self.metrics: Metrics = {}
         name = trainer.plan.config.metric_for_best_model
         if name is not None:
-            one: Subset[Batch] = Subset(eval_set, [0])  # type: ignore[arg-type]  # torch means any map-style set
+            one: Subset[Batch] = Subset(eval_set, [0])  # type: ignore[arg-type]  # torch's annotation is too narrow
             metrics = self._metrics(one, poll=lambda: False)
             assert metrics is not None
             if name not in metrics:
@@ -60,9 +60,9 @@ class Evaluation:
                 )
 
     def run(self, recorder: Recorder) -> None:
-        """Evaluates, records it, and exports the weights if they are the best so far.
+        """Evaluates, records the metrics, and exports the weights if they are the best so far.
 
-        A stop request ends it early: then nothing is recorded, and the evaluation stays due.
+        A stop request ends the evaluation early: nothing is recorded, and a resumed run evaluates first.
         """
         trainer, state, config = self.trainer, self.state, self.trainer.plan.config
         state.evaluation_due = True
@@ -87,11 +87,11 @@ class Evaluation:
 
 
 def _number(name: str, value: Any) -> float:
-    """What `summarize` gave. Raises UsageError if it is none."""
+    """Converts a value from `summarize` to float. Raises UsageError if the value is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f'summarize gives "{name}" as {type(value).__name__}: expected a number') from None
+        raise UsageError(f'summarize returned "{name}" as {type(value).__name__}: expected a number') from None
 
 
 @torch.no_grad()
@@ -105,29 +105,29 @@ def evaluate(
 ) -> Metrics | None:
     """Mean of each metric over the evaluation set, each sample counted exactly once.
 
-    Every process runs the same number of forward passes, because sharded models wait for each
-    other; the last ones are padded with samples that are not counted.
+    Every process runs the same number of forward passes, because the processes of a sharded model wait
+    for each other. The last passes are padded with samples that are not counted.
 
     Args:
         accelerator: from `start(config)`.
-        model: as `prepare` made it.
+        model: the model from `prepare`.
         forward_step: as for `fit`.
         eval_set: map-style dataset of dicts of tensors.
-        plan: of the run.
-        poll: called before each pass; all processes give up where it returns True, which it does in all of them.
+        plan: the run's plan.
+        poll: called before each forward pass. It must return the same in all processes; True ends the evaluation.
 
     Returns:
-        {metric: mean}, the same in every process; None where it gave up.
+        {metric: mean}, the same in every process; None if `poll` ended the evaluation.
     """
     size, num_samples = plan.micro_batch_size, len(eval_set)
     num_passes = -(-num_samples // (size * plan.data_parallel_size))
-    # Pass i of process p holds samples (i * data_parallel_size + p) * size and up; those past the end are padding.
+    # Pass i of data-parallel rank p starts at sample (i * data_parallel_size + p) * size; ids past the end are padding.
     starts = [(index * plan.data_parallel_size + plan.data_parallel_rank) * size for index in range(num_passes)]
     sample_ids = (torch.arange(start, start + size).clamp_(max=num_samples - 1) for start in starts)
     sums: dict[str, torch.Tensor] = {}
     total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     _set_training(model, False)
-    with random_state_kept():  # training goes on as if there had been no evaluation
+    with random_state_kept():  # an evaluation must not change the random numbers of training
         for start, batch in zip(starts, batches(eval_set, sample_ids, accelerator.device, plan.config.num_workers)):
             if poll():
                 _set_training(model, True)
@@ -145,4 +145,4 @@ def evaluate(
 
 def _set_training(model: nn.Module, training: bool) -> None:
     model.train(training)
-    model.training = training  # what is wrapped around a model may pass it on, and keep its own
+    model.training = training  # a wrapper may forward train() without setting its own flag

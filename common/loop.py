@@ -1,4 +1,4 @@
-"""The story of a training run, told once."""
+"""`fit`: a whole training run in one function."""
 
 from collections.abc import Callable
 
@@ -42,22 +42,22 @@ def fit(
         model: any module, on the CPU, the same in every process.
         optimizer: over the model's parameters; its learning rates are the peaks of the schedule.
         forward_step: (model, batch) -> metrics, each of shape (batch,), one value per example;
-            "loss" is the one that is trained on. A batch with a "weight" of shape (batch,), such
-            as a number of tokens, weights the mean of them all.
+            "loss" is the training loss. If a batch has a "weight" of shape (batch,), such as a
+            number of tokens, all means are weighted by it.
         train_set: map-style dataset of dicts of tensors.
-        eval_set: the same; every sample of it is counted exactly once.
-        config: the knobs.
-        summarize: means over the evaluation set -> what is reported.
-        tokens_per_sample: where samples are sequences; records then have `tokens_per_second`, too.
-        flops_per_sample: floating-point operations of forward and backward pass; records then have
-            `mfu`, the share of what the GPUs could do, where it is known of them.
+        eval_set: the same kind; each sample counts exactly once.
+        config: the flags.
+        summarize: means over the evaluation set -> metrics to report.
+        tokens_per_sample: if samples are sequences; adds `tokens_per_second` to records.
+        flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu`, the
+            share of the GPUs' peak rate, to records if that peak is known.
 
     Returns:
         The metrics of the last evaluation; empty if a resumed run was already done.
 
     Raises:
-        UsageError: sizes that do not fit together, or an output_dir that cannot be used.
-        NonFiniteError: a loss or gradient norm that is not finite; nothing is exported.
+        UsageError: flags, data, a model or an output_dir that the run cannot use.
+        NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
     """
     check_datasets(train_set, eval_set)
     plan = Plan.of(config, len(train_set), *data_parallel_size_and_rank(accelerator, config))
@@ -75,7 +75,7 @@ def fit(
         evaluation = Evaluation(trainer, eval_set, summarize, state, watch)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample)
         with recorder, Saver(trainer, this_run, group) as saver:
-            if state.evaluation_due:  # a signal came before this evaluation or ended it
+            if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:
                     watch.raise_stopped(checkpoint.path)

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: batches, steps, which samples when, when to log, evaluate and save."""
+"""The arithmetic of a run: which samples in which step, and when to log, evaluate and save."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ from common.state import TrainState
 def split_batch(
     batch_size: int, micro_batch_size: int | None, data_parallel_size: int, num_stages: int = 1
 ) -> tuple[int, int]:
-    """Divides the samples of an optimizer step among processes and accumulation.
+    """Divides the samples of an optimizer step into micro-batches for each process.
 
     Args:
         batch_size: samples per optimizer step over all processes.
         micro_batch_size: samples per forward pass per process; None takes all samples of a process, or in a
-            pipeline as many as keep all stages busy.
-        data_parallel_size: processes, or pipelines of them, that see different samples.
-        num_stages: of a pipeline.
+            pipeline the most that keep all stages busy.
+        data_parallel_size: the number of data-parallel ranks.
+        num_stages: the number of pipeline stages.
 
     Returns:
         (samples per forward pass per process, forward passes per optimizer step)
 
     Raises:
-        UsageError: the sizes do not divide, or make fewer micro-batches than stages; names what would do.
+        UsageError: the sizes do not divide, or give fewer micro-batches than stages; the message names sizes that work.
     """
     if batch_size % data_parallel_size:
         raise UsageError(
-            f"--batch_size {batch_size} does not divide by {data_parallel_size} processes: "
+            f"--batch_size {batch_size} is not divisible by {data_parallel_size} data-parallel ranks: "
             f"type --batch_size {_nearest_multiples(batch_size, data_parallel_size)}"
         )
     own_samples = batch_size // data_parallel_size
@@ -45,14 +45,14 @@ def split_batch(
         above = min((size for size in divisors if size > micro_batch_size), default=None)
         choices = " or ".join(str(size) for size in (below, above) if size is not None)
         raise UsageError(
-            f"--micro_batch_size {micro_batch_size} does not divide a process's {own_samples} samples of "
-            f"--batch_size {batch_size} ({data_parallel_size} processes): type --micro_batch_size {choices}"
+            f"--micro_batch_size {micro_batch_size} does not divide the {own_samples} samples per process of "
+            f"--batch_size {batch_size} ({data_parallel_size} data-parallel ranks): type --micro_batch_size {choices}"
         )
     accumulation = own_samples // micro_batch_size
     if accumulation < num_stages:
         raise UsageError(
-            f"{accumulation} micro-batches are fewer than --pipeline_stages {num_stages}, of which some would stand "
-            f"idle: type --micro_batch_size {max(1, own_samples // num_stages)} or a larger --batch_size"
+            f"{accumulation} micro-batches per step are too few to keep --pipeline_stages {num_stages} busy: "
+            f"type --micro_batch_size {max(1, own_samples // num_stages)} or a larger --batch_size"
         )
     return micro_batch_size, accumulation
 
@@ -64,17 +64,18 @@ def _nearest_multiples(size: int, divisor: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens at which step. A pure function of the config and the number of samples: the
-    number of processes only divides it.
+    """Which samples each step uses, and when the run logs, evaluates and saves.
+
+    It depends only on the config and the number of samples; the number of processes only divides the samples.
 
     Attributes:
         num_samples: size of the training set.
         micro_batch_size: samples per forward pass per process.
         accumulation: forward passes per optimizer step.
-        data_parallel_size: processes that see different samples.
-        data_parallel_rank: the number of this process among them.
-        steps_per_epoch: optimizer steps per pass over the data; the remainder is dropped, and
-            differs each epoch as the order does.
+        data_parallel_size: the number of data-parallel ranks, each with different samples.
+        data_parallel_rank: this process's data-parallel rank.
+        steps_per_epoch: optimizer steps per pass over the data. The remaining samples are dropped:
+            different ones each epoch, because the order changes.
         num_steps: optimizer steps of the whole run.
     """
 
@@ -89,7 +90,7 @@ class Plan:
 
     @classmethod
     def of(cls, config: RunConfig, num_samples: int, data_parallel_size: int, data_parallel_rank: int) -> "Plan":
-        """Raises UsageError for sizes that do not divide or a set smaller than a batch."""
+        """Computes the plan. Raises UsageError if sizes do not divide or the training set is smaller than a batch."""
         micro_batch_size, accumulation = split_batch(
             config.batch_size, config.micro_batch_size, data_parallel_size, config.pipeline_stages
         )
@@ -113,16 +114,16 @@ class Plan:
 
     def epoch_order(self, epoch: int) -> torch.Tensor:
         """The order of all samples in an epoch, shape (num_samples,), int64."""
-        # Spread the seeds, so that seed 1 in epoch 0 does not repeat seed 0 in epoch 1.
+        # With seed + epoch, seed 1 in epoch 0 would repeat the order of seed 0 in epoch 1.
         generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self.num_samples, generator=generator)
 
     def micro_batches(self, first_step: int = 0) -> Iterator[torch.Tensor]:
         """This process's sample ids from optimizer step `first_step` to the end of the run.
 
-        The samples of step k are a function of the seed and k alone: positions
-        `k % steps_per_epoch * batch_size` and up of that epoch's order. Micro-batch m of process p
-        is row m * data_parallel_size + p of them.
+        The samples of step k depend only on the seed and k: `batch_size` ids of that epoch's order, from
+        position `k % steps_per_epoch * batch_size`. In rows of `micro_batch_size` ids, micro-batch m of
+        data-parallel rank p is row m * data_parallel_size + p.
 
         Yields:
             `accumulation` tensors per optimizer step, each of shape (micro_batch_size,), int64.
@@ -139,7 +140,7 @@ class Plan:
             yield from rows[:, self.data_parallel_rank]
 
     def learning_rate_factor(self, state: TrainState) -> float:
-        """The fraction of the peak learning rate for the next step."""
+        """The share of the peak learning rate for the next step."""
         # A step that the loss scaler skips does not advance the schedule.
         position = state.step - state.num_skipped
         return learning_rate_factor(self.config.lr_schedule, position, self.num_steps, self.config.warmup_steps)
@@ -149,11 +150,11 @@ class Plan:
         return step % self.config.log_every == 0 or step == self.num_steps
 
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation follows it."""
+        """Whether an evaluation follows optimizer step `step`, counted from 1."""
         return step % (self.config.eval_every or self.steps_per_epoch) == 0 or step == self.num_steps
 
     def saves(self, state: TrainState) -> bool:
-        """Whether a checkpoint follows the last step; one follows the end of a run, also an early one."""
+        """Whether to save a checkpoint now. With `--save_every`, the end of a run saves too, also an early stop."""
         every = self.config.save_every
         return every > 0 and (state.step % every == 0 or self.is_over(state))
 
@@ -163,6 +164,6 @@ class Plan:
         return self.logs(step) or self.evaluates(step) or (every > 0 and step % every == 0)
 
     def is_over(self, state: TrainState) -> bool:
-        """Whether all steps are taken, or the best evaluation is too long ago."""
+        """Whether all steps are taken, or early stopping ends the run."""
         patience = self.config.early_stopping_patience
         return state.step >= self.num_steps or (patience is not None and state.num_not_better >= patience)

@@ -1,4 +1,4 @@
-"""The state of all random number generators that a forward pass or a dataset may draw from in this process."""
+"""The random states of this process: all generators that a forward pass or a dataset may use."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of torch, on the CPU and the current GPU, Python and NumPy, as tensors."""
+    """The random states of torch (CPU and current GPU), Python and NumPy, as tensors."""
     _, python, gauss = random.getstate()
     of_numpy = numpy.random.get_state(legacy=False)
     keys, position = of_numpy["state"]["key"], of_numpy["state"]["pos"]
@@ -28,7 +28,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Puts back what `random_state` gave."""
+    """Restores the result of `random_state`."""
     torch.set_rng_state(state["random.torch"])
     gauss = float(state["random.python_gauss"])
     random.setstate((3, tuple(state["random.python"].tolist()), None if math.isnan(gauss) else gauss))
@@ -41,7 +41,7 @@ def set_random_state(state: dict[str, Tensor]) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """What is drawn within it leaves no trace."""
+    """Restores the random states at the end of the `with` block."""
     state = random_state()
     try:
         yield

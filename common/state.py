@@ -1,4 +1,4 @@
-"""The state of a run at a step, apart from weights and optimizer state."""
+"""The state of a run, except weights and optimizer state."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -6,23 +6,24 @@ from typing import Any
 
 from torch import Tensor
 
-LOWER_IS_BETTER = ("loss", "perplexity", "error")  # what names such metrics; of others more is better
+LOWER_IS_BETTER = ("loss", "perplexity", "error")  # in a metric's name; for other metrics higher is better
 
 
 @dataclass
 class TrainState:
-    """Saved in checkpoints, restored on resume.
+    """The state of a run; saved in checkpoints, restored on resume.
 
     Attributes:
         step: optimizer steps taken.
         num_skipped: steps that the loss scaler skipped; they do not advance the schedule.
-        evaluation_due: a signal came before or during the evaluation after this step.
-        best: the best value so far of `best_metric`, which is `--metric_for_best_model`.
-        num_not_better: evaluations since then.
+        evaluation_due: whether a stop request ended the evaluation after this step.
+        best: the best value so far of `best_metric`.
+        best_metric: `--metric_for_best_model`.
+        num_not_better: evaluations since the best one.
         num_steps: steps since the last training record.
-        seconds: the time these steps took.
-        losses: sums of weight × loss of this process's micro-batches since the last record, 0-dim.
-        weights: the sums of the weights of these micro-batches.
+        seconds: training time of these steps.
+        losses: for each micro-batch of this process in these steps, the sum of weight × loss, 0-dim.
+        weights: for each of these steps, the sum of the weights of this process's samples.
     """
 
     step: int = 0
@@ -37,8 +38,8 @@ class TrainState:
     weights: list[Tensor | float] = field(default_factory=list)
 
     def is_best(self, metric: str, value: float) -> bool:
-        """Takes in what an evaluation gave; whether it is better than all before it."""
-        if metric != self.best_metric:  # the run was resumed with another
+        """Records the value of an evaluation; returns whether it is the best so far."""
+        if metric != self.best_metric:  # the first evaluation, or the run was resumed with another metric
             self.best, self.best_metric, self.num_not_better = None, metric, 0
         lower_is_better = any(word in metric for word in LOWER_IS_BETTER)
         better = self.best is None or (value < self.best if lower_is_better else value > self.best)
@@ -47,5 +48,5 @@ class TrainState:
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """What is the same in all processes, as JSON."""
+        """The fields that are the same in all processes, for JSON."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("losses", "weights")}

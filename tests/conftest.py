@@ -1,4 +1,4 @@
-"""Runs that several tests compare with: made once, whichever of the parallel test processes needs them first."""
+"""Reference runs that several tests share. The first of the parallel test processes that needs a run makes it."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from support.runs import Run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts no process is quick."""
+    """Marks the unit tests as quick, because they start no processes."""
     for item in items:
         if "unit" in item.path.parts:
             item.add_marker(pytest.mark.quick)
@@ -21,9 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[..., Run]:
-    """made_once(config, script, arguments, options) -> that run."""
+    """made_once(config, script, arguments, options) -> the finished run, made at the first call."""
     base = tmp_path_factory.getbasetemp()
-    shared: Path = base if worker_id == "master" else base.parent  # pytest-xdist gives each process its own
+    shared: Path = base if worker_id == "master" else base.parent  # pytest-xdist: one folder per process
 
     def get(config: str, script: str, arguments: str, options: str = "") -> Run:
         key = hashlib.sha256(repr((config, script, arguments, options)).encode()).hexdigest()[:16]
@@ -39,11 +39,11 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Calla
 
 @pytest.fixture(scope="session")
 def reference(made_once: Callable[..., Run]) -> Callable[..., Run]:
-    """reference(script, arguments, options) -> that recipe on one process."""
+    """reference(script, arguments, options) -> the run of that recipe on one process."""
     return lambda script, arguments, options="": made_once("single", script, arguments, options)
 
 
 @pytest.fixture(scope="session")
 def undisturbed(made_once: Callable[..., Run]) -> Callable[[str, str], Run]:
-    """undisturbed(config, arguments) -> the script of faults, without one."""
+    """undisturbed(config, arguments) -> the run of disturbed.py without a fault."""
     return lambda config, arguments: made_once(config, DISTURBED, arguments)

@@ -1,1 +1,1 @@
-"""Checkpoints and the exported model: find, verify, load, save, export; and their format on disk."""
+"""Checkpoints (find, verify, load, save), their format on disk, and the exported model."""

@@ -1,4 +1,4 @@
-"""Writes the exported model, and reads it."""
+"""Writes and reads the exported model."""
 
 import shutil
 from pathlib import Path
@@ -14,11 +14,12 @@ from common.parallel.trainer import Trainer
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:
-    """Writes the weights under the module's own names, in the precision in which they are trained, to
-    `<folder>/model.safetensors`; and `config.json` of a transformers model, so that `from_pretrained(folder)` loads it.
+    """Writes the weights to `<folder>/model.safetensors`, with the module's own names and dtypes.
+
+    A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it.
 
     Raises:
-        RunError: they cannot be written.
+        RunError: the files cannot be written.
     """
     weights = trainer.full_weights()
     if trainer.accelerator.is_main_process:
@@ -26,7 +27,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})  # transformers asks for it
+            save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})  # transformers needs it
             config: Any = getattr(trainer.module, "config", None)
             if hasattr(config, "save_pretrained"):
                 config.save_pretrained(aside)

@@ -1,8 +1,8 @@
-"""The format of a checkpoint: parts of tensors in safetensors files, and a manifest that shows whether all is there.
+"""The format of a checkpoint: parts of tensors in safetensors files, and a manifest to verify them.
 
 A folder holds `shard_<process>.safetensors` for each process that had something to write; its keys are
 the names of the tensors. `manifest.json` is written last. It holds the size and SHA-256 of each file, the
-shape and dtype of each tensor, and the range of the tensor in each file.
+shape and dtype of each tensor, and which range of the tensor each file holds.
 """
 
 import hashlib

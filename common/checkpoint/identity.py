@@ -1,4 +1,4 @@
-"""What a run must share with a checkpoint to go on from it: its identity, and which processes see the same samples."""
+"""The settings that a resumed run must share with its checkpoint, and how its processes share the samples."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,16 +10,16 @@ from common.plan import Plan
 
 
 def layout(plan: Plan, group: CpuGroup) -> dict[str, int]:
-    """Which processes see the same samples: where it is the same, each goes on with its own random state.
+    """How the processes share the samples. If it is unchanged on resume, each process restores its random state.
 
     Returns:
-        The number of processes, of shares of the samples among them, and of pipeline stages.
+        The numbers of processes, of data-parallel ranks ("shares") and of pipeline stages.
     """
     return {"processes": group.size, "shares": plan.data_parallel_size, "stages": plan.config.pipeline_stages}
 
 
 def num_replicas(layout: dict[str, int]) -> int:
-    """How many processes count the same loss: those of a tensor-parallel group."""
+    """The number of processes that count the same loss: the size of a tensor-parallel group."""
     return layout["processes"] // (layout["shares"] * layout["stages"])
 
 
@@ -30,7 +30,7 @@ def described(layout: dict[str, int]) -> str:
 
 
 def identity(plan: Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What must be the same for a run to go on as itself."""
+    """The settings that a resumed run must share with its checkpoint."""
     config = asdict(plan.config)
     return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
         "num_samples": plan.num_samples,

@@ -16,10 +16,10 @@ from common.cpu_group import CpuGroup
 
 
 class Reader:
-    """A folder that `write` made.
+    """A checkpoint folder from `write`.
 
     Raises:
-        DamagedError: no manifest, or one that is not what was written.
+        DamagedError: the manifest is missing or altered.
     """
 
     def __init__(self, folder: Path):
@@ -32,20 +32,23 @@ class Reader:
         if digest_of_json(self.content) != expected:
             raise DamagedError(f"{MANIFEST} was altered")
         if self.content.get("format") != FORMAT:
-            raise DamagedError(f"{MANIFEST} is of the format {self.content.get('format')}, not {FORMAT}")
+            raise DamagedError(f"{MANIFEST} has the format {self.content.get('format')}, expected {FORMAT}")
         if not _is_well_formed(self.content):
-            raise DamagedError(f"{MANIFEST} is not what a checkpoint has")
+            raise DamagedError(f"{MANIFEST} has missing or invalid entries")
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
         self._files: dict[str, Any] = {}
 
     def close(self) -> None:
-        """Lets go of the files, which could not be removed otherwise."""
+        """Closes the files, so that they can be removed."""
         self._files.clear()
 
     @classmethod
     def verified(cls, folder: Path, group: CpuGroup) -> "Reader":
-        """Raises DamagedError, in all processes alike, unless all files are what was written and together
-        hold all of each tensor. Each process reads its share of the files."""
+        """Opens a checkpoint and verifies it. Each process reads its share of the files.
+
+        Raises:
+            DamagedError: in all processes, if a file was altered or the files do not hold each tensor completely.
+        """
         reader = reason = None
         try:
             reader = cls(folder)
@@ -64,7 +67,7 @@ class Reader:
         return reader
 
     def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """A tensor on the CPU, or of it the range of `sizes` from `offsets`."""
+        """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
         entry = self.tensors[name]
         shape = entry["shape"]
         offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
@@ -85,35 +88,35 @@ class Reader:
         file, (starts, ends) = self._files[part["file"]], overlap
         local = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, part["offsets"]))
         tensor = file.get_slice(name)[local] if starts else file.get_tensor(name)
-        return tensor.clone()  # what is read twice would share memory, that of the mapped file
+        return tensor.clone()  # else two reads would share memory, that of the mapped file
 
     def _check_file(self, name: str, expected: dict[str, Any], reads: bool) -> None:
-        # A name with a path in it, or a link, would lead out of the folder.
+        # A name that contains a path, or a link, could lead out of the folder.
         if not FILE_NAME.fullmatch(name):
-            raise DamagedError(f"{MANIFEST} names {name}, which is no file of a checkpoint")
+            raise DamagedError(f"{MANIFEST} names {name}, which is not a checkpoint file")
         path = self.folder / name
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
                 raise DamagedError(f"{name} is not a file")
             if status.st_size != expected["size"]:
-                raise DamagedError(f"{name} has {status.st_size} bytes, {expected['size']} were written")
+                raise DamagedError(f"{name} has {status.st_size} bytes, expected {expected['size']}")
             if reads and digest_of_file(path) != expected["sha256"]:
                 raise DamagedError(f"{name} was altered")
         except OSError as error:
             raise DamagedError(f"{name}: {error.strerror}") from None
 
     def _check_names(self, file: str) -> None:
-        """Raises DamagedError unless a file holds the parts of tensors that it is said to hold."""
+        """Raises DamagedError unless a file holds exactly the parts that the manifest lists for it."""
         parts = [(name, tensor["dtype"], part) for name, tensor in self.tensors.items() for part in tensor["parts"]]
         said = {name: (dtype, part["sizes"]) for name, dtype, part in parts if part["file"] == file}
         try:
             with safe_open(self.folder / file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # it is no dict
+                for name in opened.keys():  # noqa: SIM118  # not a dict
                     held = opened.get_slice(name)
                     dtype = (held[:0] if held.get_shape() else opened.get_tensor(name)).dtype
                     if said.pop(name, None) != (str(dtype).removeprefix("torch."), held.get_shape()):
-                        raise DamagedError(f"{file} holds {name}, of which {MANIFEST} says something else")
+                        raise DamagedError(f"{file} holds {name}, which does not match {MANIFEST}")
         except SafetensorError as error:
             raise DamagedError(f"{file}: {error}") from None
         for name in said:
@@ -121,7 +124,7 @@ class Reader:
 
 
 def _is_well_formed(content: dict[str, Any]) -> bool:
-    """Whether files and tensors have what `write` says of them."""
+    """Whether the entries of files and tensors have the types that `write` gives them."""
     files: Any = content.get("files")
     tensors: Any = content.get("tensors")
     if not _are_dicts(files) or not _are_dicts(tensors):
@@ -149,7 +152,7 @@ def _are_sizes(value: Any) -> bool:
 def _overlap(
     offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[list[int], list[int]] | None:
-    """(starts, ends) of what two ranges share; None if nothing."""
+    """(starts, ends) of the overlap of two ranges; None if there is none."""
     starts = [max(pair) for pair in zip(offsets, other_offsets)]
     ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes)]
     return (starts, ends) if all(start < end for start, end in zip(starts, ends)) else None
@@ -164,8 +167,8 @@ def _check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) ->
         ends = [offset + size for offset, size in zip(part["offsets"], part["sizes"])]
         inside = all(offset >= 0 and end <= size for offset, end, size in zip(part["offsets"], ends, shape))
         if not inside or not len(part["offsets"]) == len(part["sizes"]) == len(whole):
-            raise DamagedError(f"{name} has a part outside of it")
-    # From part to part along the dimension that is divided most, so that few are compared.
+            raise DamagedError(f"{name} has a part outside its shape")
+    # A sweep along the dimension with the most distinct offsets compares the fewest parts.
     along = max(range(len(shape)), key=lambda one: len({part["offsets"][one] for part in parts}), default=None)
     reaching: list[dict[str, Any]] = []
     for part in sorted(parts, key=lambda part: part["offsets"][along]) if along is not None else []:
@@ -176,4 +179,4 @@ def _check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) ->
                 raise DamagedError(f"{name} has parts that overlap")
         reaching.append(part)
     if sum(math.prod(part["sizes"]) for part in parts) != math.prod(shape) or not parts:
-        raise DamagedError(f"{name} is not there as a whole")
+        raise DamagedError(f"{name} is not complete")

@@ -1,4 +1,4 @@
-"""Finds the checkpoint to go on from, verifies it and loads it."""
+"""Finds, verifies and loads the checkpoint to resume from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        reader: of it.
+        reader: reads its files.
         trained: names of the weights that the optimizer of this run was given.
     """
 
@@ -39,11 +39,11 @@ class Checkpoint:
 
     @property
     def state(self) -> TrainState:
-        """Where the run was."""
+        """The saved state of the run."""
         return TrainState(**self.reader.content["state"])
 
     def load_weights(self, model: nn.Module) -> None:
-        """Loads the weights into the bare module, before `prepare`. Raises UsageError for another model."""
+        """Loads the weights into the bare module, before `prepare`. Raises UsageError if the model differs."""
         own = model.state_dict()
         shapes = {
             name.removeprefix("model."): tensor["shape"]
@@ -61,25 +61,25 @@ class Checkpoint:
         model.load_state_dict({name: self.reader.tensor(f"model.{name}") for name in shapes})
 
     def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
-        """Loads all but the weights, after `prepare`: the optimizer's state, averages, the loss scale, and
-        what each process had of its own, its random state and the sums of the record that is under way."""
+        """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and
+        each process's random state and losses since the last record."""
         content = self.reader.content
         trainer.load_parts(self.reader)
         trainer.load_state_dict(content["trainer"])
         accelerator, here = trainer.accelerator, layout(trainer.plan, group)
-        there = {name: content["layout"][name] for name in here}  # an older checkpoint tells more
+        there = {name: content["layout"][name] for name in here}  # an older checkpoint may have more entries
         accelerator.print(f"resumed from {self.path}")
         have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
-        if have_state and anew:  # right for a weight that no forward pass has used
-            accelerator.print(f"it has no state of the optimizer for {', '.join(anew)}: there it begins anew")
+        if have_state and anew:  # normal for a weight that no forward pass has used
+            accelerator.print(f"it has no optimizer state for {', '.join(anew)}: that state starts anew")
         if there == here:
             self._load_process(group.rank, state, accelerator.device)
             prefix = f"process_{group.rank:05d}."
             names = [key.removeprefix(prefix) for key in self.reader.tensors if key.startswith(prefix + "random.")]
             set_random_state({name: self._of_process(group.rank, name) for name in names})
         else:
-            if group.rank == 0:  # any process may hold the sums, but each must count the right number of times
+            if group.rank == 0:  # rank 0 takes all sums, scaled so that old and new samples count equally
                 factor = num_replicas(here) / num_replicas(there)
                 for rank in range(there["processes"]):
                     self._load_process(rank, state, accelerator.device, factor)
@@ -87,7 +87,7 @@ class Checkpoint:
             set_seed(seed % 2**32)
             accelerator.print(
                 f"it was saved by {described(there)} and goes on in {described(here)}: samples and schedule go on, "
-                "random states (dropout) are seeded anew, with seed + 1009 × step + data-parallel rank"
+                "random states (dropout) are seeded with seed + 1009 × step + data-parallel rank"
             )
         self.reader.close()
 
@@ -100,7 +100,7 @@ class Checkpoint:
 
 
 class FreshStart:
-    """Stands in for a checkpoint when a run starts from nothing."""
+    """Takes the place of a checkpoint if a run starts at step 0."""
 
     path = None
 
@@ -110,7 +110,7 @@ class FreshStart:
         return TrainState()
 
     def load_weights(self, model: nn.Module) -> None:
-        """Leaves the model's own weights."""
+        """Keeps the model's weights."""
 
     def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
         """Seeds each data-parallel rank differently, so that dropout differs between samples."""
@@ -120,11 +120,11 @@ class FreshStart:
 def find_checkpoint(
     plan: Plan, identity: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, group: CpuGroup
 ) -> Checkpoint | FreshStart:
-    """The checkpoint that `--resume_from_checkpoint` names, verified, or a fresh start.
+    """Finds and verifies the checkpoint that `--resume_from_checkpoint` names; without the flag, a fresh start.
 
     Raises:
         UsageError: no checkpoint at that path, a damaged one, or one of a run with another seed,
-            batch size, data or optimizer.
+            batch size, data, optimizer or EMA decay.
     """
     wanted = plan.config.resume_from_checkpoint
     if wanted is None:
@@ -148,7 +148,8 @@ def find_checkpoint(
         return open_checked(Path(wanted))
     except DamagedError as error:
         raise UsageError(
-            f"--resume_from_checkpoint {wanted} is no whole checkpoint ({error}): type latest for the newest whole one"
+            f"--resume_from_checkpoint {wanted} is not a complete checkpoint ({error}): type latest for the newest "
+            "complete one"
         ) from None
 
 
@@ -159,16 +160,16 @@ def _newest(config: RunConfig, open_checked: Callable[[Path], Checkpoint], group
             return open_checked(path)
         except DamagedError as error:
             if group.rank == 0:
-                print(f"{path} is no whole checkpoint ({error}): taking the one before it", flush=True)
+                print(f"{path} is not a complete checkpoint ({error}): taking the one before it", flush=True)
     if paths:
-        raise UsageError(f"no checkpoint in {config.output_dir} is whole: type --overwrite_output_dir to start over")
+        raise UsageError(f"no checkpoint in {config.output_dir} is complete: type --overwrite_output_dir to start over")
     if group.rank == 0:
         print(f"no checkpoint in {config.output_dir}: a fresh start", flush=True)
     return FreshStart()
 
 
 def _check_content(content: dict[str, Any]) -> None:
-    """Raises DamagedError unless a manifest has what `Saver` gave it, of its kind."""
+    """Raises DamagedError unless the manifest has the entries that `Saver` writes, with their types."""
     kinds = get_type_hints(TrainState)
     expected: dict[str, dict[str, Any]] = {
         "identity": {},
@@ -179,22 +180,22 @@ def _check_content(content: dict[str, Any]) -> None:
     for part, names in expected.items():
         values = content.get(part)
         if not isinstance(values, dict) or (part == "state" and not values.keys() <= names.keys()):
-            raise DamagedError(f"{MANIFEST} has another {part} than a checkpoint has")
+            raise DamagedError(f"{MANIFEST} has no valid {part}")
         for name, kind in names.items():
             kind = kind | int if float in (kind, *get_args(kind)) else kind  # JSON may write 1 for 1.0
             if not isinstance(values.get(name), kind):
-                raise DamagedError(f"{MANIFEST} has no {name} in {part}, or one of another kind")
+                raise DamagedError(f"{MANIFEST} has no valid {name} in {part}")
     processes, shares, stages = (content["layout"][name] for name in expected["layout"])
     if content["state"]["step"] < 0 or min(processes, shares, stages) < 1 or processes % (shares * stages):
-        raise DamagedError(f"{MANIFEST} has numbers that no run has")
+        raise DamagedError(f"{MANIFEST} has an impossible step or layout")
 
 
 def _check_tensors(reader: Reader, averaged: list[str]) -> None:
-    """Raises DamagedError unless what each process had of its own is there, and the averages of these weights."""
+    """Raises DamagedError if a tensor of a process, or a moving average of these weights, is missing."""
     own = [name for name in (*random_state(), "losses", "weights") if name != "random.cuda"]
     ranks = range(reader.content["layout"]["processes"])
     of_processes = (f"process_{rank:05d}.{name}" for rank in ranks for name in own)
-    # Where the weight is missing, too, the checkpoint is of another model: load_weights says so.
+    # If the weight is missing too, the checkpoint is of another model: load_weights reports that.
     averages = (f"average.{name}" for name in averaged if f"model.{name}" in reader.tensors)
     for name in chain(of_processes, averages):
         if name not in reader.tensors:

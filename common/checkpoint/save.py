@@ -23,12 +23,12 @@ from common.state import TrainState
 
 
 class Saver:
-    """Writes checkpoints, one at a time; with `--async_save` beside the steps that follow, from a copy."""
+    """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy."""
 
     def __init__(self, trainer: Trainer, identity: dict[str, Any], group: CpuGroup):
         self._trainer, self._identity, self._group = trainer, identity, group
         in_background = trainer.plan.config.async_save
-        # Two threads must not use one group at a time.
+        # Two threads must not use the same group at once.
         self._group_of_writer = CpuGroup(trainer.plan.config.hang_timeout) if in_background else group
         self._buffers: dict[str, Tensor] | None = {} if in_background else None
         self._writer = ThreadPoolExecutor(1) if in_background else None
@@ -40,7 +40,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with suppress(Exception) if error is not None else nullcontext():  # it failed as the run did
+        with suppress(Exception) if error is not None else nullcontext():  # the run's own error is the one to report
             self.finish()
         if self._writer is not None:
             self._writer.shutdown()
@@ -49,8 +49,8 @@ class Saver:
         """Writes `checkpoints/step_<steps taken>` and then removes the oldest beyond `--keep_checkpoints`.
 
         Raises:
-            RunError: this one, or the one before it with `--async_save`, could not be written, with
-                `--stop_on_save_error`; without that flag one line says so.
+            RunError: with `--stop_on_save_error`, the checkpoint could not be written; with `--async_save`,
+                the one before it. Without `--stop_on_save_error`, a failed save only prints one line.
         """
         self.finish()
         content = {
@@ -72,8 +72,8 @@ class Saver:
             self._newest = lambda: path
 
     def finish(self) -> Path | None:
-        """Waits for what is being written. Returns the newest checkpoint; None if it could not be written.
-        Raises RunError as `save`."""
+        """Waits for the save in progress. Returns the newest checkpoint; None if it could not be written, or
+        before the first save. Raises RunError like `save`."""
         return self._newest()
 
     def _write(self, shard: Shard, content: dict[str, Any]) -> Path | None:
@@ -87,9 +87,9 @@ class Saver:
             line = f"the checkpoint of step {step} could not be written ({error})"
             if config.stop_on_save_error:
                 raise RunError(
-                    f"{line}: earlier ones are whole; make room, and type --resume_from_checkpoint latest"
+                    f"{line}: earlier ones are complete; free disk space and type --resume_from_checkpoint latest"
                 ) from None
-            self._trainer.accelerator.print(f"{line}: earlier ones are whole, the run goes on")
+            self._trainer.accelerator.print(f"{line}: earlier ones are complete, the run goes on")
             return None
         if group.rank == 0:
             for _, old in checkpoints(config.output_dir)[: -config.keep_checkpoints]:
@@ -104,7 +104,7 @@ def _make_folder(folder: Path, group: CpuGroup) -> None:
     reason = None
     if group.rank == 0:
         try:
-            folder.mkdir(exist_ok=True)  # without its parents: an output_dir that has vanished stays away
+            folder.mkdir(exist_ok=True)  # without parents: an output_dir that was removed stays removed
         except OSError as error:
             reason = str(error)
     if reason := group.broadcast(reason):

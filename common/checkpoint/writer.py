@@ -26,10 +26,10 @@ def own_shard(parts: Sequence[Part], group: CpuGroup, buffers: dict[str, Tensor]
     """Chooses the parts that this process writes. Exactly one of the processes that hold a part writes it.
 
     Args:
-        parts: of this process.
-        group: of all processes.
-        buffers: {name: tensor} for copies, kept for the next time; filled where there is none yet.
-            Without it the shard may share memory with the parts, which must not change until it is written.
+        parts: this process's parts.
+        group: all processes.
+        buffers: {name: tensor} for copies, kept for the next save; missing buffers are added. Without it,
+            the shard may share memory with the parts: they must not change until the shard is written.
 
     Returns:
         The parts with their tensors, on the CPU.
@@ -45,7 +45,7 @@ def own_shard(parts: Sequence[Part], group: CpuGroup, buffers: dict[str, Tensor]
         else:
             tensor = tensor.cpu().contiguous()
             if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
-                tensor = tensor.clone()  # safetensors takes no tensors that share memory, as tied weights do
+                tensor = tensor.clone()  # safetensors refuses tensors that share memory; tied weights do
             storages.add(tensor.untyped_storage().data_ptr())
         shard.append((part, tensor))
     return shard
@@ -54,23 +54,23 @@ def own_shard(parts: Sequence[Part], group: CpuGroup, buffers: dict[str, Tensor]
 def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
     """Writes a folder with the shards of all processes.
 
-    It appears under its name when everything is on the disk, or not at all.
+    The folder gets its name only when everything is on the disk.
 
     Args:
-        folder: that shall be; its parent exists.
-        shard: of this process, from `own_shard`.
-        content: JSON of the first process, which `Reader.content` gives back.
-        group: of all processes; they see the same file system.
+        folder: folder to create; its parent exists.
+        shard: this process's shard, from `own_shard`.
+        content: the first process's JSON for the manifest; `Reader.content` returns it.
+        group: all processes; they share the file system.
 
     Raises:
-        WriteError: a file could not be written; what was there before is as it was.
+        WriteError: a file could not be written; an earlier checkpoint is unchanged.
     """
-    # A name of its own for each: a network file system may lead to what had the same name a moment ago.
+    # A different name for each: a network file system may return an earlier folder of the same name.
     aside = folder.with_name(f"{UNFINISHED}{folder.name}")
     try:
         _write_aside(aside, folder, shard, content, group)
     except WriteError:
-        if group.rank == 0:  # the next one needs the room
+        if group.rank == 0:  # the next checkpoint needs the disk space
             shutil.rmtree(aside, ignore_errors=True)
         raise
 
@@ -90,28 +90,28 @@ def _write_aside(aside: Path, folder: Path, shard: Shard, content: dict[str, Any
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder, which from the first moment is not there under its name any more. Raises OSError."""
+    """Renames a folder, then removes it: no half-removed folder has its name. Raises OSError."""
     aside = folder.with_name("removed")
-    if aside.exists():  # of a process that was killed meanwhile
+    if aside.exists():  # left by a process that was killed
         shutil.rmtree(aside)
     folder.rename(aside)
     shutil.rmtree(aside)
 
 
 def flush(path: Path) -> None:
-    """Returns when a file, or what a folder lists, is on the disk. Raises OSError."""
+    """Flushes a file, or the list of files in a folder, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do that for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot flush folders
             raise
     finally:
         os.close(descriptor)
 
 
 def _assigned(parts: Sequence[Part], group: CpuGroup) -> set[str]:
-    """Names of those that this process writes: each part is written once, and the bytes are spread evenly."""
+    """Names of the parts that this process writes: each part is written once, and the bytes are spread evenly."""
     everybody = group.all_gather([(part.name, part.offsets, part.sizes, part.of_first) for part in parts])
     holders: dict[tuple, list[int]] = {}
     for rank, held in enumerate(everybody):
@@ -127,11 +127,11 @@ def _assigned(parts: Sequence[Part], group: CpuGroup) -> set[str]:
 
 
 def _together(group: CpuGroup, do: Callable[[], Any]) -> list[Any]:
-    """What `do` returned in each process. Raises WriteError in all if it failed in one."""
+    """Calls `do` in each process; returns all results. Raises WriteError in all processes if one fails."""
     result, reason = None, None
     try:
         result = do()
-    except Exception as error:  # safetensors has kinds of its own
+    except Exception as error:  # safetensors has its own error classes
         reason = str(error) or type(error).__name__
     outcomes = group.all_gather((result, reason))
     reasons = [reason for _, reason in outcomes if reason]
@@ -141,7 +141,7 @@ def _together(group: CpuGroup, do: Callable[[], Any]) -> list[Any]:
 
 
 def _make_empty(folder: Path) -> None:
-    for left in folder.parent.glob(f"{UNFINISHED}*"):  # by a process that was killed
+    for left in folder.parent.glob(f"{UNFINISHED}*"):  # left by a killed process
         shutil.rmtree(left)
     folder.mkdir()
 
@@ -171,9 +171,9 @@ def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
 
 def _publish(aside: Path, folder: Path, content: dict[str, Any]) -> None:
     for name, file in content["files"].items():
-        if (aside / name).stat().st_size != file["size"]:  # it went elsewhere
-            raise OSError(f"{name} has another size here than where it was written")
-    content = json.loads(json.dumps(content))  # as a reader will see it
+        if (aside / name).stat().st_size != file["size"]:  # the processes do not share this folder
+            raise OSError(f"{name} has a different size in process 0 than in the process that wrote it")
+    content = json.loads(json.dumps(content))  # as a reader will load it
     text = json.dumps(content | {"sha256": digest_of_json(content)}, indent=1)
     (aside / MANIFEST).write_text(text + "\n")
     flush(aside / MANIFEST)

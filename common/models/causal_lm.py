@@ -1,4 +1,4 @@
-"""Causal language models of transformers: loaded, made to return losses, and their floating-point operations."""
+"""Causal language models of transformers: loading, losses and floating-point operations; a byte tokenizer."""
 
 from types import MethodType
 from typing import Any
@@ -14,15 +14,15 @@ from common.errors import UsageError
 
 
 def load_pretrained(name_or_path: str, context: int, attention: str) -> tuple[PreTrainedModel, Any]:
-    """A causal model in float32, and its tokenizer.
+    """Loads a causal model in float32, and its tokenizer.
 
     Args:
         name_or_path: folder or Hub id.
-        context: tokens that the model shall see at a time.
-        attention: "sdpa", "eager", "flash_attention_2", as transformers' `attn_implementation`.
+        context: tokens per sequence.
+        attention: transformers' `attn_implementation`: "sdpa", "eager", "flash_attention_2".
 
     Raises:
-        UsageError: no causal model or tokenizer there, or one of fewer positions than `context`.
+        UsageError: no causal model or tokenizer there, or the model has fewer positions than `context`.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
@@ -35,28 +35,28 @@ def load_pretrained(name_or_path: str, context: int, attention: str) -> tuple[Pr
     if missing := sorted(loaded["missing_keys"]):
         raise UsageError(
             f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
-            f"as {missing[0]}: type the path of a whole causal model"
+            f"as {missing[0]}: type the path of a complete causal model"
         )
     if _sees_the_future(model):
         raise UsageError(
-            f"--model_name_or_path {name_or_path}: {type(model).__name__} sees the tokens that it is to predict: type "
-            "the path of a causal model, not of an encoder"
+            f"--model_name_or_path {name_or_path}: {type(model).__name__} attends to later tokens: type the path of a "
+            "causal model, not of an encoder"
         )
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and context > longest:
-        raise UsageError(f"--context {context} is more than the {longest} of that model: type --context {longest}")
+        raise UsageError(f"--context {context} exceeds the model's {longest} positions: type --context {longest}")
     num_embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > num_embeddings:
         raise UsageError(
             f"--model_name_or_path {name_or_path}: its tokenizer has {len(tokenizer)} tokens, the model "
-            f"{num_embeddings}: they do not belong together"
+            f"{num_embeddings}: type the path of a model with its own tokenizer"
         )
     return model, tokenizer
 
 
 @torch.no_grad()
 def _sees_the_future(model: PreTrainedModel) -> bool:
-    """Whether another last token changes what the model says before it."""
+    """Whether another last token changes the logits before it."""
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).repeat(2, 1)
     tokens[1, -1] = 1 - tokens[1, -1].clamp(max=1)
     training = model.training
@@ -66,11 +66,12 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
 
 
 def with_losses(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a causal model's forward take (tokens, labels), both int64 of shape (batch, context), and return
-    the mean loss of each example, shape (batch,), over the labels that are not `IGNORED`.
+    """Makes a causal model's forward return losses.
 
-    Losses, not logits: what mixed precision converts and sharding gathers is then small. Names of
-    parameters stay, and what is exported is still a model of its own class.
+    forward(tokens, labels), both int64 of shape (batch, context), returns the mean loss of each example,
+    shape (batch,), over the labels that are not `IGNORED`. Losses are much smaller than logits, so mixed
+    precision converts little and sharding gathers little. The parameters keep their names, and the exported
+    model keeps its class.
     """
 
     def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -80,17 +81,17 @@ def with_losses(model: PreTrainedModel) -> PreTrainedModel:
     def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor) -> Tensor:
         return self.losses(type(self).forward(self, input_ids=tokens, use_cache=False).logits, tokens, labels)
 
-    # Bound to `self`, not to `model`: a copy of the model calls its own layers.
+    # Methods: a deep copy of the model then calls its own layers.
     model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
-    model.config.architectures = [type(model).__name__]  # the class that from_pretrained makes of the exported model
+    model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export
     return model
 
 
 def flops_per_sample(model: PreTrainedModel, context: int) -> float:
-    """Floating-point operations of a training step on one block: 6 per weight and token, and those of attention
-    as if it looked at all positions (Chowdhery et al. 2022, PaLM, appendix B, by which MFU is defined).
+    """Floating-point operations of a training step on one sequence of `context` tokens.
 
-    Embeddings that only look up count nothing; one that is also the head counts.
+    6 per weight and token, plus attention to all positions, without the causal mask (Chowdhery et al. 2022,
+    PaLM, appendix B, which defines MFU). An embedding counts only if it is also the output head.
     """
     head, shape = model.get_output_embeddings().weight, model.config.get_text_config()
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
@@ -100,7 +101,7 @@ def flops_per_sample(model: PreTrainedModel, context: int) -> float:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose 256 tokens are the bytes of UTF-8, the token's number the byte."""
+    """A tokenizer with one token for each byte of UTF-8; the token id is the byte."""
     model = models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[])
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

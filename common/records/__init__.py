@@ -1,1 +1,1 @@
-"""What a run leaves behind: records, the run card, the output folder, profiles."""
+"""The files that a run writes: records, the run card, profiles; and the output folder."""

@@ -1,4 +1,4 @@
-"""What a run runs on, and how fast that could be."""
+"""The hardware of a machine, and the peak rate of its GPUs."""
 
 import os
 import platform
@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-# Dense bf16 and fp16 floating-point operations per second, from NVIDIA's data sheets (which give
-# twice as much for H100, H200, L4 and L40S, with sparsity). The more special name comes first.
+# Dense bf16 and fp16 floating-point operations per second, from NVIDIA's data sheets. For H100,
+# H200, L4 and L40S they list twice as much, with sparsity. The more specific name comes first.
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -28,7 +28,7 @@ def hardware() -> dict[str, Any]:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Floating-point operations per second that a GPU of that name can reach in bf16 or fp16; None where unknown."""
+    """Peak floating-point operations per second of a GPU in bf16 or fp16; None if unknown."""
     if precision not in ("bf16", "fp16"):
         return None
     words = device_name.replace("-", " ").split()

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one record a line. What finds no room on the disk waits in memory."""
+"""metrics.jsonl: one record per line. If the disk is full, records wait in memory."""
 
 import errno
 import json
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class MetricsFile:
-    """Goes on in the file of an output_dir.
+    """Continues the metrics.jsonl of an output_dir.
 
     Args:
-        output_dir: where it lies.
-        keeps: which records of it stay, asked with each; lines that are no records do not.
+        output_dir: the folder of the file.
+        keeps: record -> whether it stays in the file. Lines that are not records are removed.
 
     Raises:
-        OSError: it cannot be written, before anything has changed.
+        OSError: the file cannot be written; nothing has changed.
     """
 
     def __init__(self, output_dir: Path, keeps: Callable[[dict[str, Any]], bool]):
@@ -26,11 +26,11 @@ class MetricsFile:
         self._waiting: list[bytes] = []
         part = self.path.with_name(f"{self.path.name}.part")
         part.write_bytes(b"".join(_kept(self.path, keeps)))
-        part.rename(self.path)  # a kill in between loses no record
+        part.rename(self.path)  # a rename, so that a kill loses no record
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends a record, after those that wait."""
+        """Appends a record, after the waiting ones."""
         had_room = not self._waiting
         self._waiting.append(json.dumps(record).encode() + b"\n")
         try:
@@ -44,7 +44,7 @@ class MetricsFile:
                 )
 
     def close(self) -> int:
-        """Tries for the last time. Returns how many records are lost."""
+        """Writes the waiting records and closes the file. Returns the number of lost records."""
         with suppress(OSError):
             self._write_waiting()
         self._file.close()
@@ -55,7 +55,7 @@ class MetricsFile:
     def _write_waiting(self) -> None:
         end, lines = self._file.seek(0, os.SEEK_END), b"".join(self._waiting)
         try:
-            if self._file.write(lines) < len(lines):  # there was room for a part
+            if self._file.write(lines) < len(lines):  # a partial write
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             with suppress(OSError):
@@ -69,7 +69,7 @@ def _kept(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[bytes]:
         return []
     kept = []
     for line in path.read_bytes().splitlines():
-        # Half a line, where the machine lost its power, or no record at all.
+        # Skips lines that are not records, such as half a line after a power failure.
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             if keeps(json.loads(line)):
                 kept.append(line + b"\n")

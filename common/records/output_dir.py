@@ -1,4 +1,4 @@
-"""The output folder: which run owns it, what an earlier run left in it, and how this run ended."""
+"""The output folder: its lock, the files of an earlier run, and the run card."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ from common.plan import Plan
 from common.records.run_card import ending, read_card, replace_card
 from common.state import TrainState
 
-PREVIOUS = "previous"  # what this run replaces stays here until this run is done
+PREVIOUS = "previous"  # keeps what this run replaces until this run is done
 
 
 class OutputDir:
@@ -28,11 +28,12 @@ class OutputDir:
 
     Attributes:
         path: the folder.
-        card: the run card as the recorder last gave it; empty until the recorder starts.
+        card: the last run card from the recorder; empty until the recorder starts.
 
     Raises (on entering):
         UsageError: the folder cannot be written, another run owns it, it holds checkpoints or a model
-            and no flag says what to do with them, or not all machines see it. The folder is unchanged.
+            and no flag says what to do with them, or not all machines share it. An earlier run's files are
+            unchanged.
     """
 
     def __init__(self, plan: Plan, group: CpuGroup):
@@ -71,23 +72,23 @@ class OutputDir:
         replace_card(self.path, card)
 
     def is_done(self, state: TrainState) -> bool:
-        """Whether a resumed run has no step left after `state`. Says so. The same in all processes."""
+        """Whether a resumed run has nothing left to do; prints a line if so. The same in all processes."""
         if self.config.resume_from_checkpoint is None:
             return False
         done = self.group.broadcast(_is_done(self.plan, state))
         if done and self.group.rank == 0:
-            print(f"nothing to do: {self.path} is done; --overwrite_output_dir starts over", flush=True)
+            print(f"nothing to do: the run in {self.path} is done; --overwrite_output_dir starts over", flush=True)
         return done
 
     def set_aside(self, state: TrainState) -> None:
-        """Moves what an earlier run left, and what this run does not continue, to `previous/`. Raises OSError."""
+        """Moves an earlier run's files that this run does not continue to `previous/`. Raises OSError."""
         starts_anew = state.step == 0 or resumes_from_elsewhere(self.config)
         names = ("best", "model", "metrics.jsonl") if state.step == 0 else ()
         leftovers = [self.path / name for name in names if (self.path / name).exists()]
         for step, checkpoint in checkpoints(self.path):
             if starts_anew or (step > state.step and self.config.resume_from_checkpoint != "latest"):
                 leftovers.append(checkpoint)
-            elif step > state.step:  # damaged, or on a disk that could not be read
+            elif step > state.step:  # damaged or unreadable
                 with suppress(OSError):
                     checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
         aside = self.path / PREVIOUS
@@ -103,7 +104,7 @@ class OutputDir:
         shutil.rmtree(self.path / f"{PREVIOUS}.unfinished", ignore_errors=True)
 
     def remove_previous(self) -> None:
-        """Removes what `set_aside` kept."""
+        """Removes `previous/`."""
         shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
 
     def _nothing_to_resume(self) -> str | None:
@@ -113,27 +114,27 @@ class OutputDir:
         return f"--resume_from_checkpoint {resumed}: no checkpoint there; type latest or a path to one"
 
     def _own(self) -> str | None:
-        """What is wrong with it, if anything."""
+        """Locks the folder. Returns the problem, if there is one."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.path / ".lock")
             self._lock.acquire(timeout=0)
         except Timeout:
-            return f"another run writes to {self.path}: wait for it, or type --output_dir"
+            return f"another run writes to {self.path}: wait for it, or type another --output_dir"
         except OSError as error:
             return f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
         return self._question()
 
     def _question(self) -> str | None:
-        """What the user must decide about an earlier run in it, if anything."""
+        """What the user must decide about an earlier run in the folder; None if nothing."""
         resumed = self.config.resume_from_checkpoint
         held = "checkpoints" if checkpoints(self.path) else "the model" if (self.path / "model").exists() else None
         if held is None or self.config.overwrite_output_dir:
             return None
         if resumes_from_elsewhere(self.config):
             return (
-                f"{self.path} holds {held} of another run than {resumed}: type --resume_from_checkpoint latest to "
-                "go on from there, --overwrite_output_dir to replace it, or another --output_dir"
+                f"{self.path} holds {held} of a different run than {resumed}: type --resume_from_checkpoint latest "
+                "to go on from there, --overwrite_output_dir to replace it, or another --output_dir"
             )
         if resumed is None:
             return (
@@ -144,26 +145,26 @@ class OutputDir:
 
 
 def resumes_from_elsewhere(config: RunConfig) -> bool:
-    """Whether `--resume_from_checkpoint` is a path out of the output_dir."""
+    """Whether `--resume_from_checkpoint` is a path outside the output_dir."""
     resumed, own = config.resume_from_checkpoint, config.output_dir / "checkpoints"
     return resumed not in (None, "latest") and Path(resumed).resolve().parent != own.resolve()
 
 
 def _is_done(plan: Plan, state: TrainState) -> bool:
-    """Whether the run card says that the run reached its last step, and `state` or the plan agrees."""
+    """Whether the run is done: by its run card, and by `state` or the last step in the card."""
     card, config = read_card(plan.config.output_dir), plan.config
     if card.get("status") != "done":
         return False
     try:
         same = all(card["config"].get(name) == getattr(config, name) for name in ("seed", "batch_size", "data"))
         at_end = card["num_steps"] == card["last_metrics"].get("step") == plan.num_steps
-    except (KeyError, TypeError, AttributeError):  # somebody else wrote it
+    except (KeyError, TypeError, AttributeError):  # not a card of this project
         return False
     return plan.is_over(state) or (config.resume_from_checkpoint == "latest" and same and at_end)
 
 
 def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of each checkpoint that has been published, the oldest first."""
+    """(step, folder) of each checkpoint that has its final name, the oldest first."""
     found = (output_dir / "checkpoints").glob("step_*")
     named = (path for path in found if re.fullmatch(r"step_\d{8,}", path.name))
     return sorted((int(path.name.removeprefix("step_")), path) for path in named)

@@ -1,4 +1,4 @@
-"""A trace of a few steps, by torch's profiler."""
+"""A trace of a few steps from torch's profiler."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,21 +9,22 @@ from accelerate.utils import ProfileKwargs
 from common.errors import UsageError
 from common.plan import Plan
 
-WAIT, WARMUP, ACTIVE = 2, 1, 3  # steps: the first ones allocate and compile, and the profiler itself needs one
+WAIT, WARMUP, ACTIVE = 2, 1, 3  # steps; the first ones allocate and compile, the profiler's warm-up takes one
 
 
 @contextmanager
 def profile(accelerator: Accelerator, plan: Plan, num_steps: int) -> Iterator[Callable[[], None]]:
-    """Writes `<output_dir>/profile/rank_<number>.json` for each process where `--profile` was given:
-    a trace of 3 steps in Chrome's format, for chrome://tracing or https://ui.perfetto.dev.
+    """With `--profile`, writes a trace of 3 steps for each process.
+
+    The file is `<output_dir>/profile/rank_<number>.json`, for chrome://tracing or https://ui.perfetto.dev.
 
     Args:
         accelerator: from `start(config)`.
-        plan: of the run.
-        num_steps: optimizer steps that will be taken.
+        plan: the run's plan.
+        num_steps: optimizer steps that the run will take.
 
     Yields:
-        What to call after each step.
+        A function to call after each step.
 
     Raises:
         UsageError: too few steps for a trace.
@@ -32,7 +33,9 @@ def profile(accelerator: Accelerator, plan: Plan, num_steps: int) -> Iterator[Ca
         yield lambda: None
         return
     if num_steps < WAIT + WARMUP + ACTIVE:
-        raise UsageError(f"--profile needs {WAIT + WARMUP + ACTIVE} steps, there are {num_steps}: type --max_steps")
+        raise UsageError(
+            f"--profile needs {WAIT + WARMUP + ACTIVE} steps, this run has {num_steps}: type a larger --max_steps"
+        )
     folder = plan.config.output_dir / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{accelerator.process_index}.json"

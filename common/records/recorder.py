@@ -1,4 +1,4 @@
-"""What a run tells of itself as it goes: metrics.jsonl, the run card, trackers, and what the terminal shows."""
+"""The records of a run: metrics.jsonl, the run card, trackers and the terminal's output."""
 
 import dataclasses
 import math
@@ -30,15 +30,15 @@ from common.state import TrainState
 
 
 class Recorder:
-    """Sums up the results of steps; writes and shows a record when one is due.
+    """Adds up the results of steps; writes and prints records.
 
     Between records nothing is read from the device. The main process writes the records and the run card.
 
     Args:
         accelerator: from `start(config)`.
-        output_dir: of the run, entered.
-        plan: of the run.
-        state: of the run.
+        output_dir: the run's output folder, already entered.
+        plan: the run's plan.
+        state: the run's state.
         tokens_per_sample: adds `tokens_per_second` to records.
         flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu` to records.
 
@@ -71,7 +71,7 @@ class Recorder:
         self._started = self._resumed = time.perf_counter()
         self._attempt = self._number_of_attempt()
         with ExitStack() as entered:
-            # First, because it may refuse; what follows moves away what an earlier run left.
+            # First, because it may raise UsageError; `_start` moves an earlier run's files.
             self._profile_step = entered.enter_context(
                 profile(self.accelerator, self.plan, self.plan.num_steps - self.state.step)
             )
@@ -92,10 +92,10 @@ class Recorder:
                 self._metrics = MetricsFile(self.output_dir.path, self._goes_on_after)
             except OSError as error:
                 raise UsageError(
-                    f"--output_dir {self.output_dir.path} cannot be written ({error.strerror}): make room"
+                    f"--output_dir {self.output_dir.path} cannot be written ({error.strerror}): free disk space"
                 ) from None
             self.output_dir.write_card(self._card(None))
-        self.accelerator.wait_for_everyone()  # a process that fails later finds the card
+        self.accelerator.wait_for_everyone()  # so that a process that fails later finds the card
         if not self.accelerator.is_main_process:
             self.output_dir.card = read_card(self.output_dir.path)
         terminal = self.accelerator.is_main_process and sys.stderr.isatty()
@@ -114,13 +114,13 @@ class Recorder:
                     self.output_dir.remove_previous()
                     self._say_goodbye()
                 else:
-                    self.output_dir.card = self._card(None)  # the output folder adds how the run failed
+                    self.output_dir.card = self._card(None)  # OutputDir adds how the run failed
                 self._finish_trackers()
         finally:
             self._exits.__exit__(kind, error, traceback)
 
     def add(self, learning_rate: float, result: StepResult) -> None:
-        """Takes in one optimizer step."""
+        """Adds one optimizer step."""
         state = self.state
         self._learning_rate, self._grad_norm = learning_rate, None if result.skipped else result.grad_norm
         state.num_steps += 1
@@ -132,9 +132,9 @@ class Recorder:
         self._profile_step()
 
     def training(self) -> None:
-        """Writes a training record after the last step."""
+        """Writes a training record of the steps since the last one."""
         state = self.state
-        # In float64, in which numbers of tokens are exact.
+        # In float64, because it holds token counts exactly.
         weight = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for one in state.weights:
             weight += one
@@ -162,16 +162,16 @@ class Recorder:
         self._show(record, ends_line=not self.plan.evaluates(state.step))
 
     def evaluation(self, metrics: dict[str, float]) -> None:
-        """Writes an evaluation record after the last step."""
+        """Writes an evaluation record."""
         record = {"step": self.state.step} | {f"eval/{name}": value for name, value in metrics.items()}
         self._write(record)
         self._show(record)
-        if self.state.num_steps and self.plan.is_over(self.state):  # earlier than planned, between two records
+        if self.state.num_steps and self.plan.is_over(self.state):  # early stopping between two training records
             self.training()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the clock of samples_per_second for what is not training."""
+        """Excludes the `with` block from samples_per_second."""
         self._count_seconds()
         yield
         self._resumed = time.perf_counter()
@@ -182,7 +182,7 @@ class Recorder:
         self._resumed = now
 
     def _write(self, record: dict[str, Any]) -> None:
-        # JSON has no infinity, which a metric may well be.
+        # JSON has no infinity and no NaN; a metric may be either.
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
         self.last_metrics |= {name: value for name, value in finite.items() if value is not None}
         if self.accelerator.is_main_process:
@@ -206,7 +206,7 @@ class Recorder:
     def _say_goodbye(self) -> None:
         line = f"done in {time.perf_counter() - self._started:.1f} s: the model is in {self.output_dir.path / 'model'}"
         if self.plan.config.save_every:
-            line += "; to train on, type the same command with more --epochs or --max_steps and "
+            line += "; to train longer, type the same command with more --epochs or --max_steps and "
             line += "--resume_from_checkpoint latest"
         print(line, flush=True)
 
@@ -216,13 +216,13 @@ class Recorder:
             "parallelism": parallelism(self.accelerator, self.plan.config),
             "precision": precision(self.accelerator),
         }
-        for name, value in config.items():  # trackers take no None and no Path
+        for name, value in config.items():  # trackers accept neither None nor Path
             config[name] = "" if value is None else str(value) if isinstance(value, Path) else value
         try:
             self.accelerator.init_trackers(
                 Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(self.output_dir.path)}}
             )
-        except Exception as error:  # each tracker has its own kinds
+        except Exception as error:  # each tracker has its own error classes
             reason = (str(error) or type(error).__name__).splitlines()[0]
             advice = " (without a network: WANDB_MODE=offline)" if "wandb" in self.plan.config.report_to else ""
             raise UsageError(f"--report_to {self.plan.config.report_to} did not start: {reason}{advice}") from None
@@ -236,7 +236,7 @@ class Recorder:
             tracker.finish()
 
     def _goes_on_after(self, record: dict[str, Any]) -> bool:
-        """Whether a record of before belongs to the course that this run goes on with."""
+        """Whether to keep an earlier record: this run does not write it again."""
         state = self.state
         comes_again = state.evaluation_due and record["step"] == state.step and "train/loss" not in record
         return record["step"] <= state.step and not comes_again
@@ -246,7 +246,7 @@ class Recorder:
         return before + 1 if self.plan.config.resume_from_checkpoint and isinstance(before, int) else 1
 
     def _card(self, exit_code: int | None) -> dict[str, Any]:
-        """The run card: of a run that is done with exit code 0, of a running one without."""
+        """The run card: status done with an exit code, running without one."""
         return {
             "status": "running" if exit_code is None else "done",
             "exit_code": exit_code,

@@ -1,4 +1,4 @@
-"""The run card, run.json: it tells how the run was made and how it ended."""
+"""The run card, run.json: how the run was started and how it ended."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from common.errors import Failure, StoppedError
 
 
 def read_card(output_dir: Path) -> dict[str, Any]:
-    """The run card; empty where there is none, or what is none."""
+    """The run card; an empty dict if the file is missing or is not a run card."""
     try:
         card = json.loads((output_dir / "run.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -19,21 +19,21 @@ def read_card(output_dir: Path) -> dict[str, Any]:
 
 
 def write_failure(output_dir: Path, failure: Failure) -> None:
-    """Notes in the run card how the run ended, from any process or thread."""
+    """Adds the failure to the run card; any process or thread may call it."""
     replace_card(output_dir, read_card(output_dir) | ending(failure))
 
 
 def ending(failure: Failure) -> dict[str, Any]:
-    """What the run card says of a run that failed or was stopped."""
+    """The entries of the run card for a run that failed or was stopped."""
     status = "stopped" if failure.exit_code == StoppedError.exit_code else "failed"
     return {"status": status, "exit_code": failure.exit_code, "error": failure.line}
 
 
 def replace_card(output_dir: Path, card: dict[str, Any]) -> None:
-    """Writes the run card."""
+    """Writes the run card; prints a line if it cannot."""
     part = output_dir / f"run.json.{os.getpid()}"
     try:
         part.write_text(json.dumps(card, indent=2, default=str) + "\n")
-        part.rename(output_dir / "run.json")  # a reader never meets half a card
+        part.rename(output_dir / "run.json")  # a reader never gets half a card
     except OSError as error:
         print(f"{output_dir}/run.json could not be written ({error.strerror})", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""What ends a run: exit codes, signals, numbers that are not finite, hangs."""
+"""How a run ends: exit codes, signals, non-finite numbers, hangs."""

@@ -1,4 +1,4 @@
-"""run(main, Config): the only place where errors become exit codes, and what a process says when it ends."""
+"""`run(main, Config)`: turns errors into exit codes and prints the first error of a machine."""
 
 import contextlib
 import json
@@ -32,12 +32,12 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     """Parses the command line, calls `main(config)` and ends the process.
 
     Exit codes: 0 done, 2 the user's mistake, 3 a loss or gradient that is not finite, 75 stopped by a
-    signal, 130 interrupted, 1 anything else. Of several processes on a machine that fail, the first
-    prints: the others mostly fail because it did.
+    signal, 130 interrupted, 1 anything else. If several processes of a machine fail, only the first
+    prints: it mostly causes the other failures.
     """
     sys.stdout, sys.stderr = _Output(sys.stdout), _Output(sys.stderr)
     if code_file := os.environ.get(CODE_FILE):
-        Path(code_file).touch()  # it has begun
+        Path(code_file).touch()  # the file exists: the recipe has started
     signals.catch(_stop_at_once)
     try:
         record(lambda: main(_after_restart(parse(config_class))), error_handler=_ReportedErrors())()
@@ -49,7 +49,7 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
 
 
 class _Output:
-    """A stream that may vanish, as with the ssh that a run was started over: the run goes on, and saves."""
+    """A stream that ignores write errors: after the loss of its ssh connection a run goes on, and saves."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -68,18 +68,18 @@ class _Output:
 
 
 def _stop_at_once(signal_name: str) -> None:
-    """Before the first step, when there is nothing to save."""
+    """Ends the process on a signal before the first step, when there is nothing to save."""
     end(StoppedError(f"by {signal_name} before the first step: the same command starts again"))
 
 
 def report(error: BaseException) -> None:
-    """Puts an error into torchrun's report, where `run` does not, as in a thread."""
+    """Writes an error of a thread into torchrun's report; `run` does that for the main thread."""
     _ReportedErrors().record_exception(error)
 
 
 class _ReportedErrors(ErrorHandler):
-    """Puts into torchrun's report our line, or that of the process that failed first, instead of a
-    traceback of ours; a bug keeps its traceback."""
+    """Writes the one line of the first failure into torchrun's report, instead of a traceback. If the first
+    failure is a bug in this process, it writes the traceback."""
 
     def record_exception(self, e: BaseException) -> None:
         failure = first_failure(e)
@@ -91,31 +91,31 @@ class _ReportedErrors(ErrorHandler):
 
 
 def end(error: BaseException) -> NoReturn:
-    """Ends this process with the exit code of an error, and says what it was if none failed before."""
+    """Ends this process with the exit code of the first failure; prints the error if it is the first."""
     failure = first_failure(error)
     sys.stdout.flush()
     if failure.is_mine:
         text = failure.line + "\n" if needs_no_traceback(error) else "".join(traceback.format_exception(error))
-        sys.stderr.write(text)  # at once, where print would let another process write before the end of the line
+        sys.stderr.write(text)  # one write: between two, another process could write into the line
         sys.stderr.flush()
     else:
-        # As soon as one process ends, torchrun ends the others: let the first say what happened.
+        # When one process ends, torchrun ends the others: the first failure must be printed before.
         with contextlib.suppress(psutil.Error):
             psutil.Process(failure.pid).wait(timeout=10)
     code_file = os.environ.get(CODE_FILE)
     if code_file and failure.is_mine:
         with contextlib.suppress(OSError):
             Path(code_file).write_text(str(failure.exit_code))
-    # Not sys.exit: to take down the process group here would wait for processes that may wait for us.
+    # Not sys.exit: destroying the process group would wait for processes that may wait for this one.
     os._exit(failure.exit_code)
 
 
 def _after_restart(config: ConfigT) -> ConfigT:
-    """The config of a run that the launcher has started again (`--max_restarts`), with the same command line: it
-    resumes from the newest checkpoint."""
+    """The config; after a restart by the launcher (`--max_restarts`), with the flags to resume from the newest
+    checkpoint instead of those on the command line."""
     if num_restarts() == 0:
         return config
-    # As long as this launcher's run has not begun to write, what is there is of another run.
+    # If this launcher's run has not written its run card yet, the folder's content is from another run.
     if num_machines() == 1 and read_card(config.output_dir).get("launcher") != os.getppid():
         return config
     resumes = checkpoints(config.output_dir) or config.resume_from_checkpoint is None

@@ -1,4 +1,4 @@
-"""A thread that ends the run when no step comes any more, and says which process is to blame."""
+"""Detects a hang, names the process that causes it, and ends the run."""
 
 import faulthandler
 import json
@@ -17,7 +17,7 @@ from common.plan import Plan
 from common.records.run_card import write_failure
 from common.stopping.exit import end, report
 
-ANSWER_S = 3.0  # how long a process that hangs waits for what the others say
+ANSWER_S = 3.0  # how long a hanging process waits for the positions of the others
 
 
 class HangWatch:
@@ -27,7 +27,7 @@ class HangWatch:
         self.timeout, self.output_dir, self.group = plan.config.hang_timeout, plan.config.output_dir, group
         self._count, self._last = 0, time.monotonic()
         self._stop = threading.Event()
-        # Its own connection, because the main thread may be blocked on its connection. torch's stub lacks `clone`.
+        # A second connection, because the main thread may be blocked on the first. torch's stub lacks `clone`.
         self._store: dist.Store | None = None
         if group.size > 1:
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ class HangWatch:
     def stop(self) -> None:
         self._stop.set()
         if self.timeout:
-            self._thread.join()  # what it holds of the process group must be gone when that is taken down
+            self._thread.join()  # it must not use the store while the process group is destroyed
 
     def progress(self) -> None:
         self._count, self._last = self._count + 1, time.monotonic()
@@ -51,7 +51,7 @@ class HangWatch:
         while not self._stop.wait(min(1.0, self.timeout / 4)):
             if time.monotonic() - self._last > self.timeout:
                 error = HangError(self._report())
-                if not self._stop.is_set():  # the main thread has met the reason meanwhile
+                if not self._stop.is_set():  # else the main thread failed or finished in the meantime
                     write_failure(self.output_dir, first_failure(error))
                     report(error)
                     end(error)
@@ -77,7 +77,7 @@ class HangWatch:
         place, waits = None, False
         while frame is not None:
             path = frame.f_code.co_filename
-            # All are in torch/distributed/elastic/, which calls main.
+            # Not torch/distributed/elastic: it calls main, so it is in every stack.
             waits = waits or re.search("torch/(autograd|distributed/(?!elastic))", path) is not None
             if place is None and "site-packages" not in path and "lib/python" not in path:
                 place = f"{path}:{frame.f_lineno} ({frame.f_code.co_name})"
@@ -85,10 +85,10 @@ class HangWatch:
         return {"count": self._count, "waits": waits, "place": place}
 
     def _exchange(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """{rank: position} of the processes that answer."""
+        """{rank: position} of the processes that answer in time."""
         found = {self.group.rank: own}
         if self._store is not None:
-            # In a thread of its own: where the network is gone, the store does not answer either.
+            # In another thread, because the store may never answer if the network is down.
             asker = threading.Thread(target=self._ask, args=(self._store, own, found), daemon=True)
             asker.start()
             asker.join(ANSWER_S + min(2.0, self.timeout / 2))

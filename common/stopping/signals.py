@@ -13,25 +13,27 @@ from typing import Any
 from common.environment import was_launched
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-TWICE_S = 1.0  # from one Ctrl-C a process gets SIGINT from the terminal and, at once, from its launcher
+TWICE_S = 1.0  # one Ctrl-C sends SIGINT twice at once: from the terminal and from the launcher
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _received: list[str] = []
 _at_once: Callable[[str], object] | None = None
-_before: dict[int, Any] = {}  # handlers of those that are caught
+_before: dict[int, Any] = {}  # {signal number: handler before `catch`}
 
 
 def received() -> str | None:
-    """The name of the first signal that came; None if none has."""
+    """The name of the first signal received; None if there was none."""
     return _received[0] if _received else None
 
 
 def catch(at_once: Callable[[str], object] | None = None) -> None:
-    """From now on SIGTERM, SIGINT and SIGUSR1 are noted and do not end this process, but for a second
-    SIGINT, or what torchrun makes of it, which ends it at once. The end of a launcher counts as SIGTERM (on Linux).
+    """Records SIGTERM, SIGINT and SIGUSR1, instead of letting them end this process.
+
+    A second SIGINT still ends the process at once, also if torchrun turned it into SIGTERM. On Linux, the end of
+    the launcher counts as SIGTERM.
 
     Args:
-        at_once: called with the name of one that comes, in a thread, until `catch` is called again.
+        at_once: called in a thread with the name of each signal, until the next call of `catch`.
     """
     global _at_once
     _at_once = at_once
@@ -39,7 +41,7 @@ def catch(at_once: Callable[[str], object] | None = None) -> None:
         return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    # A thread notes them: Python's own handlers wait until a collective that waits for another process is over.
+    # A thread records them: Python's own handlers do not run while a collective blocks the main thread.
     threading.Thread(target=_listen, args=(reader, writer, os.getppid()), daemon=True).start()
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in STOPPING:
@@ -49,7 +51,7 @@ def catch(at_once: Callable[[str], object] | None = None) -> None:
 
 
 def release() -> None:
-    """Restores the handlers from before `catch`: in a notebook the process lives on."""
+    """Restores the handlers from before `catch`: in a notebook the process continues after the run."""
     if _before:
         signal.set_wakeup_fd(-1)
     while _before:
@@ -61,10 +63,10 @@ def _ignore(*_: object) -> None:
 
 
 def _listen(reader: socket.socket, writer: socket.socket, parent: int) -> None:
-    # `writer` is an argument so that it lives as long as the thread.
+    # `writer` is an argument to keep the socket open as long as the thread runs.
     interrupted_at = None
     while number := reader.recv(1):
-        # torchrun makes SIGTERM of a second SIGINT. A parent that ended on the first one sends it, too: no second.
+        # torchrun turns a second SIGINT into SIGTERM. A SIGTERM after the end of the parent does not count as one.
         again = number[0] == signal.SIGINT or (number[0] == signal.SIGTERM and os.getppid() == parent)
         if again and interrupted_at is not None and time.monotonic() - interrupted_at > TWICE_S:
             os._exit(130)

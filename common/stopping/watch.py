@@ -1,4 +1,4 @@
-"""What may stop a run: signals, numbers that are not finite, processes that hang."""
+"""Stops a run on a signal, a non-finite number or a hang."""
 
 import math
 from itertools import islice
@@ -16,18 +16,18 @@ from common.plan import Plan
 from common.stopping import signals
 from common.stopping.hang import HangWatch
 
-MAX_SKIPS_IN_ROW = 40  # a loss scale that began at 2^16 is 2^-24 by then
+MAX_SKIPS_IN_ROW = 40  # by then a loss scale of 2^16 has fallen to 2^-24
 MAX_IDS_NAMED = 8
 
 
 class Watch:
-    """Lets all processes agree, once a step, on whether to go on.
+    """Lets all processes agree, after each step, on whether to go on.
 
-    After each step they add up a small vector, how many want to stop and how many have met a number
-    that is not finite. It is read one step late, so that no step waits for it.
+    An all-reduce counts the processes with a stop request and the processes with a non-finite number.
+    The counts are read one step late, so that no step waits for them.
 
     Attributes:
-        stop_requested: one of the processes got a signal, and all know it.
+        stop_requested: whether a process received a signal; the same in all processes.
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan, group: CpuGroup):
@@ -39,7 +39,7 @@ class Watch:
         self._hangs = HangWatch(plan, group)
 
     def __enter__(self) -> Self:
-        signals.catch()  # until here one ended the process: there was nothing to save
+        signals.catch()  # before this, a signal ended the process: there was nothing to save
         self._hangs.start()
         return self
 
@@ -47,15 +47,15 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._hangs.stop()
-        if error is None:  # else the process is about to end, and a signal to all must not end it before
+        if error is None:  # after an error, a signal must not end the process before it has reported the error
             signals.release()
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Checks the numbers of optimizer step `step`, counted from 1, and polls for a stop request.
 
         Raises:
-            NonFiniteError: a loss or gradient norm of this step, or of the one before it, is infinite
-                or not a number, in any process. The current step is checked at once if it is
+            NonFiniteError: a loss or gradient norm of this step, or of the one before it, is not
+                finite in any process. The current step is checked at once if it is
                 recorded, evaluated or saved.
         """
         self._results = {number: kept for number, kept in self._results.items() if number == step - 1}
@@ -71,7 +71,7 @@ class Watch:
             self.settle()
 
     def progress(self) -> None:
-        """Tells the watch for hangs that this process has come further."""
+        """Reports progress of this process to the hang watch, which restarts its timeout."""
         self._hangs.progress()
 
     def poll(self) -> bool:
@@ -91,25 +91,25 @@ class Watch:
         self._pending = _Pending(step, signals.received() is not None, values, self.group, self._on_gpu)
 
     def settle(self) -> None:
-        """Waits for the answer to the last poll. Raises NonFiniteError as `after_step`."""
+        """Waits for the answer to the last poll. Raises NonFiniteError like `after_step`."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         num_stopping, num_not_finite = pending.read()
         if num_not_finite:
-            assert pending.step is not None  # nothing else has numbers
+            assert pending.step is not None  # only a poll after a step has numbers
             raise NonFiniteError(self._describe(pending.step))
         self.stop_requested = self.stop_requested or num_stopping > 0
 
     def raise_stopped(self, checkpoint: Path | None) -> None:
-        """Raises StoppedError, with what to type to go on; RunError if there is no checkpoint to go on from."""
+        """Raises StoppedError, with the flag to resume; RunError if there is no checkpoint."""
         name = next(name for name in self.group.all_gather(signals.received()) if name)
         if checkpoint is None:
             raise RunError(f"by {name}, and this step could not be saved")
         raise StoppedError(f"by {name}: {checkpoint} is saved, type --resume_from_checkpoint latest to go on")
 
     def _describe(self, step: int) -> str:
-        """Which number of which process, and from which samples."""
+        """The error message: the number that is not finite, its process and its samples."""
         result, found = self._results[step], None
         ids = list(islice(self.plan.micro_batches(step - 1), self.plan.accumulation))
         for loss, batch in zip(result.losses, ids):
@@ -124,12 +124,12 @@ class Watch:
             first = [int(batch[0]) for batch in self.group.all_gather(ids[0])]
             assert result.grad_norm is not None
             name, value = "grad_norm", float(result.grad_norm)
-            where = f" (all losses are finite; the processes began with samples {', '.join(map(str, first))})"
+            where = f" (all losses are finite; the first sample of each process: {', '.join(map(str, first))})"
         return f"{name} is {value} at step {step}{where}: try a lower --learning_rate, or look at these samples"
 
 
 class _Pending:
-    """A vector on its way: processes that want to stop, processes with a number that is not finite."""
+    """Counts that are not read yet: processes with a stop request, processes with a non-finite number."""
 
     def __init__(
         self, step: int | None, stops: bool, values: list[torch.Tensor | float], group: CpuGroup, on_gpu: bool

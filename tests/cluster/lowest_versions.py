@@ -1,9 +1,9 @@
-"""Runs the quick tests and all pairs of recipe and config with the lowest versions that pyproject.toml allows.
+"""Runs the unit tests and all pairs of recipe and config with the lowest versions that pyproject.toml allows.
 
     python tests/cluster/lowest_versions.py FOLDER
 
-FOLDER gets a virtual environment of its own, which is made on first use: some gigabytes, as the packages that
-pyproject.toml names come from the package index in their usual builds.
+The first use makes a virtual environment in FOLDER. It takes several gigabytes, because the packages come from the
+package index in their usual builds.
 """
 
 import os
@@ -18,7 +18,7 @@ TESTED = ("torch", "accelerate", "transformers", "datasets", "deepspeed", "safet
 
 
 def lowest(requirements: list[str]) -> list[str]:
-    """`name==version` of each requirement of these packages that has a lower bound."""
+    """Returns `name==version` for each package in `TESTED` that has a lower bound."""
     bounds = (re.match(r"([\w-]+)>=([\d.]+)", requirement) for requirement in requirements)
     return [f"{bound[1]}=={bound[2]}" for bound in bounds if bound and bound[1] in TESTED]
 
@@ -35,7 +35,7 @@ def main(folder: Path) -> int:
         install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(folder / "constraints.txt")]
         subprocess.run([*install, "--editable", ".[deepspeed,test]"], cwd=ROOT, check=True)
         (folder / "installed").touch()
-    # An extension of DeepSpeed that was compiled for another torch is compiled anew, and would be again later.
+    # A separate folder: environments with a common folder recompile each other's DeepSpeed extensions.
     env = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     env["TORCH_EXTENSIONS_DIR"] = str(folder / "torch_extensions")
     tests = ["tests/unit", "tests/process/test_one_result.py", "tests/process/test_forking.py"]

@@ -1,4 +1,4 @@
-"""Promise: the manifests are what a cluster accepts, and what they start trains, with what the cluster tells it."""
+"""Promise: a cluster accepts the manifests, and their commands train with the variables that the cluster sets."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from support.runs import ROOT, largest_difference
 
 FOLDER = ROOT / "launchers" / "kubernetes"
 REASON = missing()
-NAME = "recipe-0.recipe"  # that the headless service gives machine 0
+NAME = "recipe-0.recipe"  # name of machine 0 in the headless service
 
 
 def job_and_service() -> dict[str, dict]:
@@ -33,7 +33,7 @@ def test_manifests_are_valid() -> None:
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
     train_job = yaml.safe_load((FOLDER / "trainjob.yaml").read_text())
     model = TrainerV1alpha1TrainJob.from_dict(train_job)
-    # Nothing that the API does not know, which the model would drop without a word.
+    # The model silently drops fields that the API does not have.
     assert model.to_dict() == train_job
 
 
@@ -75,7 +75,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.xdist_group("kubernetes")
 @pytest.mark.parametrize("kind", [pytest.param("Job", marks=pytest.mark.full), "TrainJob"])
 def test_what_a_pod_runs_trains(tmp_path: Path, hosts: Hosts, kind: str) -> None:
-    """With one process a pod, and 6 steps, in place of 8 GPUs and the whole training."""
+    """Runs one process per pod for 6 steps, instead of 8 GPUs and the whole training."""
     commands = []
     for machine in (0, 1):
         if kind == "Job":

@@ -1,4 +1,4 @@
-"""Promise: several machines train as one, and where they cannot, each says why within a stated time."""
+"""Promise: several machines train as one; if they cannot, each machine says why within the stated time."""
 
 import json
 import os
@@ -34,14 +34,14 @@ def hosts() -> Iterator[Hosts]:
 
 
 def error_lines(run: Run) -> list[str]:
-    """Ours, without the launcher's report."""
+    """The error lines of the recipe, without the launcher's report."""
     return [line for line in run.stderr.splitlines() if re.match("(error|stopped): ", line)]
 
 
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [
-        pytest.param("multi_node_ddp", "mnist mlp", marks=pytest.mark.full),  # the tests below have this config, too
+        pytest.param("multi_node_ddp", "mnist mlp", marks=pytest.mark.full),  # the tests below use this config
         pytest.param("multi_node_ddp", "transformer", marks=pytest.mark.full),
         ("multi_node_hsdp", "mnist mlp"),
         pytest.param("multi_node_hsdp", "transformer", marks=pytest.mark.full),
@@ -65,18 +65,18 @@ def test_two_machines_give_the_result_of_one_process(
 
 
 def node(machine: int, launch: str, **flags: object) -> list[str]:
-    """launchers/node.py on a machine, which waits 3 s for the other."""
+    """The command line of launchers/node.py on a machine. It waits 3 s for the other machine."""
     own = {"num_machines": 2, "machine_rank": machine, "main_process_ip": ADDRESSES[0], "timeout": 3} | flags
     words = [word for name, value in own.items() for word in (f"--{name}", str(value))]
     return [sys.executable, str(ROOT / "launchers" / "node.py"), *words, "--", *launch.split()]
 
 
 def launch_of(config: str, arguments: str, script: Path = ROOT / DISTURBED) -> str:
-    """What follows the -- of launchers/node.py."""
+    """The arguments after the -- of launchers/node.py."""
     return f"--config_file {ROOT}/accelerate_configs/{config}.yaml {script} {arguments}"
 
 
-LAUNCH = f"--num_processes 6 {launch_of('multi_node_ddp', '--max_steps 2')}"  # of 2 or 3 machines
+LAUNCH = f"--num_processes 6 {launch_of('multi_node_ddp', '--max_steps 2')}"  # 6 divides by 2 and 3 machines
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_machines_that_do_not_meet_say_why(
 
 
 def test_two_machines_of_one_rank_are_named(tmp_path: Path, hosts: Hosts) -> None:
-    """Of three, two with --machine_rank 1."""
+    """Two of three machines have --machine_rank 1."""
     with (
         hosts.started([node(0, LAUNCH, num_machines=3), node(1, LAUNCH, num_machines=3)], tmp_path) as processes,
         hosts.started([[], node(1, LAUNCH, num_machines=3)], tmp_path) as more,
@@ -164,7 +164,7 @@ def test_two_machines_of_one_rank_are_named(tmp_path: Path, hosts: Hosts) -> Non
 
 
 def test_machine_that_ends_and_comes_again_is_not_counted_twice(tmp_path: Path, hosts: Hosts) -> None:
-    """While the others wait for a third; and its signal is no failure."""
+    """The others wait for a third machine. A stop by a signal is not a failure."""
     waiting = node(0, LAUNCH, num_machines=3, timeout=25)
     with hosts.started([waiting, node(1, LAUNCH, num_machines=3, timeout=25)], tmp_path) as (first, second):
         time.sleep(4)
@@ -180,7 +180,7 @@ def test_machine_that_ends_and_comes_again_is_not_counted_twice(tmp_path: Path, 
 def test_name_that_leads_to_the_machine_itself(
     tmp_path: Path, hosts: Hosts, undisturbed: Callable[[str, str], Run]
 ) -> None:
-    """Debian's /etc/hosts says 127.0.1.1 of a machine's own name."""
+    """Debian's /etc/hosts maps a machine's own name to 127.0.1.1."""
     for host, address in zip(hosts.names, ("127.0.1.1", ADDRESSES[0])):
         with (Path("/etc/netns") / host / "hosts").open("a") as file:
             file.write(f"{address} node0\n")
@@ -245,7 +245,7 @@ def test_machines_that_differ_end_with_the_same_line(
 
 
 def test_machine_whose_processes_come_late(tmp_path: Path, hosts: Hosts) -> None:
-    """Though its launcher was there: the first to come says so, the late one that nobody is there any more."""
+    """Machine 1 has a launcher in time, but late processes. Machine 0 reports them; they report that it has gone."""
     late = tmp_path / "late.py"
     late.write_text(
         "import os, runpy, time\n"
@@ -290,7 +290,7 @@ def test_link_that_is_cut_ends_both_sides_and_a_restart_resumes(
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (Debian: apt-get install openmpi-bin)")
 def test_mpirun_starts_a_launcher_on_each_machine(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
-    """Both on this one, as mpirun reaches others over ssh."""
+    """Starts both on this machine, because mpirun needs ssh to reach other machines."""
     output_dir = tmp_path / "run"
     command = (
         "python launchers/node.py --num_machines 2 --machine_rank $OMPI_COMM_WORLD_RANK --main_process_port 29471 --"
@@ -306,7 +306,7 @@ def test_mpirun_starts_a_launcher_on_each_machine(tmp_path: Path, undisturbed: C
 
 @pytest.fixture(scope="module")
 def ssh(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The command that reaches a server on each host."""
+    """The ssh command for the servers that run on both hosts."""
     if shutil.which("sshd") is None:
         pytest.skip("no sshd (Debian: apt-get install openssh-server)")
     folder = tmp_path_factory.mktemp("ssh")
@@ -322,7 +322,7 @@ def ssh(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 
 def over_ssh(output_dir: Path, arguments: str) -> list[str]:
-    """launchers/hosts.sh, from the first host."""
+    """The command line of launchers/hosts.sh, for the first host."""
     launch = f"--config_file accelerate_configs/multi_node_ddp.yaml {DISTURBED} --output_dir {output_dir} {arguments}"
     return [str(ROOT / "launchers" / "hosts.sh"), *ADDRESSES, "--", *launch.split()]
 
@@ -333,7 +333,7 @@ def test_one_command_trains_on_all_hosts(
     output_dir = tmp_path / "run"
     (run,) = hosts.run([over_ssh(output_dir, COURSE)], [output_dir], ROOT, SSH=ssh, OMP_NUM_THREADS="1")
     assert run.exit_code == 0, run.stdout + run.stderr
-    assert run.card["threads_per_process"] == 1  # the variable has come along
+    assert run.card["threads_per_process"] == 1  # hosts.sh has set OMP_NUM_THREADS on the hosts
     assert "[10.77.0.1] 2 processes on 2 machines, DDP" in run.stdout
     assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
 
@@ -350,7 +350,7 @@ def test_all_hosts_end_where_one_does(tmp_path: Path, hosts: Hosts, ssh: str, fa
         until(lambda: metrics.exists() and metrics.read_text() != "")
         if fault == "none":
             os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
-        elif fault == "lost":  # the terminal's machine is gone, with all that ran there
+        elif fault == "lost":  # the user's machine is gone, with all its processes
             os.killpg(process.pid, signal.SIGKILL)
             until(lambda: read_card(output_dir).get("exit_code") is not None)
         run = wait(process, output_dir)
@@ -374,11 +374,11 @@ def test_network_is_measured_between_all_and_between_pairs(tmp_path: Path, hosts
 def test_run_goes_on_with_fewer_machines_and_grows_again(
     tmp_path: Path, hosts: Hosts, made_once: Callable[..., Run]
 ) -> None:
-    """An elastic rendezvous, in which a machine dies and comes back."""
+    """Under an elastic rendezvous, a machine dies and comes back."""
     recipe, arguments = "recipes/linear_regression.py", "--max_steps 20000 --log_every 100 --eval_every 20000"
     output_dir, first = tmp_path / "run", ADDRESSES[0]
     commands = []
-    for machine, address in enumerate(ADDRESSES):  # which the names of the hosts do not lead to
+    for machine, address in enumerate(ADDRESSES):  # --local_addr: the names of the hosts do not resolve
         settings = "--nnodes 1:2 --nproc_per_node 1 --max_restarts 3 --rdzv_backend c10d --rdzv_id run"
         settings += f" --rdzv_endpoint {first}:29500 --local_addr {address}"
         settings += f" --rdzv_conf last_call_timeout=3,is_host={1 - machine}"

@@ -1,4 +1,4 @@
-"""Promise: the shipped batch script trains on the nodes of a SLURM cluster, is stopped in time, and goes on alone."""
+"""Promise: the batch script trains on the nodes of a SLURM cluster, saves before the time limit and requeues itself."""
 
 import os
 import random
@@ -62,14 +62,14 @@ class Cluster:
     folder: Path
 
     def command(self, *arguments: str, **options: object) -> str:
-        """What a command of SLURM prints."""
+        """Runs a SLURM command and returns its output."""
         env = environment(SLURM_CONF=str(self.folder / "slurm.conf"), OMP_NUM_THREADS="1")
         result = subprocess.run([*arguments], env=env, capture_output=True, text=True, **options)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
     def state(self, job: str) -> dict[str, str]:
-        """What the controller knows of a job."""
+        """Returns the controller's record of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", job)))
 
 
@@ -81,7 +81,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     ports = [free_port() for _ in range(3)]
-    first_job = free_port(20000, 29000) - 20000  # from which the script makes its port
+    first_job = free_port(20000, 29000) - 20000  # the script's port depends on the job number
     text = CONFIG.format(folder=folder, host=host, ports=ports, num_cpus=os.cpu_count(), first_job=first_job)
     (folder / "slurm.conf").write_text(text)
     (folder / "gpu").touch()  # SLURM counts devices by their files
@@ -105,17 +105,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         until(lambda: "idle" in made.command("sinfo", "--noheader", "--format=%T %D"), 60)
         yield made
     finally:
-        for daemon in reversed(daemons):  # a node says farewell to its controller, and both need munged for that
+        for daemon in reversed(daemons):  # a node reports its end to the controller; both need munged
             daemon.terminate()
             try:
                 daemon.wait(timeout=10)
-            except subprocess.TimeoutExpired:  # a node waits for the end of a step a minute long
+            except subprocess.TimeoutExpired:  # a node waits up to a minute for the end of a step
                 daemon.kill()
                 daemon.wait()
 
 
 def free_port(lowest: int = 10000, highest: int = 20000) -> int:
-    """None that the system gives to others in the meantime, as it does with those above 32768."""
+    """Returns a free port below 32768, because the system gives higher ports to other programs meanwhile."""
     for port in random.sample(range(lowest, highest), 100):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
@@ -125,7 +125,7 @@ def free_port(lowest: int = 10000, highest: int = 20000) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the shipped script."""
+    """A job of launchers/slurm/train.sbatch."""
 
     cluster: Cluster
     number: str
@@ -143,7 +143,7 @@ class Job:
 
 
 def submit(cluster: Cluster, folder: Path, arguments: str, *options: str) -> Job:
-    """Submits the shipped script, as a user with a GPU per node."""
+    """Submits launchers/slurm/train.sbatch with one GPU per node."""
     for name in ("launchers", "accelerate_configs", "tests"):
         (folder / name).symlink_to(ROOT / name)
     command = ["sbatch", "--parsable", "--gpus-per-node=1", *options, "launchers/slurm/train.sbatch", DISTURBED]
@@ -173,7 +173,7 @@ def test_job_is_stopped_and_goes_on_by_itself(tmp_path: Path, cluster: Cluster, 
 def test_srun_starts_a_launcher_on_each_node(
     tmp_path: Path, cluster: Cluster, undisturbed: Callable[[str, str], Run]
 ) -> None:
-    """As docs/multi-node.md says, without the launcher scripts."""
+    """The command in docs/multi-node.md, without launchers/."""
     config = ROOT / "accelerate_configs" / "multi_node_ddp.yaml"
     launch = f"accelerate launch --config_file {config} --num_processes 2 --machine_rank $SLURM_NODEID"
     launch += f" --main_process_ip 127.0.0.1 --main_process_port {free_port()}"

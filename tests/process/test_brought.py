@@ -1,4 +1,4 @@
-"""Promise: what a user brings gives the result of one process, or is refused in one line before any training."""
+"""Promise: a user's model, optimizer and data give the result of one process, or one line refuses them."""
 
 import shutil
 from collections.abc import Callable
@@ -129,7 +129,7 @@ def test_weight_that_is_not_used_is_named(tmp_path: Path, config: str, case: str
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2"])
 def test_experts_that_take_part_with_nothing(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
-    """ZeRO would add up the gradients of different experts: losses were 10 % apart."""
+    """ZeRO would add the gradients of different experts: losses differed by 10 %."""
     arguments = f"{STEPS} --case 'experts plus nothing'"
     run = fork(tmp_path / "run", config, CASES, arguments, succeeds=False)
     if config.startswith("deepspeed"):
@@ -154,7 +154,7 @@ def test_processes_that_start_apart(tmp_path: Path, config: str, case: str, what
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
 def test_model_knows_in_evaluation_that_it_is_one(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
-    """It adds noise to the loss while it thinks that it trains; it learns nothing."""
+    """The case adds noise to the loss if `model.training` is set. The weights stay the same: the rate is 1e-30."""
     arguments = f"{STEPS} --learning_rate 1e-30"
     run = fork(tmp_path / "run", config, CASES, f"{arguments} --case 'asks for the mode'")
     expected = reference(CASES, arguments)
@@ -165,8 +165,8 @@ def test_model_knows_in_evaluation_that_it_is_one(tmp_path: Path, reference: Cal
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero3"])
 @pytest.mark.parametrize("model", ["bert", "vit", "gpt2", "t5", "qwen2"])
 def test_models_of_transformers(tmp_path: Path, reference: Callable[..., Run], config: str, model: str) -> None:
-    """BERT and ViT name their embeddings among the layers that FSDP gathers one at a time. T5 has more than two
-    modules that share one weight."""
+    """BERT and ViT list their embeddings among the layers that FSDP gathers one at a time. In T5 more than two modules
+    share a weight."""
     arguments = f"{STEPS} --case {model} --optimizer SGD"
     run = fork(tmp_path / "run", config, CASES, arguments, succeeds=False)
     if (config, model) == ("fsdp2", "t5"):
@@ -176,7 +176,7 @@ def test_models_of_transformers(tmp_path: Path, reference: Callable[..., Run], c
     expected = reference(CASES, arguments)
     for name in ("train/loss", "eval/loss"):
         assert largest_difference(run.column(name), expected.column(name)) <= 1e-5
-    # Not relative to each: the gradient of a bias of keys is zero but for rounding, and such a weight was zero, too.
+    # With an absolute tolerance: a key bias starts at zero, and its gradient is zero except for rounding.
     for name, weight in expected.weights.items():
         torch.testing.assert_close(run.weights[name], weight, rtol=1e-4, atol=1e-6)
 
@@ -226,7 +226,7 @@ def test_dropout_is_said_to_depend_on_the_number_of_processes(tmp_path: Path) ->
     arguments = f"{STEPS} --case dropout"
     alone, two = (fork(tmp_path / config, config, CASES, arguments) for config in ("single", "ddp"))
     assert (alone.stdout.count(line), two.stdout.count(line)) == (0, 1)
-    assert largest_difference(two.column("train/loss"), alone.column("train/loss")) > 1e-5  # it is so
+    assert largest_difference(two.column("train/loss"), alone.column("train/loss")) > 1e-5  # they do depend on it
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_the_same_weight_elsewhere(tmp_path: Path, reference: Callable[..., Run]
 
 
 def test_build_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
-    """It leaves torch's mark of a build behind, for which all others wait, and what nobody knows to be whole."""
-    fork(tmp_path / "first", "deepspeed_zero2", CASES, STEPS)  # it is compiled now
+    """A killed build leaves torch's lock file, which makes all other builds wait, and maybe an incomplete library."""
+    fork(tmp_path / "first", "deepspeed_zero2", CASES, STEPS)  # compiles the extension if necessary
     folder = tmp_path / "torch_extensions" / extensions_folder().name
     shutil.copytree(extensions_folder(), folder)
     (folder / "deepspeed_shm_comm" / "lock").touch()
@@ -276,7 +276,7 @@ def test_run_that_is_killed_while_it_compiles(tmp_path: Path) -> None:
         f"runpy.run_path({str(ROOT / CASES)!r}, run_name='__main__')\n"
     )
     env = {"XDG_CACHE_HOME": str(tmp_path)}
-    # One process, as a second one would go on with the build.
+    # One process, because a second one would continue the build.
     killed = fork(tmp_path / "run", "deepspeed_zero2", script, STEPS, num_processes=1, env=env, succeeds=False)
     assert killed.exit_code and list(tmp_path.glob("torch_extensions/*/*/lock"))
     run = fork(tmp_path / "run", "deepspeed_zero2", CASES, STEPS, env=env)

@@ -1,5 +1,5 @@
-"""Promise: a run that was killed at any moment goes on as if nothing had been, under any config; nothing is
-overwritten unasked."""
+"""Promise: a run that was killed at any moment resumes to the result of an undisturbed run, under any config. Nothing
+is overwritten without a flag."""
 
 import hashlib
 import json
@@ -32,13 +32,13 @@ def kill_and_resume(
     options: str = "",
     launched: bool = False,
 ) -> Run:
-    """Starts a run to which `fault` happens, and then again."""
+    """Starts a run that `fault` ends, and resumes it. Returns the resumed run."""
     flags += f" --fault {fault} --fault_step {step} --fault_process {process}"
     start = launch if launched else fork
     first = start(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", options=options, succeeds=False)
     assert first.exit_code != 0 and (first.output_dir / "fault_was_here").exists(), first.stdout + first.stderr
     assert not (first.output_dir / "model").exists()
-    assert f'File "{ROOT}/common' not in first.stdout + first.stderr, "a traceback of ours"
+    assert f'File "{ROOT}/common' not in first.stdout + first.stderr, "a traceback from our code"
     for path in first.output_dir.glob("checkpoints/step_*"):
         Reader.verified(path, CpuGroup())
     run = fork(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}", options=options)
@@ -49,8 +49,8 @@ def kill_and_resume(
 @pytest.mark.parametrize(
     ("config", "fault", "step", "process", "flags"),
     [
-        ("single", "kill", 8, 0, ""),  # on the boundary of an epoch
-        ("ddp", "kill", 10, 1, ""),  # in the middle of the third
+        ("single", "kill", 8, 0, ""),  # at the start of an epoch
+        ("ddp", "kill", 10, 1, ""),  # in the middle of an epoch
         ("fsdp2", "kill_all", 7, 0, ""),
         ("deepspeed_zero2", "kill", 11, 1, ""),
         ("ddp", "kill_launcher", 5, 0, ""),
@@ -62,7 +62,7 @@ def kill_and_resume(
 def test_killed_run_goes_on_as_the_undisturbed_one(
     tmp_path: Path, undisturbed: Callable[[str, str], Run], config: str, fault: str, step: int, process: int, flags: str
 ) -> None:
-    """What a launcher does when all of its processes, or itself, are killed is shown with the real one."""
+    """If the fault kills all processes or the launcher, the run needs the real launcher."""
     launched = fault in ("kill_all", "kill_launcher")
     run = kill_and_resume(tmp_path, config, fault, step, process, flags, launched=launched)
     assert_equal_to_the_last_bit(run, undisturbed(config, COURSE))
@@ -85,7 +85,7 @@ def test_killed_run_goes_on_as_the_undisturbed_one(
 def test_killed_run_goes_on_under_each_config(
     tmp_path: Path, made_once: Callable[..., Run], config: str, options: str
 ) -> None:
-    """Two processes do not divide the 33 weights of a row."""
+    """The 33 units of the hidden layer do not divide by two processes."""
     run = kill_and_resume(tmp_path, config, "kill", 11, 1, "", options)
     assert_equal_to_the_last_bit(run, made_once(config, DISTURBED, COURSE, options))
 
@@ -111,7 +111,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     expected = undisturbed(config, COURSE)
     assert_equal_to_the_last_bit(run, expected)
     assert run.checkpoints == expected.checkpoints == [12, 14]
-    for step in run.checkpoints:  # of that step, though more were taken
+    for step in run.checkpoints:  # the state of that step, although training went on
         ours, theirs = (Reader(one.output_dir / "checkpoints" / f"step_{step:08d}") for one in (run, expected))
         assert ours.content["files"] == theirs.content["files"]
 
@@ -123,7 +123,7 @@ def test_launcher_starts_a_killed_run_again_by_itself(tmp_path: Path, undisturbe
     assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
 
 
-# Each goes on where the one before it was, two steps further.
+# Each config resumes from the config before it, two steps later.
 RELAYS = {
     "mnist mlp": "single ddp fsdp2 hsdp tensor_parallel fsdp2_tensor_parallel deepspeed_zero1 deepspeed_zero2 "
     "deepspeed_zero3 fsdp2",
@@ -158,7 +158,7 @@ def test_checkpoint_of_any_config_loads_under_any_other(
 
 @pytest.mark.parametrize("config", ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero2_bf16"])
 def test_state_of_several_parameter_groups_is_saved(tmp_path: Path, config: str) -> None:
-    """From a fresh start: DeepSpeed links only the first group's state to its weights."""
+    """After a fresh start, DeepSpeed links only the optimizer state of the first group to its weights."""
     flags = "--max_steps 6 --log_every 1 --save_every 3 --model mlp --weight_decay 0.1"
     first = fork(tmp_path / "first", config, MNIST, flags)
     path = first.output_dir / "checkpoints" / "step_00000003"
@@ -176,7 +176,7 @@ def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed
 def test_sums_of_a_record_under_way_go_on_under_another_number_of_processes(tmp_path: Path) -> None:
     arguments = "--max_steps 8 --log_every 4 --save_every 2 --keep_checkpoints 9 --model mlp"
     one, two = (fork(tmp_path / config, config, MNIST, arguments) for config in ("single", "ddp"))
-    three = fork(tmp_path / "tensor_parallel", "tensor_parallel", MNIST, arguments)  # both count the same losses
+    three = fork(tmp_path / "tensor_parallel", "tensor_parallel", MNIST, arguments)  # both processes count all losses
     for step, config, source in ((6, "single", two), (2, "fsdp2", one), (6, "ddp", three), (2, "tensor_parallel", two)):
         path = source.output_dir / "checkpoints" / f"step_{step:08d}"
         run = fork(tmp_path / f"{config}_{step}", config, MNIST, f"{arguments} --resume_from_checkpoint {path}")
@@ -184,7 +184,7 @@ def test_sums_of_a_record_under_way_go_on_under_another_number_of_processes(tmp_
 
 
 def test_processes_that_share_samples_share_random_states(tmp_path: Path) -> None:
-    """After a resume from a config whose processes do not, on as many processes."""
+    """Resumes a DDP run, with different samples in each process, under tensor parallelism on as many processes."""
     arguments = "--max_steps 4 --save_every 2 --keep_checkpoints 9 --model mlp"
     path = fork(tmp_path / "ddp", "ddp", MNIST, arguments).output_dir / "checkpoints" / "step_00000002"
     run = fork(tmp_path / "run", "tensor_parallel", MNIST, f"{arguments} --resume_from_checkpoint {path}")
@@ -209,7 +209,7 @@ def test_evaluation_that_a_signal_ended_is_recorded_once(
 
 @pytest.mark.full
 def test_launcher_does_not_start_again_as_another_run(tmp_path: Path) -> None:
-    """The first attempt of --overwrite_output_dir dies before it has removed what is there."""
+    """With --overwrite_output_dir, the first attempt dies before it replaces the earlier run."""
     launch(tmp_path / "run", "single", DISTURBED, f"{COURSE} --seed 1")
     script = tmp_path / "dies_once.py"
     script.write_text(
@@ -238,7 +238,7 @@ def test_folder_with_checkpoints_of_another_run_is_not_mixed(tmp_path: Path, fin
     path = finished.output_dir / "checkpoints" / "step_00000012"
     flags = f"--max_steps 16 --save_every 2 --resume_from_checkpoint {path}"
     line = refused(fork(run.output_dir, "single", MNIST, flags, succeeds=False))
-    assert "holds checkpoints of another run than" in line and run.checkpoints == [2, 4]
+    assert "holds checkpoints of a different run than" in line and run.checkpoints == [2, 4]
     (run.output_dir / "checkpoints" / "step_00000004.bak").mkdir()
     over = fork(run.output_dir, "single", MNIST, f"{flags} --overwrite_output_dir")
     assert over.checkpoints[-1] == 16 and 4 not in over.checkpoints
@@ -284,7 +284,7 @@ def test_latest_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:
 
 
 def test_model_of_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
-    """Nor, where that was asked for, before there is another in its place."""
+    """With --overwrite_output_dir, the earlier model is kept until the new run has exported a model."""
     first = fork(tmp_path / "run", "single", MNIST, "--max_steps 2")
     assert first.weights
     line = refused(fork(tmp_path / "run", "single", MNIST, "--max_steps 2", succeeds=False))
@@ -323,19 +323,19 @@ def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbe
     line = refused(
         fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} --resume_from_checkpoint {newest}", succeeds=False)
     )
-    assert "is no whole checkpoint (shard_00001.safetensors was altered): type latest" in line
+    assert "is not a complete checkpoint (shard_00001.safetensors was altered): type latest" in line
     run = fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}")
-    assert f"{newest} is no whole checkpoint (shard_00001.safetensors was altered): taking the one" in run.stdout
+    assert f"{newest} is not a complete checkpoint (shard_00001.safetensors was altered): taking the one" in run.stdout
     assert (newest.parent / f"damaged_{newest.name}").is_dir()
     assert_equal_to_the_last_bit(run, undisturbed("ddp", COURSE))
     for path in run.output_dir.glob("checkpoints/step_*"):
         damage(path / "manifest.json")
     line = refused(fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}", succeeds=False))
-    assert "no checkpoint in" in line and "is whole: type --overwrite_output_dir" in line
+    assert "no checkpoint in" in line and "is complete: type --overwrite_output_dir" in line
 
 
 def without(*names: str) -> Callable[[dict], dict]:
-    """Takes tensors out of a manifest."""
+    """Returns a change that removes the tensors with these prefixes from a manifest."""
 
     def change(manifest: dict) -> dict:
         for name in [name for name in manifest["tensors"] if name.startswith(names)]:
@@ -348,42 +348,42 @@ def without(*names: str) -> Callable[[dict], dict]:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (without("optimizer.body.weight."), "holds optimizer.body.weight.exp_avg, of which manifest.json says"),
+        (without("optimizer.body.weight."), "exp_avg, which does not match manifest.json"),
         (without("average.body.bias"), "average.body.bias is missing"),
         (without("process_00000.random.numpy"), "process_00000.random.numpy is missing"),
         (without("process_00000.losses"), "process_00000.losses is missing"),
-        (lambda manifest: changed(manifest, ("state", "step"), "8"), "no step in state, or one of another kind"),
-        (lambda manifest: changed(manifest, ("state", "stepp"), 8), "another state than a checkpoint has"),
-        (lambda manifest: changed(manifest, ("state", "step"), -8), "numbers that no run has"),
-        (lambda manifest: changed(manifest, ("layout", "shares"), 0), "numbers that no run has"),
-        (lambda manifest: changed(manifest, ("layout",), None), "another layout than a checkpoint has"),
-        (lambda manifest: changed(manifest, ("identity",), []), "another identity than a checkpoint has"),
-        (lambda manifest: changed(manifest, ("trainer", "num_averaged"), "many"), "no num_averaged in trainer"),
+        (lambda manifest: changed(manifest, ("state", "step"), "8"), "has no valid step in state"),
+        (lambda manifest: changed(manifest, ("state", "stepp"), 8), "has no valid state"),
+        (lambda manifest: changed(manifest, ("state", "step"), -8), "impossible step or layout"),
+        (lambda manifest: changed(manifest, ("layout", "shares"), 0), "impossible step or layout"),
+        (lambda manifest: changed(manifest, ("layout",), None), "has no valid layout"),
+        (lambda manifest: changed(manifest, ("identity",), []), "has no valid identity"),
+        (lambda manifest: changed(manifest, ("trainer", "num_averaged"), "many"), "no valid num_averaged in trainer"),
     ],
 )
 def test_checkpoint_that_lacks_what_a_run_goes_on_with(
     tmp_path: Path, made_once: Callable[..., Run], change: Callable[[dict], dict], expected: str
 ) -> None:
-    """Though its manifest is signed."""
+    """The manifest has the right checksum."""
     flags = "--max_steps 8 --save_every 4 --ema_decay 0.9"
     undisturbed = made_once("single", CASES, flags)
     shutil.copytree(undisturbed.output_dir, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step_00000008"
-    (tmp_path / "run" / "run.json").unlink()  # else it is known that there is nothing to do
+    (tmp_path / "run" / "run.json").unlink()  # with it, the run would be done
     rewrite(newest, change)
     if "is missing" in expected:
         strip(newest)
     line = refused(
         fork(tmp_path / "run", "single", CASES, f"{flags} --resume_from_checkpoint {newest}", succeeds=False)
     )
-    assert "is no whole checkpoint" in line and expected in line
+    assert "is not a complete checkpoint" in line and expected in line
     run = fork(tmp_path / "run", "single", CASES, f"{flags} {LATEST}")
     assert expected in run.stdout and "taking the one before it" in run.stdout
     assert_equal_to_the_last_bit(run, undisturbed)
 
 
 def strip(checkpoint: Path) -> None:
-    """Takes out of the file what its manifest does not list, too."""
+    """Removes the tensors that the manifest does not list from the file, too."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (file,) = checkpoint.glob("shard_*")
     kept = {name: tensor for name, tensor in load_file(file).items() if name in manifest["tensors"]}
@@ -393,7 +393,7 @@ def strip(checkpoint: Path) -> None:
 
 
 def test_weight_without_state_of_the_optimizer_is_named(tmp_path: Path, made_once: Callable[..., Run]) -> None:
-    """As is right where no forward pass has used it; here it was taken away."""
+    """A weight that no forward pass has used has no optimizer state. Here the state was removed."""
     flags = "--max_steps 8 --save_every 4 --ema_decay 0.9"
     shutil.copytree(made_once("single", CASES, flags).output_dir, tmp_path / "run")
     (tmp_path / "run" / "run.json").unlink()
@@ -401,12 +401,12 @@ def test_weight_without_state_of_the_optimizer_is_named(tmp_path: Path, made_onc
     rewrite(tmp_path / "run" / "checkpoints" / "step_00000004", without("optimizer.body.weight."))
     strip(tmp_path / "run" / "checkpoints" / "step_00000004")
     run = fork(tmp_path / "run", "single", CASES, f"{flags} {LATEST}")
-    assert "it has no state of the optimizer for body.weight: there it begins anew" in run.stdout
+    assert "it has no optimizer state for body.weight: that state starts anew" in run.stdout
 
 
 @pytest.mark.parametrize("flag", ["", "--stop_on_save_error"])
 def test_checkpoint_that_cannot_be_written(tmp_path: Path, flag: str) -> None:
-    """Where files may not grow beyond 16 KB, which is room for records and not for checkpoints."""
+    """Files may not grow beyond 16 KB: enough for records, too little for checkpoints."""
     limited = tmp_path / "limited.py"
     limited.write_text(
         f"import resource, runpy\nresource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))\n"
@@ -415,8 +415,8 @@ def test_checkpoint_that_cannot_be_written(tmp_path: Path, flag: str) -> None:
     run = fork(tmp_path / "run", "ddp", limited, f"{COURSE} {flag} --width 3000", succeeds=False)
     output = run.stdout + run.stderr
     assert run.checkpoints == [] and "the checkpoint of step 3 could not be written" in output
-    assert not list(run.output_dir.glob("checkpoints/*")), "what takes the room that the next one needs"
-    assert f'File "{ROOT}/common' not in output, "a traceback of ours"
+    assert not list(run.output_dir.glob("checkpoints/*")), "an unfinished checkpoint takes the space of the next one"
+    assert f'File "{ROOT}/common' not in output, "a traceback from our code"
     assert run.records[-1]["step"] == (3 if flag else 14), output  # the export at the end fails, too
 
 

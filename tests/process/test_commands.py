@@ -1,4 +1,4 @@
-"""Promise: what the README and the headers of the configs say to type works, and the layout is what they say."""
+"""Promise: the commands in the README and in docs/ work."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from support.runs import ROOT
 from support.small_mnist import write_mnist
 from support.small_model import write_model
 
-# Set-up and test commands: they install, and run these tests.
+# Commands for set-up, and commands that run these tests.
 NOT_RUN = ("make ", "pip install", "git clone", "cd ", "python -m venv", "source ")
 
 pytestmark = pytest.mark.xdist_group("test_docs")
@@ -26,8 +26,8 @@ def commands_of(text: str) -> list[str]:
 
 
 def launched_once(commands: list[str]) -> list[Any]:
-    """`(command, whether it is launched)`: `make test` launches the first of each recipe and forks the others, as
-    test_forking.py launches each config; `make test-full` launches them all."""
+    """Returns `(command, whether it is launched)`. `make test` launches the first command of each recipe and forks the
+    others, because test_forking.py launches each config. `make test-full` launches all of them."""
     cases: list[Any] = []
     seen = set()
     for command in commands:
@@ -43,7 +43,7 @@ def launched_once(commands: list[str]) -> list[Any]:
 PAGES = {path.name: commands_of(path.read_text()) for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 FIRST = PAGES.pop("README.md") + PAGES.pop("recipes.md")
 COMMANDS = launched_once(list(dict.fromkeys(FIRST)))
-# The configs that these name run in test_one_result.py, too.
+# Only in `make test-full`, because test_one_result.py runs their configs, too.
 COMMANDS += [pytest.param(command, True, marks=pytest.mark.full) for page in PAGES.values() for command in page]
 
 
@@ -62,16 +62,16 @@ def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
         (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
     if "--model_name_or_path" in command:
         write_model(tmp_path / "path" / "to" / "model", num_positions=64)
-    if "recipes/transformer.py" in command:  # as it is, but for the minutes that 2,000 steps and evaluations take
+    if "recipes/transformer.py" in command:  # 2,000 steps and evaluations would take minutes
         command += " --max_steps 4" + " --data path/to/file.txt" * ("fsdp2" in command)
     words = shlex.split(command)
     env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
     if words[0] == "accelerate":
         run = (accelerate if is_launched else accelerate_forked)(words[1:], tmp_path, tmp_path / "outputs", env)
-    else:  # one thread, as several commands run at a time
+    else:  # one thread, because several commands run at a time
         run = execute(words, tmp_path, tmp_path / "outputs", {"OMP_NUM_THREADS": "1", **env})
-    if "ylecun/mnist" in command:  # no test needs the network
+    if "ylecun/mnist" in command:  # tests run without a network
         assert "--data digits for the embedded set" in run.stderr
         return
     assert run.exit_code == 0, run.stdout + run.stderr

@@ -1,4 +1,4 @@
-"""Promise: embedded, local and Hub data load into what they are."""
+"""Promise: embedded data and files from the Hub load and train; a run fits its terminal and its cores."""
 
 import contextlib
 import os
@@ -18,11 +18,11 @@ from support.recipes import MNIST
 from support.runs import ROOT
 
 REAL_DATA = os.environ.get("ACCELERATE_RECIPES_DATA")
-needs_real_data = pytest.mark.skipif(not REAL_DATA, reason="ACCELERATE_RECIPES_DATA names no folder of real data")
+needs_real_data = pytest.mark.skipif(not REAL_DATA, reason="needs ACCELERATE_RECIPES_DATA, a folder of real data")
 
 
 def write_parquet(folder: Path, shape: tuple[int, ...], splits: dict[str, int]) -> None:
-    """As the Hub stores ylecun/mnist: mnist/train-00000-of-00001.parquet with columns image and label."""
+    """Writes files like ylecun/mnist on the Hub: mnist/train-00000-of-00001.parquet, with columns image and label."""
     from datasets import ClassLabel, Dataset, Features
     from datasets import Image as ImageFeature
     from PIL import Image
@@ -42,7 +42,7 @@ def test_parquet_files_train_on_two_processes(tmp_path: Path, shape: tuple[int, 
     env = {"HF_HOME": str(tmp_path / "cache")}
     arguments = f"--data {tmp_path / 'data'} --epochs 20 --batch_size 32"
     run = fork(tmp_path / "run", "ddp", MNIST, arguments, env=env)
-    assert run.column("eval/accuracy")[-1] == 1.0  # brightness tells the class
+    assert run.column("eval/accuracy")[-1] == 1.0  # the brightness gives the class
     assert run.weights["stem.weight"].shape[1] == channels
 
 
@@ -66,7 +66,7 @@ def test_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=end, stderr=end) as process:
         os.close(end)
         shown = b""
-        with contextlib.suppress(OSError):  # what reading a terminal gives at its end
+        with contextlib.suppress(OSError):  # raised when the terminal is closed
             while piece := os.read(terminal, 4096):
                 shown += piece
     os.close(terminal)

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.xdist_group("test_ema")
 
 
 def averaged_by_hand(start: Run, run: Run, decay: float) -> dict:
-    """From the weights after each step, as the checkpoints have them; those before the first step are
-    `start`, a run without a learning rate to speak of."""
+    """Computes the averages from the weights in the checkpoint of each step. `start` has the initial weights, because
+    its learning rate is nearly zero."""
     averages = start.weights
     for step in range(1, 7):
         saved = load_file(run.output_dir / "checkpoints" / f"step_{step:08d}" / "shard_00000.safetensors")
@@ -38,7 +38,7 @@ def test_average_is_evaluated_exported_and_resumed(
 ) -> None:
     plain = reference(MNIST, STEPS)
     run = fork(tmp_path / "run", config, MNIST, f"{STEPS} --ema_decay 0.3")
-    # Training goes on from the weights themselves, after evaluations, too.
+    # Training continues from the weights, not from the averages, also after evaluations.
     assert largest_difference(run.column("train/loss"), plain.column("train/loss")) <= 1e-5
     for name, average in expected.items():
         assert float((run.weights[name] - average).norm() / average.norm()) <= 1e-5

@@ -1,4 +1,4 @@
-"""Promise: what other tests fork is what `accelerate launch` starts. Each config and each recipe is launched here."""
+"""Promise: forked runs do the same as launched runs. Each config and each recipe is launched here."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from support.runs import Run, assert_equal_to_the_last_bit, refused
 
 LOCAL_CONFIGS = [*FLOAT32_CONFIGS, *BF16_CONFIGS]
 RECIPE_OF = {"single": "mnist cnn", "ddp": "linear regression", "pipeline_parallel": "transformer"}
-# What is another in each run.
+# These differ in each run.
 OWN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 
 
@@ -27,7 +27,7 @@ def test_forked_run_has_the_records_of_the_launched_one(tmp_path: Path, config: 
 
 
 def given(run: Run) -> dict[str, dict]:
-    """{file of a process: what it was given}"""
+    """Returns {file of a process: its environment, arguments, folder and open files}."""
     return {path.name: json.loads(path.read_text()) for path in run.output_dir.glob("*.json")}
 
 
@@ -50,7 +50,7 @@ def test_forked_processes_are_given_what_the_launched_ones_are(tmp_path: Path, c
 
 
 def test_forked_process_draws_numbers_of_its_own(tmp_path: Path) -> None:
-    """As fresh interpreters do, until `start` seeds them."""
+    """Fresh interpreters draw different numbers, too, until `start` seeds them."""
     script = tmp_path / "draws.py"
     script.write_text(
         "import os, pathlib, random, sys\n"
@@ -72,7 +72,7 @@ def test_failure_ends_all_with_its_own_exit_code(tmp_path: Path) -> None:
 
 
 def test_server_has_one_thread_and_the_tests_know_it(tmp_path: Path) -> None:
-    """A fork of a process with several may wait for a lock for ever; support.preloaded refuses to serve then."""
+    """A fork of a process with several threads may wait forever for a lock. support.preloaded checks it, too."""
     script = tmp_path / "threads.py"
     script.write_text(
         "import os, pathlib, sys\n"

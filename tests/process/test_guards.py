@@ -18,12 +18,12 @@ from support.recipes import MISFIT, MNIST
 from support.runs import ROOT, refused
 
 
-# The first part is the command line, the second what the line must say: what was given and what to type instead.
+# The error line must say what was given and what to type instead.
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--batch_size 63", "--batch_size 63 does not divide by 2 processes: type --batch_size 62 or 64"),
-        ("--batch_size 1", "--batch_size 1 does not divide by 2 processes: type --batch_size 2"),
+        ("--batch_size 63", "--batch_size 63 is not divisible by 2 data-parallel ranks: type --batch_size 62 or 64"),
+        ("--batch_size 1", "--batch_size 1 is not divisible by 2 data-parallel ranks: type --batch_size 2"),
         ("--micro_batch_size 24", "type --micro_batch_size 16 or 32"),
         ("--batch_size 2000", "1438 training samples are fewer than --batch_size 2000: type --batch_size 1438 or less"),
     ],
@@ -40,7 +40,7 @@ def test_report_of_the_launcher_ends_with_our_line(tmp_path: Path) -> None:
 
 
 def test_exit_code_of_a_mistake_is_2(tmp_path: Path) -> None:
-    """Where no launcher makes 1 of it."""
+    """Without a launcher, which would turn it into 1."""
     run = execute([sys.executable, str(ROOT / MNIST), "--model", "resnet"], tmp_path, tmp_path)
     assert run.exit_code == 2 and "--model: invalid choice: 'resnet'" in refused(run)
     assert not (tmp_path / "outputs").exists()
@@ -61,7 +61,7 @@ def test_exit_code_of_a_mistake_is_2(tmp_path: Path) -> None:
 def test_one_process_alone(tmp_path: Path, arguments: str, expected: str) -> None:
     run = fork(tmp_path / "run", "single", MNIST, arguments, succeeds=False)
     assert expected in refused(run)
-    assert not (run.output_dir / "run.json").exists(), "a mistake at the door writes nothing"
+    assert not (run.output_dir / "run.json").exists(), "a run that was refused at the start wrote a run card"
 
 
 def test_help_explains_each_flag_once(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_world_size_without_a_launcher(tmp_path: Path) -> None:
 
 
 def changed(tmp_path: Path, config: str, **changes: object) -> Path:
-    """A copy of a shipped config with another value in its own section."""
+    """A copy of a shipped config with changes in its FSDP or DeepSpeed section."""
     content = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
     section = next((content[name] for name in ("fsdp_config", "deepspeed_config") if name in content), content)
     section |= changes
@@ -166,7 +166,7 @@ def test_fp16_without_a_gpu_says_so_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_missing_deepspeed(tmp_path: Path) -> None:
-    """All that is installed here but deepspeed, in a folder of links; -S keeps the real one out of sight."""
+    """Links all installed packages except deepspeed into a folder. -S keeps the real site-packages out of the path."""
     site = Path(yaml.__file__).parents[1]
     links = tmp_path / "site"
     links.mkdir()

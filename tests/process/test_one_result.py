@@ -26,11 +26,11 @@ from support.recipes import (
 )
 from support.runs import ROOT, TOLERANCE, Run, assert_same_result, largest_difference, weight_distance
 
-# bf16 keeps 8 bits: one rounding is off by up to 2^-9. The configs round different numbers (DDP
-# inside autocast, FSDP2 and DeepSpeed the weights themselves), and the difference grows along the
-# run: one process in bf16 is up to 0.10 % away from itself in float32 within these 20 steps, the
-# configs up to 0.12 % from one process in bf16. Their first losses, means over a batch, differ by
-# up to 7e-5 and their first gradient norms by less than one rounding.
+# bf16 keeps 8 bits: the relative error of one rounding is up to 2^-9. The configs round different numbers: DDP inside
+# autocast, FSDP2 and DeepSpeed the weights themselves. The difference grows during the run. Within these 20 steps, one
+# process in bf16 differs from one in float32 by up to 0.10 %, and the configs differ from one process in bf16 by up to
+# 0.12 %. Their first losses, means over a batch, differ by up to 7e-5. Their first gradient norms differ by less than
+# one rounding.
 BF16_RECIPES = {
     "mnist cnn": (MNIST, STEPS + "--optimizer sgd --learning_rate 0.1"),
     "linear regression": (LINEAR, STEPS),
@@ -100,7 +100,7 @@ def test_bf16_is_close_to_bf16_on_one_process(
     assert run.column("grad_norm")[0] == pytest.approx(expected.column("grad_norm")[0], rel=BF16_ROUNDING)
     for name in ("train/loss", "eval/loss"):
         assert largest_difference(run.column(name), expected.column(name)) <= BF16_TOLERANCE
-    # It did compute in bf16: its gradients are not those of float32.
+    # The run did compute in bf16: its gradient norms differ from float32.
     in_float32 = reference(script, arguments)
     assert largest_difference(run.column("grad_norm"), in_float32.column("grad_norm")) > 50 * TOLERANCE
 
@@ -140,7 +140,7 @@ def test_learning_rate_follows_the_schedule(reference: Callable[..., Run]) -> No
 
 
 def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path, reference: Callable[..., Run]) -> None:
-    """Sharded processes hold parts of the gradient; DeepSpeed would clip at 1.0 by itself."""
+    """Each process may hold only a shard of the gradient. DeepSpeed clips at 1.0 by default."""
     script, arguments = RECIPES["mnist cnn"][0], STEPS + "--model mlp --max_grad_norm 0.01"
     expected = reference(script, arguments)
     assert min(expected.column("grad_norm")) > 0.01  # it does clip

@@ -1,4 +1,4 @@
-"""Promise: a plan for tensor parallelism that does not fit is refused before any training."""
+"""Promise: parallelism sizes that do not fit are refused before training; sizes that fit give the same result."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_hsdp_and_tensor_parallelism_together(tmp_path: Path, reference: Callabl
 
 
 def test_untied_transformers_model_is_trained_and_exported_whole(tmp_path: Path) -> None:
-    """The recipe ties its embedding; a model that does not divides that and the head, too."""
+    """The recipe ties its embeddings, which then stay whole. Untied, the embedding and the head are sharded, too."""
     from transformers import AutoModelForCausalLM
 
     write_model(tmp_path / "tiny", num_positions=16, vocab_size=6)

@@ -1,4 +1,4 @@
-"""Promise: a pipeline gives the result of one process, and one that cannot run is refused before any training."""
+"""Promise: a pipeline gives the result of one process; a pipeline that cannot run is refused before training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_pipeline_gives_the_result_of_one_process(
 
 
 def test_untied_embeddings_clipping_and_averaged_weights(tmp_path: Path) -> None:
-    """The recipe ties its embedding, of which both ends then hold a copy."""
+    """The recipe ties its embeddings: the first and the last stage have a copy. Here they are separate weights."""
     write_model(tmp_path / "tiny", num_positions=16, num_layers=2)
     (tmp_path / "words.txt").write_text("one two three four " * 100)
     arguments = f"--data {tmp_path / 'words.txt'} --model_name_or_path {tmp_path / 'tiny'} --context 16 --batch_size 4"
@@ -68,8 +68,7 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
             SCRIPT,
             f"{ARGUMENTS} --pipeline_stages 2 --micro_batch_size 16",
             2,
-            "1 micro-batches are fewer than --pipeline_stages 2, of which some would stand idle: type "
-            "--micro_batch_size 8",
+            "1 micro-batches per step are too few to keep --pipeline_stages 2 busy: type --micro_batch_size 8",
         ),
         (MNIST, "--pipeline_stages 2", 2, "ConvNet cannot be cut into stages: remove --pipeline_stages"),
         (LINEAR, "--pipeline_stages 2", 2, "Linear cannot be cut into stages"),

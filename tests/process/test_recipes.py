@@ -1,4 +1,4 @@
-"""Promise: each recipe reaches what its docstring says, and its exported model shows it."""
+"""Promise: each recipe reaches the result in its docstring, and so does its exported model."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_linear_regression_reaches_the_least_squares_optimum(tmp_path: Path, con
     best, distance = closing_line(run)
     assert best == pytest.approx(expected, abs=1e-6)
     assert run.column("eval/r2")[-1] == pytest.approx(expected, abs=1e-3)
-    # What was exported is what was evaluated: the weights tell the distance.
+    # The exported weights are the evaluated weights.
     standardised = (features - features.mean(0)) / features.std(0)
     fitted = standardised @ run.weights["weight"][0].double().numpy() + run.weights["bias"].item()
     residuals = (target - target.mean()) / target.std() - fitted

@@ -1,4 +1,4 @@
-"""Promise: what a run leaves behind tells what it did, and how to do it again."""
+"""Promise: the files of a run show what it did and how to repeat it."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_profile_traces_three_steps_of_each_process(tmp_path: Path) -> None:
 def test_too_few_steps_for_a_trace_lose_nothing(tmp_path: Path) -> None:
     first = fork(tmp_path / "run", "single", LINEAR, "--max_steps 3")
     second = fork(tmp_path / "run", "single", LINEAR, "--max_steps 3 --profile --overwrite_output_dir", succeeds=False)
-    assert "error: --profile needs 6 steps, there are 3: type --max_steps" in second.stderr
+    assert "error: --profile needs 6 steps, this run has 3: type a larger --max_steps" in second.stderr
     assert second.card == first.card and second.weights.keys() == {"weight", "bias"}
 
 
@@ -73,7 +73,7 @@ def test_run_card_repeats_the_run(tmp_path: Path) -> None:
     assert losses(again) == losses(first) and len(losses(first)) == 4
     assert again.card["gradient_accumulation_steps"] == 2
     other = fork(tmp_path / "other", "ddp", LINEAR, f"--repeat {first.output_dir / 'run.json'} --seed 4")
-    assert losses(other) != losses(first)  # what is given wins
+    assert losses(other) != losses(first)  # a flag wins over the run card
 
 
 def losses(run: Run) -> list[float]:
@@ -81,7 +81,7 @@ def losses(run: Run) -> list[float]:
 
 
 def test_weight_decay_reaches_the_optimizer(tmp_path: Path) -> None:
-    """One step at learning rate 0.1 and decay 1 shrinks weights by 10 % more, the bias by nothing."""
+    """At learning rate 0.1 and decay 1, one step shrinks the weight by 10 % more, and does not shrink the bias."""
     arguments = "--max_steps 1 --momentum 0 --learning_rate 0.1 --lr_schedule constant"
     for config in ("ddp", "deepspeed_zero2"):
         plain = fork(tmp_path / f"{config} plain", config, LINEAR, arguments)
@@ -95,7 +95,7 @@ def test_weight_decay_reaches_the_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ends_after", "num_lost"), [(25, 0), (1000, 1)], ids=["for a while", "to the end"])
 def test_records_wait_for_room_on_the_disk(tmp_path: Path, ends_after: int, num_lost: int) -> None:
-    """Where no file may grow beyond 3,000 bytes from the start to the end of that evaluation step."""
+    """No file may grow beyond 3,000 bytes before optimizer step `ends_after`."""
     script = tmp_path / "full.py"
     script.write_text(
         "import resource, runpy\n"
@@ -137,8 +137,8 @@ def test_run_that_ends_early_records_its_last_losses(tmp_path: Path) -> None:
     ("flags", "line"),
     [
         ("--optimizer LBFGS", "LBFGS calls the model several times a step"),
-        ("--case verdict", 'summarize gives "verdict" as str: expected a number'),
-        ("--case verdict --metric_for_best_model loss", 'summarize gives "verdict" as str: expected a number'),
+        ("--case verdict", 'summarize returned "verdict" as str: expected a number'),
+        ("--case verdict --metric_for_best_model loss", 'summarize returned "verdict" as str: expected a number'),
     ],
 )
 def test_every_end_has_a_card(tmp_path: Path, flags: str, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Promise: the samples of a step depend on the seed and the step alone, and evaluation counts each sample once."""
+"""Promise: the samples of a step depend only on the seed and the step, and evaluation counts each sample once."""
 
 import json
 import re
@@ -17,12 +17,12 @@ EVAL_SIZES = (1, 7, 359)
 
 
 def ids_of_each_step(run: Run, num_processes: int) -> list[list[int]]:
-    """The ids of each optimizer step, of all processes, sorted."""
+    """The sample ids of each optimizer step over all processes, sorted."""
     fetched = [
         [int(i) for i in (run.output_dir / f"train_ids_{p}.txt").read_text().split()] for p in range(num_processes)
     ]
     share = BATCH_SIZE // num_processes
-    # Where there are several processes, each has shown the others its first sample before.
+    # With several processes, each first fetches a sample to compare it with the other processes.
     assert {len(ids) for ids in fetched} == {NUM_STEPS * share + (num_processes > 1)}
     fetched = [ids[-NUM_STEPS * share :] for ids in fetched]
     return [
@@ -46,19 +46,19 @@ def test_same_samples_on_any_number_of_processes(
     for first_step in (0, 3):  # an epoch has no sample twice
         epoch = sum(expected[first_step : first_step + 3], [])
         assert len(set(epoch)) == len(epoch) == 48 and set(epoch) <= set(range(NUM_SAMPLES))
-    assert expected[0] != expected[3]  # and each has an order of its own
+    assert expected[0] != expected[3]  # and each epoch has another order
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_evaluation_counts_each_sample_once(tmp_path: Path, num_processes: int) -> None:
-    """The means of id and id² are those of 0 to n - 1: none missing, none twice."""
+    """The means of id and id² are right for ids 0 to n - 1: no sample is missing, none counts twice."""
     sizes = ",".join(map(str, EVAL_SIZES))
     run = fork(tmp_path / "run", "ddp", SAME_SAMPLES, f"{ARGUMENTS} --eval_sizes {sizes}", num_processes)
     found = {int(n): (float(i), float(s)) for n, i, s in re.findall(r"evaluated (\d+) (\S+) (\S+)", run.stdout)}
     for size in EVAL_SIZES:
         assert found[size] == pytest.approx(((size - 1) / 2, (size - 1) * (2 * size - 1) / 6), rel=1e-12)
         fetched = {(run.output_dir / f"num_fetched_{size}_{rank}.txt").read_text() for rank in range(num_processes)}
-        assert len(fetched) == 1  # as many forward passes in each process
+        assert len(fetched) == 1  # the same number of forward passes in each process
 
 
 @pytest.mark.parametrize(("config", "num_processes", "micro_batch_size"), [("ddp", 2, 4), ("deepspeed_zero2", 2, 4)])
@@ -73,14 +73,14 @@ def test_weights_are_those_of_the_global_batch(
     assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= 1e-5
     assert weight_distance(run, expected) <= 1e-5
     assert run.column("eval/loss") == pytest.approx(expected.column("eval/loss"), rel=1e-5)
-    # Weights 1, 2, 3, 1, 2 of ids 0 to 4.
+    # Ids 0 to 4 have the weights 1, 2, 3, 1, 2.
     assert expected.column("eval/id") == [pytest.approx((0 + 2 + 6 + 3 + 8) / 9)]
     unweighted = reference(SAME_SAMPLES, ARGUMENTS)
     assert largest_difference(unweighted.column("train/loss"), expected.column("train/loss")) > 1e-3
 
 
 def test_worker_processes_fetch_whole_batches(tmp_path: Path, reference: Callable[..., Run]) -> None:
-    """Images come as batches from their set."""
+    """The image dataset returns whole batches."""
     arguments = "--max_steps 3 --log_every 1"
     run = fork(tmp_path / "run", "ddp", MNIST, f"{arguments} --num_workers 1")
     assert largest_difference(run.column("train/loss"), reference(MNIST, arguments).column("train/loss")) <= 1e-5
@@ -101,4 +101,4 @@ def test_twin_written_by_hand_gives_the_same_losses(tmp_path: Path) -> None:
     twin = execute(["torchrun", "--standalone", "--nproc_per_node", "2", script, "20", "0.5"], tmp_path, tmp_path)
     losses = json.loads(twin.stdout)
     assert largest_difference(run.column("train/loss"), losses) <= 1e-5
-    assert losses[-1] < 0.97 * losses[0]  # it learns: equal losses are no accident of standing still
+    assert losses[-1] < 0.97 * losses[0]  # it learns: losses that do not change would also be equal

@@ -1,4 +1,4 @@
-"""Promise: the language model learns what it is given, and what it exports is a model of transformers."""
+"""Promise: the language model learns its text, and transformers loads the exported model."""
 
 import math
 import os
@@ -33,7 +33,7 @@ def test_exported_model_is_one_of_transformers_and_writes(tmp_path: Path, config
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=IGNORED).item()
     assert run.column("eval/loss")[-1] == pytest.approx(loss, rel=1e-5)
     assert run.column("eval/perplexity")[-1] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert loss < 1.5  # from 5.5: it learned the sentence
+    assert loss < 1.5  # 5.5 at the start: it has learned the sentence
     assert run.column("tokens_per_second") and run.column("tokens_per_second")[0] > 0
     written = run.stdout.split("eval/perplexity")[-1].split("\n", 1)[1]
     assert len(written) > 100 and len(re.findall("quick|brown|jumps|over|lazy", written)) >= 5
@@ -68,7 +68,7 @@ def test_fine_tuning_goes_on_from_an_existing_model(tmp_path: Path, tiny_model: 
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not REAL_DATA, reason="ACCELERATE_RECIPES_DATA names no folder of real data")
+@pytest.mark.skipif(not REAL_DATA, reason="needs ACCELERATE_RECIPES_DATA, a folder of real data")
 def test_tinyshakespeare(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", TRANSFORMER, f"--data {REAL_DATA}/tinyshakespeare.txt --weight_decay 0")
     assert run.column("eval/loss")[-1] <= 1.70

@@ -1,4 +1,4 @@
-"""Promise: a run that is told to stop saves first, and one that cannot go on says why and ends."""
+"""Promise: a stop request saves the run before it ends; a run that cannot continue says why and ends."""
 
 import os
 import re
@@ -15,16 +15,16 @@ from support.launching import ACCELERATE_LAUNCH, CONFIGS, environment, fork, lau
 from support.recipes import COURSE, DISTURBED, LATEST
 from support.runs import ROOT, Run, assert_equal_to_the_last_bit
 
-END_S = 30  # from what happens to the end of all processes, on a busy machine
+END_S = 30  # from the fault to the end of all processes, on a busy machine
 
 
 def assert_ended_soon(run: Run, seconds: float = END_S) -> None:
-    """Right after its end: since the fault not more than these have passed."""
+    """Checks, right after the run, that the fault was less than `seconds` ago."""
     assert time.time() - (run.output_dir / "fault_was_here").stat().st_mtime < seconds
 
 
 def assert_stopped(run: Run, signal_name: str, steps: range) -> None:
-    """One checkpoint, of the same step in all processes, and one line."""
+    """Checks that the run has saved one of these steps, printed one line and exported no model."""
     assert run.exit_code != 0
     assert (run.card["status"], run.card["exit_code"]) == ("stopped", 75), run.stdout + run.stderr
     lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: ")]
@@ -52,13 +52,13 @@ def test_signal_to_a_process_stops_all_at_one_step(
     fault: str,
     step: int,
 ) -> None:
-    """An evaluation has 5 passes: the second of the first one is in the middle of it."""
+    """An evaluation has 5 passes: step 1, its second pass, is in the middle of the first evaluation."""
     flags = f"--fault {fault} --fault_step {step} --fault_process {process} --signal {signal_name}"
     run = launch(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", succeeds=False)
     assert_ended_soon(run)
     assert_stopped(
         run, signal_name, range(4, 5) if fault == "evaluation" else range(step + 1, step + 7)
-    )  # they are short
+    )  # steps are short: a few may follow the signal
     if fault == "evaluation":
         assert run.column("eval/loss") == []
     again = fork(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}")
@@ -86,7 +86,7 @@ def test_signal_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> No
 
 @contextmanager
 def started(config: str, output_dir: Path, arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
-    """The script of faults, in a session that ends with this, whatever happens."""
+    """Starts disturbed.py in a new session. Kills the session on an error."""
     command = [*ACCELERATE_LAUNCH, "--config_file", str(CONFIGS / f"{config}.yaml"), "--main_process_port", "0"]
     command += [str(ROOT / DISTURBED), *f"--output_dir {output_dir} --max_steps 1000000 {arguments}".split()]
     env = environment(OMP_NUM_THREADS="1", **variables)
@@ -116,7 +116,7 @@ def test_signal_to_the_launcher_stops_all_at_one_step(
     with started(config, output_dir, "--log_every 1 --eval_every 1000000", **variables) as process:
         until(lambda: metrics.exists() and metrics.read_text() != "")
         process.send_signal(getattr(signal, signal_name))
-        stdout, stderr = process.communicate(timeout=60)  # until all that write there have ended
+        stdout, stderr = process.communicate(timeout=60)  # until all processes that write to the pipes have ended
     run = Run(process.returncode, stdout, stderr, output_dir)
     assert_stopped(run, signal_name, range(1, 1_000_000))
     assert run.records[-1]["step"] == max(run.checkpoints)
@@ -128,9 +128,9 @@ def test_second_ctrl_c_ends_at_once_what_does_not_stop(tmp_path: Path, config: s
     with started(config, output_dir, "--fault hang --fault_step 2") as process:
         until((output_dir / "fault_was_here").exists)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        with pytest.raises(subprocess.TimeoutExpired):  # somebody still writes there
+        with pytest.raises(subprocess.TimeoutExpired):  # processes still run
             process.communicate(timeout=3)
-        with suppress(ProcessLookupError):  # of one process, the launcher ends with the first
+        with suppress(ProcessLookupError):  # with one process, the first Ctrl-C has ended the launcher
             os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=15)
     assert process.returncode != 0 and not (output_dir / "model").exists()
@@ -160,7 +160,7 @@ def test_first_step_that_is_not_finite_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_signal_saves_no_step_whose_gradient_nobody_looked_at(tmp_path: Path) -> None:
-    """Without clipping only logged steps have a norm: the loss is finite, the weights after the step are not."""
+    """Without clipping only logged steps have a gradient norm. The loss is finite, but the next weights are not."""
     flags = f"{COURSE} --log_every 14 --eval_every 14 --save_every 14 --max_grad_norm 0 --fault spoil --fault_step 3"
     run = fork(tmp_path / "run", "single", DISTURBED, flags, succeeds=False)
     assert run.card["exit_code"] == 3 and "train/loss is nan at step 6" in run.stderr
@@ -180,7 +180,7 @@ def test_process_that_hangs_is_named(tmp_path: Path, config: str, fault: str, ex
     flags = f"{COURSE} --hang_timeout 6 --fault {fault} --fault_step 7 --fault_process {process}"
     env = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
     run = launch(tmp_path / "run", config, DISTURBED, flags, env=env, succeeds=False)
-    assert_ended_soon(run, 6 + 30 + END_S)  # torchrun gives one that is stopped 30 s
+    assert_ended_soon(run, 6 + 30 + END_S)  # torchrun kills a suspended process after 30 s
     lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: no step for 6 s: ")]
     assert len(lines) == 1 and re.search(expected, lines[0]), run.stderr
     assert (run.card["status"], run.card["exit_code"], run.card["error"]) == ("failed", 1, lines[0])

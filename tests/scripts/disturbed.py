@@ -1,4 +1,4 @@
-"""A recipe whose forward pass and data draw random numbers, and which something happens to at a chosen moment."""
+"""A recipe with random numbers in the data and the forward pass, and with a fault at a chosen step."""
 
 import os
 import random
@@ -19,8 +19,8 @@ from common import RunConfig, fit, flag, run, start
 from common.data import Batch
 
 FAULTS = ("none", "kill", "kill_all", "kill_launcher", "signal", "hang", "stop", "nan", "evaluation", "vanish")
-FAULTS += ("spoil",)  # a signal, and in the step after it a gradient that is not finite, of a loss that is
-FAULTS += ("write", "slow_write")  # these two happen to a checkpoint
+FAULTS += ("spoil",)  # a signal; the next step has a finite loss with a non-finite gradient
+FAULTS += ("write", "slow_write")  # faults during the write of a checkpoint
 
 
 @dataclass(kw_only=True)
@@ -30,16 +30,16 @@ class Config(RunConfig):
     log_every: int = 3
     eval_every: int | None = 4
     lr_schedule: str = "cosine"
-    width: int = flag(33, "of the hidden layer", minimum=1)
+    width: int = flag(33, "width of the hidden layer", minimum=1)
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "kind of optimizer")
-    fault: Literal[FAULTS] = flag("none", "what happens, once")
-    fault_step: int = flag(0, "in which training step, from 0; of write, at which change to the checkpoints")
-    fault_process: int = flag(0, "to which process")
-    signal: str = flag("SIGTERM", "which signal")
+    fault: Literal[FAULTS] = flag("none", "kind of fault; it happens once")
+    fault_step: int = flag(0, "number of the training step, evaluation pass or (write) checkpoint change, from 0")
+    fault_process: int = flag(0, "rank of the process with the fault")
+    signal: str = flag("SIGTERM", "name of the signal")
 
 
 class Noisy(Dataset):
-    """36 samples with noise of three generators, on which a network has something to learn."""
+    """36 samples of a sine, with noise from the generators of Python, NumPy and torch."""
 
     def __len__(self) -> int:
         return 36
@@ -51,7 +51,7 @@ class Noisy(Dataset):
 
 
 class Net(nn.Module):
-    """With dropout."""
+    """A small network with dropout."""
 
     _no_split_modules = ["Linear"]
 
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 class Fault:
-    """What happens, once per output_dir."""
+    """The fault of a run. It happens once per output_dir."""
 
     def __init__(self, config: Config, process: int):
         self.config, self.count = config, 0
@@ -74,7 +74,7 @@ class Fault:
         self.mine = process == config.fault_process and not self.marker.exists()
 
     def happens(self) -> bool:
-        """Once, at the moment asked for, in the process asked for; called at every such moment."""
+        """Counts its calls. Returns True once, in call `--fault_step` (from 0) in `--fault_process`."""
         self.count += 1
         if not self.mine or self.count != self.config.fault_step + 1:
             return False
@@ -92,12 +92,13 @@ class Fault:
         sys.addaudithook(hook)
 
     def hold_back_checkpoint(self) -> None:
-        """Publishes the first only when the pass after it has begun, or after 20 s; the marker says how many have."""
+        """Delays the first checkpoint until the next forward pass, at most 20 s. Writes the number of passes since the
+        save into the marker."""
         self.num_passes = 0
 
         def hook(event: str, arguments: tuple) -> None:
             if event == "os.rename" and Path(arguments[0]).name.startswith("unfinished") and self.happens():
-                before, deadline = self.config.save_every, time.monotonic() + 20  # one pass a step
+                before, deadline = self.config.save_every, time.monotonic() + 20  # one pass per step
                 while self.num_passes <= before and time.monotonic() < deadline:
                     time.sleep(0.01)
                 self.marker.write_text(str(self.num_passes - before))
@@ -105,7 +106,7 @@ class Fault:
         sys.addaudithook(hook)
 
     def strike(self) -> float:
-        """Does it; what the loss is multiplied with."""
+        """Causes the fault. Returns a factor for the loss."""
         kind = self.config.fault
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -114,10 +115,10 @@ class Fault:
             victims = [launcher, *launcher.children()] if kind == "kill_all" else [launcher]
             for victim in victims:
                 victim.kill()
-            time.sleep(0.3)  # until its end is noted here: two steps later the run would be done
+            time.sleep(0.3)  # until this process has noted that end; else the run could be done first
         elif kind in ("signal", "evaluation", "spoil"):
             os.kill(os.getpid(), getattr(signal, self.config.signal))
-            time.sleep(0.1)  # until the thread that listens has noted it
+            time.sleep(0.1)  # until the listening thread has noted the signal
             self.spoils = kind == "spoil"
         elif kind == "hang":
             time.sleep(1000)
@@ -144,7 +145,7 @@ def main(config: Config) -> None:
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         loss = (model(batch["x"]) - batch["y"]) ** 2
-        # Not model.training, which DeepSpeed's engine leaves as it is.
+        # Not model.training: DeepSpeed's engine sets only that of the modules inside.
         in_training = any(module.training for module in model.modules() if isinstance(module, nn.Dropout))
         if fault.spoils:
             fault.spoils = False
@@ -154,7 +155,7 @@ def main(config: Config) -> None:
             fault.num_passes += 1
         elif config.fault not in ("none", "write") and in_training == trains and fault.happens():
             factor = fault.strike()
-        return {"loss": loss * factor}  # in each pass, as ZeRO wants all to take one way
+        return {"loss": loss * factor}  # also with factor 1: ZeRO needs the same path in all passes
 
     fit(accelerator, model, optimizers[config.optimizer](), forward_step, Noisy(), Noisy(), config)
 

@@ -1,4 +1,4 @@
-"""A recipe with one thing wrong with it."""
+"""A recipe with one mistake, which `--case` chooses."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ CASES = ("none", "iterable", "batch_norm", "nan", "crash", "one_process", "late"
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    case: Literal[CASES] = flag("none", "what is wrong")
+    case: Literal[CASES] = flag("none", "kind of mistake")
 
 
 class Stream(IterableDataset):

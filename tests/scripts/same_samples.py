@@ -1,4 +1,4 @@
-"""A recipe that writes down which samples its process was given, and how often each was evaluated."""
+"""A recipe that writes the ids of the training samples of each process, and means over the evaluated ids."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from common.plan import Plan
 
 
 class Recording(Dataset):
-    """Samples {"id": index, "x": [index]}, with a weight if asked; remembers what was fetched."""
+    """Samples {"id": index, "x": [index / size]}, with a "weight" if `weighted`; `fetched` has the ids in order."""
 
     def __init__(self, size: int, weighted: bool = False):
         self.size, self.weighted, self.fetched = size, weighted, []

@@ -1,4 +1,4 @@
-"""Writes down what a process is given: its environment, command line, folder and open files.
+"""Writes the environment, command line, folder and open files of a process.
 
 surroundings.py --output_dir FOLDER
 """

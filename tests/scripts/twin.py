@@ -1,5 +1,5 @@
-"""`recipes/mnist.py --model mlp --optimizer sgd` by hand: a process group, an all-reduce of the gradients, plain
-SGD. No Accelerate, nothing of common.
+"""`recipes/mnist.py --model mlp --optimizer sgd` by hand, without Accelerate and common/: a process group, an
+all-reduce of the gradients, plain SGD.
 
     torchrun --nproc_per_node 2 twin.py NUM_STEPS LEARNING_RATE
 """

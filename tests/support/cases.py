@@ -1,4 +1,4 @@
-"""Small cases that users bring: models, optimizers and mistakes, as a recipe that is told which.
+"""A recipe for small models, optimizers and mistakes that users bring. The flags choose one.
 
 cases.py --case NAME --optimizer NAME
 """
@@ -22,7 +22,7 @@ SIZE = 40
 @dataclass(kw_only=True)
 class Config(RunConfig):
     case: str = flag("plain", "which model, data or mistake")
-    optimizer: str = flag("AdamW", "which of torch.optim, or of this file")
+    optimizer: str = flag("AdamW", "name of an optimizer in torch.optim or in this file")
     batch_size: int = 8
     learning_rate: float = 1e-2
     weight_decay: float = 0.1
@@ -31,7 +31,7 @@ class Config(RunConfig):
 
 
 class Numbers(Dataset):
-    """Vectors of 6 numbers with one to predict; `change` makes something else of a sample."""
+    """Samples with a vector "x" of 6 numbers and a target "y"; `change` alters each sample."""
 
     def __init__(self, size: int = SIZE, change: Callable[[dict[str, Any], int], Any] = lambda sample, index: sample):
         generator = torch.Generator().manual_seed(1)
@@ -46,7 +46,7 @@ class Numbers(Dataset):
 
 
 class Net(nn.Module):
-    """Two layers, and what a case adds to them."""
+    """Two layers, plus the layers or weights that a case adds."""
 
     _no_split_modules = ["Linear"]
 
@@ -58,7 +58,7 @@ class Net(nn.Module):
         if case == "unused":
             self.spare = nn.Linear(16, 1)
         elif case.startswith("experts"):
-            self._no_split_modules = []  # FSDP gathers a layer in all processes or in none
+            self._no_split_modules = []  # FSDP cannot gather an expert that some processes skip
             self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         elif case == "scalar_weight":
             self.scale = nn.Parameter(torch.tensor(1.0))
@@ -99,7 +99,7 @@ class Net(nn.Module):
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023; each number's step depends on its own gradients alone."""
+    """Lion (Chen et al. 2023). The update of an element depends on the gradients of that element alone."""
 
     def __init__(self, params: Any, lr: float):
         super().__init__(params, {"lr": lr})
@@ -115,13 +115,13 @@ class Lion(torch.optim.Optimizer):
 
 
 class ElementwiseLion(Lion):
-    """The same, which says so."""
+    """Lion, declared elementwise for the check under DeepSpeed."""
 
     elementwise = True
 
 
 class Language(nn.Module):
-    """A model of transformers made from a small configuration, and what it is given."""
+    """A transformers model with a small configuration. Makes its inputs from the vectors."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -190,7 +190,7 @@ def build(config: Config, accelerator: Accelerator) -> tuple[nn.Module, torch.op
 
 
 def changed(config: Config, rank: int) -> tuple[Dataset, Dataset]:
-    """Training and evaluation set."""
+    """Returns the training set and the evaluation set of a case."""
     changes = {
         "tuples": lambda sample, index: (sample["x"], sample["y"]),
         "tensors": lambda sample, index: sample["x"],

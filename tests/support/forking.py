@@ -1,8 +1,7 @@
-"""Runs of real processes, forked from one that has imported everything: a second of CPU time where a launch takes ten.
+"""Forks the processes of a run from a server that has imported everything: one second of CPU time instead of ten.
 
-What `accelerate launch` would do is done by its own code, up to the moment at which it starts processes. From there on
-a supervisor, itself a fork, takes the place of torchrun: it keeps the store in which the processes meet, gives each
-what torchrun gives it, and ends the others when one fails.
+`accelerate launch` runs its own code until it starts processes. Then a supervisor, itself a fork, replaces torchrun: it
+serves the store for the rendezvous, sets the variables that torchrun sets, and ends the other processes when one fails.
 """
 
 import atexit
@@ -27,16 +26,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-SHUTDOWN_S = 30  # which torchrun gives processes after SIGTERM
+SHUTDOWN_S = 30  # from SIGTERM to SIGKILL, as in torchrun
 
 
 @cache
 def server(environment: tuple[tuple[str, str], ...]) -> multiprocessing.context.ForkServerContext:
-    """The process that has imported everything, with that environment; its context starts forks of it."""
+    """Starts a server process with that environment and all imports done. Returns the context that forks it."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environment)
-    # Where the server finds its modules; support.preloaded takes it away again.
+    # The server needs this entry to find support.preloaded, which removes it again.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     try:
         context = multiprocessing.get_context("forkserver")
@@ -49,13 +48,13 @@ def server(environment: tuple[tuple[str, str], ...]) -> multiprocessing.context.
 
 
 def supervise(arguments: list[str], cwd: str, variables: dict[str, str], writers: list[Connection]) -> None:
-    """`accelerate launch <arguments>` with its processes forked; the target of a process of `server`.
+    """Runs `accelerate launch <arguments>` with forked processes. The target of a process from `server`.
 
     Args:
         arguments: of accelerate launch.
-        cwd: where the processes start.
-        variables: of their environment, beside those of the server.
-        writers: where standard output and standard error go.
+        cwd: folder in which the processes start.
+        variables: added to the environment of the server.
+        writers: pipes for standard output and standard error.
     """
     own_session(cwd, variables, writers)
     import torch.distributed.run
@@ -71,8 +70,8 @@ def supervise(arguments: list[str], cwd: str, variables: dict[str, str], writers
 
 
 def own_session(cwd: str, variables: dict[str, str], writers: list[Connection]) -> None:
-    """Gives this process a session of its own, by which is seen what it leaves behind, and its surroundings."""
-    assert "support.preloaded" in sys.modules  # a server that does not find it goes on without a word
+    """Starts a new session, which shows processes that are left behind, and sets output, folder and environment."""
+    assert "support.preloaded" in sys.modules  # multiprocessing silently ignores a failed preload
     os.setsid()
     for number, writer in enumerate(writers, start=1):
         os.dup2(writer.fileno(), number)
@@ -82,11 +81,11 @@ def own_session(cwd: str, variables: dict[str, str], writers: list[Connection]) 
 
 
 def _start_several(args: Namespace) -> NoReturn:
-    """In the place of torchrun, whose arguments these are, within the environment that Accelerate has made."""
+    """Replaces torchrun. Takes torchrun's arguments; Accelerate has already set the environment."""
     from torch.distributed import TCPStore
 
     size = int(args.nproc_per_node)
-    listener = socket.create_server(("127.0.0.1", 0))  # nobody else gets this port
+    listener = socket.create_server(("127.0.0.1", 0))  # reserves the port
     errors = Path(tempfile.mkdtemp())
     environments = []
     for rank in range(size):
@@ -114,13 +113,13 @@ def _start_several(args: Namespace) -> NoReturn:
         environments.append({**os.environ, **{name: str(value) for name, value in own.items()}})
 
     def keep_store() -> object:
-        # Its threads begin after the forks; who connects earlier waits in the queue of the listener.
+        # Runs after the forks, because it starts threads. Earlier connections wait in the listener's queue.
         port, descriptor = listener.getsockname()[1], listener.detach()
         return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
     exit_code = _start(environments, args.training_script, args.training_script_args, keep_store)
     shutil.rmtree(errors)
-    os._exit(exit_code)  # not through the end of the interpreter, which is the store's, too
+    os._exit(exit_code)  # without the exit handlers that the fork inherited
 
 
 def _start(
@@ -129,7 +128,7 @@ def _start(
     arguments: list[str],
     meanwhile: Callable[[], object] = lambda: None,
 ) -> int:
-    """Forks a process for each environment. Returns the exit code of the first that failed, after ending the others."""
+    """Forks a process for each environment. When one fails, ends the others and returns its exit code."""
     pids = set()
     for environment in environments:
         pid = os.fork()
@@ -155,12 +154,12 @@ def _start(
 
 
 def _signal(pids: set[int], number: signal.Signals) -> None:
-    for pid in pids:  # not yet waited for, so that they are still ours
+    for pid in pids:  # not reaped yet, so the system has not reused the ids
         os.kill(pid, number)
 
 
 def _work(environment: dict[str, str], script: str, arguments: list[str]) -> NoReturn:
-    """What `python <script> <arguments>` does."""
+    """Does in this fork what `python <script> <arguments>` does."""
     import numpy
     import torch
 
@@ -186,11 +185,11 @@ def _work(environment: dict[str, str], script: str, arguments: list[str]) -> NoR
 
 
 def _forget_multiprocessing() -> None:
-    """For that module this process is the child of a fork server; it is to be a main process, which forks."""
+    """Makes multiprocessing treat this process as a main process, not as a child of the fork server."""
     process = multiprocessing.process
     process._current_process = sys.modules["support.preloaded"].MAIN_PROCESS
     process._current_process.name = "MainProcess"
     process._parent_process, process._children = None, set()
     multiprocessing.set_start_method(None, force=True)
-    tracker = resource_tracker._resource_tracker  # that of the server, whom nobody reaches any more
+    tracker = resource_tracker._resource_tracker  # the server's; `_work` has closed the pipe to it
     tracker._fd = tracker._pid = None

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces joined by a pair of virtual interfaces, each with a name of its own."""
+"""Two hosts on this machine: network namespaces with their own host names, connected by two virtual interfaces."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 def missing() -> str | None:
-    """Why this machine cannot have them."""
+    """Returns why this machine cannot have two hosts; None if it can."""
     if shutil.which("ip") is None:
         return "no ip command (Debian: apt-get install iproute2)"
     name = f"probe{os.getpid()}"
@@ -27,23 +27,23 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The names of two namespaces."""
+    """Two network namespaces and their names."""
 
     names: tuple[str, str]
 
     def command(self, host: int, command: list[str]) -> list[str]:
-        """That command, on a host."""
+        """Returns the command line that runs `command` on a host."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname node{host}; exec "$@"', "sh"]
         return ["ip", "netns", "exec", self.names[host], *named, *command]
 
     def run(self, commands: list[list[str]], output_dirs: list[Path], folder: Path, **env: str) -> list[Run]:
-        """Runs a command on each host, both at a time, to their ends."""
+        """Runs a command on each host at the same time, and waits for both."""
         with self.started(commands, folder, **env) as processes:
             return [wait(process, output_dir) for process, output_dir in zip(processes, output_dirs)]
 
     @contextmanager
     def started(self, commands: list[list[str]], folder: Path, **env: str) -> Iterator[list[subprocess.Popen]]:
-        """Starts a command on each host, in `folder`, or none where it is empty; nothing of them is left afterwards."""
+        """Starts a command on each host, in `folder`, and kills it at the end. Skips a host if its command is empty."""
         processes = []
         try:
             for host, command in enumerate(commands):
@@ -67,31 +67,31 @@ class Hosts:
                     os.killpg(process.pid, signal.SIGKILL)
 
     def kill(self, host: int) -> None:
-        """Ends all processes of a host at once."""
+        """Kills all processes of a host."""
         pids = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True).stdout.split()
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
     def link(self, state: str) -> None:
-        """Takes the link between them `up` or `down`."""
+        """Sets the link between the hosts `up` or `down`."""
         ip("-n", self.names[1], "link", "set", "eth0", state)
 
 
 def wait(process: subprocess.Popen, output_dir: Path) -> Run:
-    """What a command that was started has left behind when it has ended."""
+    """Waits until a started command ends; returns its run."""
     stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     return Run(process.returncode, stdout, stderr, output_dir)
 
 
 @contextmanager
 def two_hosts(names: dict[str, str] | None = None) -> Iterator[Hosts]:
-    """Makes them, and takes them down. They know each other by address, and what else {name: address} says."""
+    """Makes two hosts and removes them at the end. Their /etc/hosts has localhost and `names`, {name: address}."""
     known, names = {"localhost": "127.0.0.1"} | (names or {}), (f"recipes{os.getpid()}a", f"recipes{os.getpid()}b")
     try:
         for name in names:
             ip("netns", "add", name)
-            folder = Path("/etc/netns") / name  # ip netns exec shows its files in place of those in /etc
+            folder = Path("/etc/netns") / name  # ip netns exec mounts its files over those in /etc
             folder.mkdir(parents=True)
             (folder / "hosts").write_text("".join(f"{address} {host}\n" for host, address in known.items()))
             ip("-n", name, "link", "set", "lo", "up")
@@ -102,13 +102,13 @@ def two_hosts(names: dict[str, str] | None = None) -> Iterator[Hosts]:
         yield Hosts(names)
     finally:
         for host, name in enumerate(names):
-            Hosts(names).kill(host)  # what is left of a test that failed
+            Hosts(names).kill(host)  # processes left by a failed test
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 def ip(*arguments: str) -> None:
-    """The command of iproute2."""
+    """Runs the `ip` command of iproute2."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 

@@ -1,4 +1,4 @@
-"""Starts recipes: as a user does, or forked from a process that has imported everything."""
+"""Starts recipes: as a user does, or as forks of a process that has imported everything."""
 
 import os
 import re
@@ -18,21 +18,21 @@ from support import forking
 from support.runs import ROOT, Run
 
 CONFIGS = ROOT / "accelerate_configs"
-ACCELERATE_LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]  # accelerate launch without its other commands
+ACCELERATE_LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]  # imports only this command of accelerate
 TIMEOUT_S = 900  # DeepSpeed compiles on first use, minutes on a busy machine
-# What a launcher around the tests would set, or a user who tunes threads.
+# Variables of a launcher around the tests, or of a user who tunes threads: recipes must not inherit them.
 INHERITED = re.compile("ACCELERATE_|FSDP_|TORCHELASTIC_|OMP_NUM|MASTER_|WORLD_SIZE|RANK|LOCAL_|CUDA_VISIBLE")
 
 
 def environment(**changes: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not INHERITED.match(name)}
     inherited["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{inherited['PATH']}"
-    # Rehearsals on the CPU, on a machine with GPUs, too.
+    # Tests run on the CPU, also on a machine with GPUs.
     return inherited | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | changes
 
 
 def execute(command: list[str], cwd: Path, output_dir: Path, env: dict[str, str] | None = None) -> Run:
-    """Runs a command in a session of its own, which is ended with it, whatever happens."""
+    """Runs a command in a new session. Kills the session on an error; fails if a process is left in it."""
     env = environment(**(env or {}))
     with subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -56,21 +56,21 @@ def launch(
     env: dict[str, str] | None = None,
     succeeds: bool = True,
 ) -> Run:
-    """`accelerate launch --config_file <config> <script> <arguments>`, for real."""
+    """Runs `accelerate launch --config_file <config> <script> <arguments>` with the real launcher."""
     command = _arguments_of_launch(output_dir, config, script, arguments, num_processes, options)
     return _checked(accelerate(["launch", *command], _nearest_folder(output_dir), output_dir, env), succeeds)
 
 
 def accelerate(arguments: list[str], cwd: Path, output_dir: Path, env: dict[str, str] | None = None) -> Run:
-    """The command `accelerate <arguments>`, itself in a fork, which saves its imports; what it starts, it executes.
+    """Runs the command `accelerate <arguments>` in a fork, to save its imports. The fork starts real processes.
 
-    Where it matters what the launcher's own process was started with, take `execute`.
+    For a test that depends on how the launcher itself is started, use `execute`.
     """
     return _forked(_run_accelerate, arguments, cwd, env or {}, output_dir)
 
 
 def accelerate_forked(arguments: list[str], cwd: Path, output_dir: Path, env: dict[str, str] | None = None) -> Run:
-    """The same, but that what `accelerate launch` starts is forked, too."""
+    """Like `accelerate`, but also forks the processes that `accelerate launch` starts."""
     assert arguments[0] == "launch"
     return _forked(forking.supervise, arguments[1:], cwd, env or {}, output_dir)
 
@@ -85,7 +85,7 @@ def fork(
     env: dict[str, str] | None = None,
     succeeds: bool = True,
 ) -> Run:
-    """The same processes as `launch` starts, forked. test_forking.py shows that they do the same."""
+    """Like `launch`, but forks the processes. test_forking.py checks that the results are the same."""
     command = _arguments_of_launch(output_dir, config, script, arguments, num_processes, options)
     run = _forked(forking.supervise, command, _nearest_folder(output_dir), env or {}, output_dir)
     return _checked(run, succeeds)
@@ -112,7 +112,7 @@ def _checked(run: Run, succeeds: bool) -> Run:
 
 
 def _forked(target: Callable, arguments: list[str], cwd: Path, variables: dict[str, str], output_dir: Path) -> Run:
-    # Tests run several at a time: threads that wait for each other would take the cores from all.
+    # One thread: several tests run at a time, and threads that wait for each other would keep the cores busy.
     context = forking.server(tuple(environment(OMP_NUM_THREADS="1").items()))
     pipes = [context.Pipe(duplex=False) for _ in ("stdout", "stderr")]
     process = context.Process(target=target, args=(arguments, str(cwd), variables, [writer for _, writer in pipes]))
@@ -121,7 +121,7 @@ def _forked(target: Callable, arguments: list[str], cwd: Path, variables: dict[s
         writer.close()
     with ThreadPoolExecutor() as readers:
         texts = [readers.submit(_read_to_end, reader.fileno()) for reader, _ in pipes]
-        try:  # until all that write there have ended
+        try:  # a pipe ends when all processes that write to it have ended
             stdout, stderr = (text.result(TIMEOUT_S) for text in texts)
             process.join(TIMEOUT_S)
         except BaseException:
@@ -154,7 +154,7 @@ def _check_nothing_left(session: int) -> None:
         living = [other.info for other in processes if other.info["status"] != psutil.STATUS_ZOMBIE]
         return [info for info in living if _session(info["pid"]) == session]
 
-    # One that was killed has closed its pipes a moment before it is gone.
+    # A killed process closes its pipes a moment before it is gone.
     until(lambda: not left(), 5, left)
 
 
@@ -166,7 +166,7 @@ def _session(pid: int) -> int | None:
 
 
 def until(condition: Callable[[], bool], seconds: float = 120, explain: Callable[[], object] = lambda: None) -> None:
-    """Waits until it holds; `explain` gives what to say if it does not come to that."""
+    """Waits until `condition` is true. Fails after `seconds`, with the result of `explain` as the message."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Manifests of checkpoints, changed by somebody who also knows how they are signed."""
+"""Changes manifests of checkpoints and gives them the right checksum."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from common.checkpoint.format import digest_of_json
 
 
 def rewrite(folder: Path, change: Callable[[dict], dict], manifest: dict | None = None) -> None:
-    """Writes `change` of a manifest, that of the folder unless another is given, and signs it."""
+    """Writes `change(manifest)` with its checksum. Without `manifest`, changes the one in the folder."""
     path = folder / "manifest.json"
     manifest = change(manifest or json.loads(path.read_text()))
     manifest.pop("sha256")
@@ -17,7 +17,7 @@ def rewrite(folder: Path, change: Callable[[dict], dict], manifest: dict | None 
 
 
 def changed(manifest: dict, path: tuple, value: Any) -> dict:
-    """The same with another value at a path of keys."""
+    """Sets the value at a path of keys; returns the manifest."""
     *parents, last = path
     place: Any = manifest
     for key in parents:

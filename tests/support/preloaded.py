@@ -1,4 +1,4 @@
-"""What recipes import, imported once for all runs that are forked from this process."""
+"""Imports the modules of recipes once, for all runs that are forked from this process."""
 
 import gc
 import multiprocessing
@@ -26,7 +26,7 @@ MODULES = """
     transformers.models.llama.modeling_llama
 """
 
-MAIN_PROCESS = multiprocessing.current_process()  # as a child sees itself that is not to know that it is one
+MAIN_PROCESS = multiprocessing.current_process()  # a fork uses it to look like a main process
 
 path = os.environ.pop("PYTHONPATH").partition(os.pathsep)[2]
 if path:
@@ -36,9 +36,9 @@ for name in MODULES.split():
     import_module(name)
 del os.environ["DS_ACCELERATOR"]
 
-# A child that is forked beside a second thread may wait for ever for a lock that this one held.
+# A fork may wait forever for a lock that a second thread holds at that moment.
 num_threads = len(list(Path("/proc/self/task").iterdir()))
-assert num_threads == 1, f"{num_threads} threads after the imports: a fork of them is not safe"
+assert num_threads == 1, f"{num_threads} threads after the imports: expected 1, because forks are not safe with more"
 
 gc.collect()
-gc.freeze()  # else each collection in a child walks through, and so copies, all that was imported
+gc.freeze()  # else each garbage collection in a fork writes to the imported objects, and so copies them

@@ -1,4 +1,4 @@
-"""The recipes and scripts that tests run, with flags under which they have something to show."""
+"""The recipes and scripts that tests run, and their flags."""
 
 from support.runs import ROOT
 
@@ -13,7 +13,7 @@ CASES = "tests/support/cases.py"
 FLOAT32_CONFIGS = [
     "single",
     "ddp",
-    "ddp_fp16",  # without a GPU it says so and runs in float32
+    "ddp_fp16",  # without a GPU it prints a line and runs in float32
     "fsdp2",
     "hsdp",
     "tensor_parallel",
@@ -27,11 +27,11 @@ FLOAT32_CONFIGS = [
 BF16_CONFIGS = ["ddp_bf16", "fsdp2_bf16", "deepspeed_zero2_bf16"]
 MULTI_NODE_CONFIGS = ["multi_node_ddp", "multi_node_hsdp", "multi_node_deepspeed_zero3"]
 
-# 20 steps without dropout; cosine, so that the learning rate differs at each step.
+# 20 steps without dropout. With cosine the learning rate differs at each step.
 STEPS = "--max_steps 20 --log_every 1 --eval_every 10 --lr_schedule cosine --warmup_steps 3 --learning_rate 1e-2 "
 TEXT = f"--data {ROOT / 'LICENSE'} --context 32 --batch_size 16 --num_layers 2 --hidden_size 64 --sample_tokens 0"
-# At three times the rate, other texts were seen to lead 1.4e-5 apart by a weight whose gradient is nearly zero, which
-# Adam blows up together with its rounding.
+# At three times this rate and with other texts, a weight with a gradient of nearly zero differed by 1.4e-5: Adam
+# amplifies such a gradient together with its rounding error.
 TEXT += " --learning_rate 1e-3"
 RECIPES = {
     "mnist cnn": (MNIST, STEPS),
@@ -39,15 +39,15 @@ RECIPES = {
     "linear regression": (LINEAR, STEPS),
     "transformer": (TRANSFORMER, STEPS + TEXT),
 }
-# What has a plan for the parallelism; test_parallel.py and test_pipeline.py have the refusal of the others.
+# Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
 DIVIDED = {
     "tensor_parallel": ("mnist mlp", "transformer"),
     "fsdp2_tensor_parallel": ("mnist mlp", "transformer"),
     "pipeline_parallel": ("transformer",),
 }
-FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # that a config needs beside its file
+FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # flags that a config needs beside its file
 
-# Of DISTURBED: 4 steps an epoch, records every 3 steps, evaluations every 4, so that each resumed run is in the middle
-# of something.
+# DISTURBED has 4 steps per epoch, a record every 3 steps and an evaluation every 4, so that most resumes are in the
+# middle of an epoch.
 COURSE = "--max_steps 14 --save_every 3"
 LATEST = "--resume_from_checkpoint latest"

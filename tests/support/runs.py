@@ -1,4 +1,4 @@
-"""A run that has ended, and how two of them are compared."""
+"""A finished run, and comparisons of two runs."""
 
 import json
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from common.records.output_dir import checkpoints
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
-TIMED = ("samples_per_second", "tokens_per_second")  # what depends on the clock
+TIMED = ("samples_per_second", "tokens_per_second")  # depend on the clock
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has said and left behind.
+    """The output and the folder of a finished run.
 
     Attributes:
-        exit_code: of the launcher, which turns every failure into 1; of a run that was forked, the recipe's own.
+        exit_code: of the launcher, which turns every failure into 1; in a forked run, of the recipe.
     """
 
     exit_code: int
@@ -37,12 +37,12 @@ class Run:
 
     @property
     def lasting_records(self) -> list[dict]:
-        """Records without what depends on the clock."""
+        """The records without values that depend on the clock."""
         return [{name: record[name] for name in record if name not in TIMED} for record in self.records]
 
     @property
     def checkpoints(self) -> list[int]:
-        """Steps of those that are there."""
+        """The steps of the checkpoints on disk."""
         return [step for step, _ in checkpoints(self.output_dir)]
 
     @cached_property
@@ -55,20 +55,20 @@ class Run:
 
 
 def assert_equal_to_the_last_bit(run: Run, reference: Run) -> None:
-    """Records and exported weights."""
+    """Compares records and exported weights."""
     assert run.lasting_records == reference.lasting_records
     assert weight_distance(run, reference) == 0
 
 
 def assert_same_result(run: Run, expected: Run) -> None:
-    """The first promise: losses, learning rates, evaluations and weights."""
+    """Checks the README's promise: the same losses, learning rates, evaluations and weights."""
     assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= TOLERANCE
     assert largest_difference(run.column("grad_norm"), expected.column("grad_norm")) <= 10 * TOLERANCE
     assert run.column("learning_rate") == expected.column("learning_rate")
     for name in {name for record in expected.records for name in record if name.startswith("eval/")}:
         assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
     assert weight_distance(run, expected) <= TOLERANCE
-    for file in expected.output_dir.glob("model/*.json"):  # of a transformers model
+    for file in expected.output_dir.glob("model/*.json"):  # a transformers model has some
         assert (run.output_dir / "model" / file.name).read_text() == file.read_text()
 
 
@@ -83,19 +83,19 @@ def weight_distance(run: Run, reference: Run) -> float:
 
 
 def largest_difference(values: list[float], expected: list[float]) -> float:
-    """Largest relative difference; the lists are of one length."""
+    """Largest relative difference; the lists must have the same length."""
     assert len(values) == len(expected) > 0
     return max(abs(value - other) / abs(other) for value, other in zip(values, expected))
 
 
 def refused(run: Run) -> str:
-    """The one line that a run with a user's mistake ended with, after checking that there was no more."""
+    """Returns the error line of a refused run. Checks that it is the only one, with no traceback from our code."""
     output = run.stdout + run.stderr
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     assert run.exit_code in (1, 2) and len(lines) == 1, output
     for folder in ("common", "recipes", "tests"):
-        assert f'File "{ROOT / folder}' not in output, "a traceback of ours"
+        assert f'File "{ROOT / folder}' not in output, "a traceback from our code"
     codes = {line.split()[2] for line in run.stderr.splitlines() if line.strip().startswith("exitcode  :")}
-    # torchrun ends the others with SIGTERM if they did not end by themselves.
+    # torchrun ends the other processes with SIGTERM (-15) unless they have ended.
     assert codes <= {"2", "-15"} and (not codes or "2" in codes), output
     return lines[0]

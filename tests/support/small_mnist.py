@@ -1,4 +1,4 @@
-"""A small set in the layout of MNIST."""
+"""A small dataset in the file format of MNIST."""
 
 import gzip
 from pathlib import Path
@@ -13,7 +13,7 @@ def write_idx(path: Path, values: numpy.ndarray) -> None:
 
 
 def write_mnist(folder: Path, suffix: str = "") -> None:
-    """A small set in the four files of MNIST: images whose brightness tells the class."""
+    """Writes the four files of MNIST with a few images. The brightness of an image gives its class."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in (("train", 256), ("t10k", 50)):
         labels = numpy.arange(size) % 4

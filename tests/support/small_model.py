@@ -1,10 +1,10 @@
-"""A causal model and a tokenizer of whole words, as transformers stores them."""
+"""A small causal model and a tokenizer of whole words, in the format of transformers."""
 
 from pathlib import Path
 
 
 def write_model(folder: Path, num_positions: int, vocab_size: int = 5, num_layers: int = 1) -> None:
-    """A Llama of small layers with a tokenizer of five words, which has no pad token."""
+    """Writes a small Llama and a tokenizer of five words without a pad token."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Promise: what is typed wrong gets one line that says what to type instead."""
+"""Promise: a mistake in the command line gets one line that says what to type instead."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from common.schedule import Schedule
         ("stray", "stray: no such flag; --help lists them"),
         ("--num_processes 4", "--num_processes belongs before the script: accelerate launch --num_processes ... "),
         ("--config-file=x.yaml", "--config_file belongs before the script: accelerate launch --config_file ... "),
-        ("--repeat nowhere/run.json", "--repeat nowhere/run.json is no run card"),
+        ("--repeat nowhere/run.json", "--repeat nowhere/run.json is not a run card"),
     ],
 )
 def test_command_line(arguments: str, expected: str) -> None:
@@ -44,7 +44,7 @@ def test_command_line(arguments: str, expected: str) -> None:
 @pytest.mark.parametrize("content", ["no JSON", "3", "[]", "{}", '{"config": 3}'])
 def test_repeat_of_what_is_no_run_card(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(UsageError, match=r"run\.json is no run card"):
+    with pytest.raises(UsageError, match=r"run\.json is not a run card"):
         parse(RunConfig, ["--repeat", str(tmp_path / "run.json")])
 
 
@@ -69,7 +69,11 @@ def test_help_is_divided_and_shows_each_default(capsys: pytest.CaptureFixture) -
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(RunConfig.__dataclass_fields__)
     assert all(f" {title}: --" in text for title in GROUPS)
-    for expected in ("rises to its peak (default: 0)", "(default: 1800.0)", "(--no_compile says no, the default)"):
+    for expected in (
+        "rises to its peak (default: 0)",
+        "(default: 1800.0)",
+        "(--no_compile turns it off; off by default)",
+    ):
         assert expected in text
 
 

@@ -1,4 +1,4 @@
-"""Promise: what was written is read back, in whole or in ranges, and what was altered is found and never run."""
+"""Promise: written tensors can be read whole or in ranges; altered files are detected and never executed."""
 
 import json
 import pickle
@@ -45,13 +45,13 @@ def test_what_was_written_is_read_back(folder: Path) -> None:
     assert reader.content["note"] == [1, 0.1] and reader.tensors.keys() == tensors().keys()
     for name, expected in tensors().items():
         assert torch.equal(reader.tensor(name), expected) and reader.tensor(name).dtype == expected.dtype
-        reader.tensor(name).zero_()  # what is read is the reader's own
+        reader.tensor(name).zero_()  # each read returns a copy
         assert torch.equal(reader.tensor(name), expected)
     assert torch.equal(reader.tensor("float", (1, 2), (3, 4)), tensors()["float"][1:4, 2:6])
 
 
 def in_parts(folder: Path, rows: list[tuple[int, int]]) -> None:
-    """Makes of the shard one file for each range of rows of a tensor of 5 x 6, as processes that shard it do."""
+    """Writes one file for each range of rows of the 5 x 6 tensor, as processes that shard it do."""
     weight = tensors()["float"]
     (folder / "parts").mkdir()
     content: dict = {"files": {}, "tensors": {}}
@@ -78,7 +78,7 @@ def test_ranges_are_put_together_from_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([(0, 2), (3, 5)], "float is not there as a whole"),
+        ([(0, 2), (3, 5)], "float is not complete"),
         ([(0, 3), (2, 5)], "float has parts that overlap"),
         ([(0, 3), (2, 4)], "float has parts that overlap"),
     ],
@@ -132,7 +132,7 @@ def test_altered_file_is_found_and_never_run(folder: Path, file: str, kind: str)
         path.symlink_to(folder.parent / "elsewhere")
     else:
         path.write_bytes(b"")
-    if kind == "link" and file == "manifest.json":  # it is what was written, wherever it lies
+    if kind == "link" and file == "manifest.json":  # the link leads to the right content
         Reader.verified(folder, CpuGroup())
         return
     with pytest.raises(DamagedError, match=file):
@@ -146,7 +146,7 @@ def test_manifest_that_leads_out_of_the_folder(folder: Path, name: str) -> None:
         return json.loads(json.dumps(manifest).replace(SHARD, name))
 
     rewrite(folder, leave)
-    with pytest.raises(DamagedError, match="is no file of a checkpoint"):
+    with pytest.raises(DamagedError, match="is not a checkpoint file"):
         Reader.verified(folder, CpuGroup())
 
 
@@ -156,7 +156,7 @@ def test_replaced_tensor_is_found(folder: Path) -> None:
         return manifest
 
     rewrite(folder, grow)
-    with pytest.raises(DamagedError, match="float is not there as a whole"):
+    with pytest.raises(DamagedError, match="float is not complete"):
         Reader.verified(folder, CpuGroup())
 
 
@@ -179,19 +179,19 @@ def test_replaced_tensor_is_found(folder: Path) -> None:
 )
 def test_manifest_of_other_types_is_damaged(folder: Path, path: tuple, value: object) -> None:
     rewrite(folder, lambda manifest: changed(manifest, path, value))
-    with pytest.raises(DamagedError, match=r"manifest\.json is not what a checkpoint has"):
+    with pytest.raises(DamagedError, match=r"manifest\.json has missing or invalid entries"):
         Reader.verified(folder, CpuGroup())
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda tensors: tensors.pop("float"), "holds float, of which manifest.json says something else"),
+        (lambda tensors: tensors.pop("float"), "holds float, which does not match manifest.json"),
         (lambda tensors: tensors.update(other=tensors["float"]), "does not hold other"),
-        (lambda tensors: tensors["float"].update(dtype="int32"), "holds float, of which"),
-        (lambda tensors: resize(tensors["float"], [6, 5]), "holds float, of which"),
-        (lambda tensors: resize(tensors["float"], [10**15, 10**15]), "holds float, of which"),
-        (lambda tensors: resize(tensors["empty"], [0, 10**15]), "holds empty, of which"),
+        (lambda tensors: tensors["float"].update(dtype="int32"), "holds float, which does not"),
+        (lambda tensors: resize(tensors["float"], [6, 5]), "holds float, which does not"),
+        (lambda tensors: resize(tensors["float"], [10**15, 10**15]), "holds float, which does not"),
+        (lambda tensors: resize(tensors["empty"], [0, 10**15]), "holds empty, which does not"),
     ],
 )
 def test_manifest_that_tells_of_other_tensors_than_the_files_hold(
@@ -219,7 +219,7 @@ def test_manifest_that_is_none(folder: Path, text: str) -> None:
 
 def test_another_format_is_named(folder: Path) -> None:
     rewrite(folder, lambda manifest: manifest | {"format": "something else"})
-    with pytest.raises(DamagedError, match="of the format something else"):
+    with pytest.raises(DamagedError, match="has the format something else"):
         Reader.verified(folder, CpuGroup())
 
 

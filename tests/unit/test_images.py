@@ -1,4 +1,4 @@
-"""Promise: images load into what they are, and damaged files are named."""
+"""Promise: images load with the right values, and damaged files are named."""
 
 import gzip
 import re

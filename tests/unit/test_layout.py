@@ -1,4 +1,4 @@
-"""Promise: configs and code are laid out as the documentation says."""
+"""Promise: configs and code have the structure that the documentation describes."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_config_has_a_header_and_no_unknown_key(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_config_sections_hold_only_what_the_launcher_takes(path: Path) -> None:
-    """Accelerate ignores a misspelt key inside fsdp_config or deepspeed_config without a word."""
+    """Accelerate silently ignores a misspelt key inside fsdp_config or deepspeed_config."""
     from accelerate.commands.launch import launch_command_parser
 
     options = {option for action in launch_command_parser()._actions for option in action.option_strings}

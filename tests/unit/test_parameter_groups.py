@@ -1,4 +1,4 @@
-"""Promise: weight decay shrinks what multiplies activations."""
+"""Promise: weight decay applies only to weights that multiply activations."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Promise: the samples of a step are a function of the seed and the step."""
+"""Promise: the samples of a step depend only on the seed and the step."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Promise: the schedules are what their names say."""
+"""Promise: each learning-rate schedule has the shape that its name says."""
 
 import pytest
 import torch

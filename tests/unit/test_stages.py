@@ -1,4 +1,4 @@
-"""Promise: a pipeline is cut so that its largest stage is as small as can be."""
+"""Promise: the largest stage of a pipeline is as small as possible."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Promise: the best evaluation is the best of its own metric."""
+"""Promise: the best evaluation is the best value of one metric, and always finite."""
 
 import math
 

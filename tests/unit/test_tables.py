@@ -1,4 +1,4 @@
-"""Promise: a table that cannot be fitted is refused in one line that names the place."""
+"""Promise: a table that cannot be fitted is refused in one line that names the problem."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""Promise: a plan for tensor parallelism that does not fit is refused before any training."""
+"""Promise: a tp_plan that does not fit the model is refused."""
 
 import pytest
 from torch import nn
@@ -57,7 +57,7 @@ def test_transformers_models_bring_their_plan() -> None:
     untied = check_plan(llama(), 2)
     assert untied["model.layers.0.self_attn.q_proj"] == "colwise"
     ends = {"lm_head", "model.embed_tokens"} & untied.keys()  # transformers 5.0 leaves them whole
-    assert untied.get("lm_head", "colwise_rep") in ("colwise_gather_output", "colwise_rep")  # two names of one style
+    assert untied.get("lm_head", "colwise_rep") in ("colwise_gather_output", "colwise_rep")  # two names for one style
     assert untied.keys() - check_plan(llama(tie_word_embeddings=True), 2).keys() == ends
     with pytest.raises(UsageError, match="num_attention_heads is 6, which is not divisible by tp_size 4"):
         check_plan(llama(), 4)
@@ -66,7 +66,7 @@ def test_transformers_models_bring_their_plan() -> None:
 
 
 def test_gpt2_is_refused() -> None:
-    """Its layers are Conv1D, which torch cannot divide; transformers has no plan for it."""
+    """GPT-2 has Conv1D layers, which torch cannot shard, and no plan in transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8))

@@ -1,4 +1,4 @@
-"""Promise: text becomes tokens of which each is predicted once, or is refused in one line."""
+"""Promise: each token of a text but the first is predicted once, or the text is refused in one line."""
 
 import re
 import runpy
@@ -70,7 +70,7 @@ def test_files_of_a_folder_and_the_last_tenth_held_out(tmp_path: Path) -> None:
             "--num_heads 3",
             "--hidden_size 128 does not divide into 3 heads of even width: type --hidden_size 126",
         ),
-        ("x" * 900, "--model_name_or_path TINY --context 64", "--context 64 is more than the 48 of that model"),
+        ("x" * 900, "--model_name_or_path TINY --context 64", "--context 64 exceeds the model's 48 positions"),
     ],
 )
 def test_bad_input(
@@ -87,14 +87,14 @@ def test_bad_input(
 
 
 def test_encoder_is_no_language_model(tmp_path: Path, tiny_model: Path) -> None:
-    """It would see what it is to predict, and come to a perplexity of 1."""
+    """An encoder attends to the tokens that it should predict. Its perplexity would fall to 1."""
     from transformers import BertConfig, BertLMHeadModel
 
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     BertLMHeadModel(BertConfig(vocab_size=8, **shape)).save_pretrained(tmp_path / "bert")
     for path in tiny_model.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "bert")
-    with pytest.raises(UsageError, match="BertLMHeadModel sees the tokens that it is to predict"):
+    with pytest.raises(UsageError, match="BertLMHeadModel attends to later tokens"):
         load_pretrained(str(tmp_path / "bert"), 16, "eager")
 
 
