@@ -31,6 +31,7 @@ from common.cpu_group import CpuGroup
 from common.parallel.prepare import prepare
 from common.plan import Plan
 from common.state import TrainState
+from common.stopping.watch import Watch
 
 WIDTH = 512
 
@@ -58,13 +59,15 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple
     def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": model(batch["x"]).square().mean(-1)}
 
-    trainer = prepare(accelerator, model, optimizer, forward_step, Plan.of(config, 10, 1, 0))
+    plan = Plan.of(config, 10, 1, 0)
+    trainer = prepare(accelerator, model, optimizer, forward_step, plan)
     trainer.step([{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
     (folder / "ours").mkdir()
     theirs, group, state = folder / "theirs", CpuGroup(), TrainState()
-    in_front = Saver(trainer, {}, group)
+    watch = Watch(accelerator, plan, group)
+    in_front = Saver(trainer, {}, group, watch)
     config.async_save = True
-    beside = Saver(trainer, {}, group)
+    beside = Saver(trainer, {}, group, watch)
 
     def save(saver: Saver) -> Callable[[], object]:
         state.step += 1

@@ -2,11 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/loop_cost.py
 
-(a) raw: a PyTorch loop with a DataLoader, as in tutorials; (b) Accelerate: `prepare`, `accumulate`,
-`backward`; (c) transformers' Trainer; (d) Lightning Fabric; (e) ours: `fit`. All clip gradients and use
-AdamW. Evaluation and checkpoints are not timed. A round times each loop once; the order rotates. The
-ratio to raw is taken within a round, and the table shows its median and range over the rounds. (c) and
-(d) need `pip install transformers lightning`. A loop that is not installed is named and left out.
+(a) raw: a PyTorch loop with a DataLoader, as in tutorials; (b) ideal: a PyTorch loop that indexes the data's
+tensors, once with AdamW's default kernels and once with its fused kernels; (c) Accelerate: `prepare`,
+`accumulate`, `backward`; (d) transformers' Trainer; (e) Lightning Fabric; (f) ours: `fit`, which chooses fused
+kernels. All clip gradients and use AdamW. Evaluation and checkpoints are not timed. A round times each loop
+once; the order rotates. The ratio to raw is taken within a round, and the table shows its median and range
+over the rounds. (d) and (e) need `pip install transformers lightning`. A loop that is not installed is named
+and left out.
 """
 
 import argparse
@@ -157,6 +159,28 @@ def train_raw(model: nn.Module, task: Task, clock: Clock) -> None:
                 return
 
 
+def train_ideal(model: nn.Module, task: Task, clock: Clock, fused: bool = False) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0, fused=fused)
+    inputs, labels = task.tensors
+    parameters = list(model.parameters())
+    while True:
+        for ids in torch.randperm(len(labels)).split(task.batch_size):
+            if len(ids) < task.batch_size:
+                continue
+            optimizer.zero_grad()
+            loss = task.loss(model, inputs[ids], labels[ids])
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+            optimizer.step()
+            clock.tick()
+            if clock.seen == clock.num_steps:
+                return
+
+
+def train_ideal_fused(model: nn.Module, task: Task, clock: Clock) -> None:
+    train_ideal(model, task, clock, fused=True)
+
+
 def train_accelerate(model: nn.Module, task: Task, clock: Clock) -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
@@ -263,6 +287,8 @@ def train_ours(model: nn.Module, task: Task, clock: Clock) -> None:
 
 LOOPS: dict[str, tuple[Callable[..., None], str | None]] = {
     "raw PyTorch": (train_raw, None),
+    "ideal": (train_ideal, None),
+    "ideal, fused": (train_ideal_fused, None),
     "Accelerate": (train_accelerate, None),
     "transformers.Trainer": (train_trainer, "transformers"),
     "Lightning Fabric": (train_fabric, "lightning"),
@@ -270,8 +296,9 @@ LOOPS: dict[str, tuple[Callable[..., None], str | None]] = {
 }
 
 
-def measure(task: Task, num_steps: int, rounds: int) -> None:
-    loops = {name: loop for name, (loop, package) in LOOPS.items() if package is None or find_spec(package)}
+def measure(task: Task, num_steps: int, rounds: int, chosen: list[str]) -> None:
+    wanted = {name: LOOPS[name] for name in dict.fromkeys(["raw PyTorch", *chosen])}
+    loops = {name: loop for name, (loop, package) in wanted.items() if package is None or find_spec(package)}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for index in range(rounds):
         names = list(loops)
@@ -289,7 +316,7 @@ def measure(task: Task, num_steps: int, rounds: int) -> None:
             f"| {name} | {statistics.median(micro):.0f} ({min(micro):.0f} to {max(micro):.0f}) "
             f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
         )
-    for name in LOOPS.keys() - loops.keys():
+    for name in wanted.keys() - loops.keys():
         print(f"{name}: not installed, left out")
 
 
@@ -297,16 +324,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="steps per loop and round; a fifth is warm-up")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
+    parser.add_argument("--tasks", nargs="+", type=int, choices=(0, 1, 2), default=(0, 1, 2))
     arguments = parser.parse_args()
     packages = [p for p in ("torch", "accelerate", "transformers", "lightning") if find_spec(p)]
     print(
         f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s), "
         + ", ".join(f"{package} {version(package)}" for package in packages)
     )
-    for task in tasks():
+    for task in [task for index, task in enumerate(tasks()) if index in arguments.tasks]:
         num_steps = arguments.steps // task.steps_share
         print(f"\n{task.title}, {arguments.rounds} rounds of {num_steps} steps\n")
-        measure(task, num_steps, arguments.rounds)
+        measure(task, num_steps, arguments.rounds, arguments.loops)
 
 
 if __name__ == "__main__":

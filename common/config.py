@@ -94,6 +94,8 @@ class RunConfig:
         below=1,
     )
     compile: bool = flag(False, "compile the model with torch.compile: slower start, faster steps")
+    deterministic: bool = flag(False, "use only deterministic kernels: slower, the same bits in each run on a GPU")
+    tf32: bool = flag(False, "let GPUs round the inputs of float32 matrix products to 10 bits: faster, less exact")
     profile: bool = flag(False, "trace 3 steps with torch's profiler, to <output_dir>/profile/")
     repeat: str | None = flag(
         None, "run card (run.json) of an earlier run: use its flags; other flags given here override them"
@@ -162,7 +164,15 @@ GROUPS = {
         *("resume_from_checkpoint", "metric_for_best_model"),
     ),
     "records": ("log_every", "eval_every", "report_to", "profile", "repeat"),
-    "machine": ("pipeline_stages", "pipeline_schedule", "pipeline_split", "compile", "hang_timeout"),
+    "machine": (
+        "pipeline_stages",
+        "pipeline_schedule",
+        "pipeline_split",
+        "compile",
+        "deterministic",
+        "tf32",
+        "hang_timeout",
+    ),
 }
 OF_THE_LAUNCHER = [
     "--config_file",

@@ -4,10 +4,12 @@ import os
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import psutil
 import torch
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # path of a file for the recipe's exit code; launchers/node.py reads it
 
 
@@ -54,10 +56,27 @@ def offloads() -> bool:
     )
 
 
-def has_gpu() -> bool:
-    """Whether there is a GPU to train on. Apple's does not count: it has no float64 and no collectives."""
+def device_type() -> str:
+    """The kind of device to train on: "cuda" (also AMD's GPUs), "xpu" (Intel), "npu" (Ascend), ... or "cpu"."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return device is not None and device.type != "mps" and not is_true("ACCELERATE_USE_CPU")
+    # Apple's GPU has no float64 and no collectives.
+    return "cpu" if device is None or device.type == "mps" or is_true("ACCELERATE_USE_CPU") else device.type
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU to train on."""
+    return device_type() != "cpu"
+
+
+def why_no_gpu() -> str | None:
+    """Why torch cannot use an NVIDIA GPU of this machine; None if it can, or if the machine has none."""
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not NVIDIA_DRIVER.exists():
+        return None
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build for the CPU
+        return str(error).splitlines()[0]
+    return "torch finds no device"
 
 
 def user_chose_threads() -> bool:

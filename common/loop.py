@@ -74,7 +74,7 @@ def fit(
         checkpoint.load_rest(trainer, state, group)
         evaluation = Evaluation(trainer, eval_set, summarize, state, watch)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample)
-        with recorder, Saver(trainer, this_run, group) as saver:
+        with recorder, Saver(trainer, this_run, group, watch) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:
@@ -97,7 +97,6 @@ def fit(
                 if stops or plan.saves(state):
                     with recorder.paused():
                         saver.save(state)
-                    watch.progress()
                 if stops:
                     watch.raise_stopped(saver.finish())
             with trainer.ema_weights():

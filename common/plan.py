@@ -128,16 +128,14 @@ class Plan:
         Yields:
             `accumulation` tensors per optimizer step, each of shape (micro_batch_size,), int64.
         """
-        epoch, order = -1, torch.empty(0)
+        epoch, rows = -1, torch.empty(0)
         for step in range(first_step, self.num_steps):
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
-                order = self.epoch_order(epoch)
-            start = step % self.steps_per_epoch * self.config.batch_size
-            rows = order[start : start + self.config.batch_size].view(
-                -1, self.data_parallel_size, self.micro_batch_size
-            )
-            yield from rows[:, self.data_parallel_rank]
+                order = self.epoch_order(epoch)[: self.steps_per_epoch * self.config.batch_size]
+                shape = (self.steps_per_epoch, self.accumulation, self.data_parallel_size, self.micro_batch_size)
+                rows = order.view(shape)[:, :, self.data_parallel_rank]
+            yield from rows[step % self.steps_per_epoch]
 
     def learning_rate_factor(self, state: TrainState) -> float:
         """The share of the peak learning rate for the next step."""

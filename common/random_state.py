@@ -9,9 +9,13 @@ import numpy
 import torch
 from torch import Tensor
 
+from common.environment import device_type
+
+ON_CPU = ("random.torch", "random.python", "random.python_gauss", "random.numpy", "random.numpy_gauss")
+
 
 def random_state() -> dict[str, Tensor]:
-    """The random states of torch (CPU and current GPU), Python and NumPy, as tensors."""
+    """The random states of torch (CPU, and current GPU if there is one), Python and NumPy, as tensors."""
     _, python, gauss = random.getstate()
     of_numpy = numpy.random.get_state(legacy=False)
     keys, position = of_numpy["state"]["key"], of_numpy["state"]["pos"]
@@ -22,8 +26,8 @@ def random_state() -> dict[str, Tensor]:
         "random.numpy": torch.tensor([*keys.tolist(), position, of_numpy["has_gauss"]]),
         "random.numpy_gauss": torch.tensor(of_numpy["gauss"], dtype=torch.float64),
     }
-    if torch.cuda.is_available():
-        state["random.cuda"] = torch.cuda.get_rng_state()
+    if (device := device_type()) != "cpu":
+        state[f"random.{device}"] = torch.get_device_module(device).get_rng_state()
     return state
 
 
@@ -35,8 +39,8 @@ def set_random_state(state: dict[str, Tensor]) -> None:
     *keys, position, has_gauss = state["random.numpy"].tolist()
     cached = float(state["random.numpy_gauss"])
     numpy.random.set_state(("MT19937", numpy.array(keys, numpy.uint32), position, has_gauss, cached))
-    if "random.cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["random.cuda"])
+    if f"random.{device_type()}" in state:
+        torch.get_device_module(device_type()).set_rng_state(state[f"random.{device_type()}"])
 
 
 @contextmanager

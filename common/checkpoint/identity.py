@@ -6,27 +6,32 @@ from typing import Any
 import torch
 
 from common.cpu_group import CpuGroup
+from common.parallel.trainer import Trainer
 from common.plan import Plan
 
 
-def layout(plan: Plan, group: CpuGroup) -> dict[str, int]:
-    """How the processes share the samples. If it is unchanged on resume, each process restores its random state.
+def layout(trainer: Trainer, group: CpuGroup) -> dict[str, Any]:
+    """How the processes share the samples, and on what. If it is unchanged on resume, each process restores its random
+    state.
 
     Returns:
-        The numbers of processes, of data-parallel ranks ("shares") and of pipeline stages.
+        The numbers of processes, of data-parallel ranks ("shares") and of pipeline stages, and the type of device.
     """
-    return {"processes": group.size, "shares": plan.data_parallel_size, "stages": plan.config.pipeline_stages}
+    plan, device = trainer.plan, trainer.accelerator.device.type
+    stages = plan.config.pipeline_stages
+    return {"processes": group.size, "shares": plan.data_parallel_size, "stages": stages, "device": device}
 
 
-def num_replicas(layout: dict[str, int]) -> int:
+def num_replicas(layout: dict[str, Any]) -> int:
     """The number of processes that count the same loss: the size of a tensor-parallel group."""
     return layout["processes"] // (layout["shares"] * layout["stages"])
 
 
-def described(layout: dict[str, int]) -> str:
+def described(layout: dict[str, Any]) -> str:
+    """The layout for the terminal, for example "2 processes on cpu"."""
     processes, shares = layout["processes"], layout["shares"]
     groups = f" in {shares} group{'s' * (shares > 1)}" if shares < processes else ""
-    return f"{processes} process{'es' * (processes > 1)}{groups}"
+    return f"{processes} process{'es' * (processes > 1)}{groups} on {layout['device']}"
 
 
 def identity(plan: Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

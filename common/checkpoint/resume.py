@@ -18,7 +18,7 @@ from common.cpu_group import CpuGroup
 from common.errors import UsageError
 from common.parallel.trainer import Trainer
 from common.plan import Plan
-from common.random_state import random_state, set_random_state
+from common.random_state import ON_CPU, set_random_state
 from common.records.output_dir import checkpoints
 from common.state import TrainState
 
@@ -66,8 +66,9 @@ class Checkpoint:
         content = self.reader.content
         trainer.load_parts(self.reader)
         trainer.load_state_dict(content["trainer"])
-        accelerator, here = trainer.accelerator, layout(trainer.plan, group)
-        there = {name: content["layout"][name] for name in here}  # an older checkpoint may have more entries
+        accelerator, here = trainer.accelerator, layout(trainer, group)
+        saved = {"device": self._device()} | content["layout"]
+        there = {name: saved[name] for name in here}  # an older checkpoint may have more entries
         accelerator.print(f"resumed from {self.path}")
         have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
@@ -90,6 +91,10 @@ class Checkpoint:
                 "random states (dropout) are seeded with seed + 1009 × step + data-parallel rank"
             )
         self.reader.close()
+
+    def _device(self) -> str:
+        """The type of device that a checkpoint without that entry was saved on."""
+        return "cuda" if "process_00000.random.cuda" in self.reader.tensors else "cpu"
 
     def _load_process(self, rank: int, state: TrainState, device: torch.device, factor: float = 1.0) -> None:
         state.losses += list(self._of_process(rank, "losses").to(device) * factor)
@@ -186,13 +191,15 @@ def _check_content(content: dict[str, Any]) -> None:
             if not isinstance(values.get(name), kind):
                 raise DamagedError(f"{MANIFEST} has no valid {name} in {part}")
     processes, shares, stages = (content["layout"][name] for name in expected["layout"])
+    if not isinstance(content["layout"].get("device", ""), str):  # older checkpoints have no device
+        raise DamagedError(f"{MANIFEST} has no valid device in layout")
     if content["state"]["step"] < 0 or min(processes, shares, stages) < 1 or processes % (shares * stages):
         raise DamagedError(f"{MANIFEST} has an impossible step or layout")
 
 
 def _check_tensors(reader: Reader, averaged: list[str]) -> None:
     """Raises DamagedError if a tensor of a process, or a moving average of these weights, is missing."""
-    own = [name for name in (*random_state(), "losses", "weights") if name != "random.cuda"]
+    own = (*ON_CPU, "losses", "weights")
     ranks = range(reader.content["layout"]["processes"])
     of_processes = (f"process_{rank:05d}.{name}" for rank in ranks for name in own)
     # If the weight is missing too, the checkpoint is of another model: load_weights reports that.

@@ -20,13 +20,14 @@ from common.parallel.trainer import Trainer
 from common.random_state import random_state
 from common.records.output_dir import checkpoints
 from common.state import TrainState
+from common.stopping.watch import Watch
 
 
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy."""
 
-    def __init__(self, trainer: Trainer, identity: dict[str, Any], group: CpuGroup):
-        self._trainer, self._identity, self._group = trainer, identity, group
+    def __init__(self, trainer: Trainer, identity: dict[str, Any], group: CpuGroup, watch: Watch):
+        self._trainer, self._identity, self._group, self._watch = trainer, identity, group, watch
         in_background = trainer.plan.config.async_save
         # Two threads must not use the same group at once.
         self._group_of_writer = CpuGroup(trainer.plan.config.hang_timeout) if in_background else group
@@ -54,7 +55,7 @@ class Saver:
         """
         self.finish()
         content = {
-            "layout": layout(self._trainer.plan, self._group),
+            "layout": layout(self._trainer, self._group),
             "identity": self._identity,
             "state": state.state_dict(),
             "trainer": self._trainer.state_dict(),
@@ -81,8 +82,9 @@ class Saver:
         folder, step = config.output_dir / "checkpoints", content["state"]["step"]
         path = folder / f"step_{step:08d}"
         try:
-            _make_folder(folder, group)
-            write(path, shard, content, group)
+            with self._watch.save():
+                _make_folder(folder, group)
+                write(path, shard, content, group)
         except WriteError as error:
             line = f"the checkpoint of step {step} could not be written ({error})"
             if config.stop_on_save_error:

@@ -1,12 +1,16 @@
 """The interface of a dataset, and batches on the device."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from copy import copy
+from typing import Any, Protocol, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from common.errors import UsageError
+
+MAX_BYTES_ON_DEVICE = 2**30  # larger datasets stay in the CPU's memory
 
 Batch = dict[str, torch.Tensor]
 # (model, batch) -> metrics. The model is Any because a pipeline passes a function in its place.
@@ -19,6 +23,41 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class InMemoryDataset(Dataset):
+    """A dataset whose samples are rows of tensors in memory. A batch is one indexing operation per tensor.
+
+    On a GPU, `batches` moves small datasets there once, and large ones batch by batch, before `transform`.
+    """
+
+    @abstractmethod
+    def rows(self, ids: torch.Tensor) -> Batch:
+        """The samples of these ids as stored. `ids`: int64 of shape (batch,), on the device of the tensors."""
+
+    def transform(self, batch: Batch) -> Batch:
+        """Turns the result of `rows` into what the model gets. Runs on the device of the model."""
+        return batch
+
+    def to(self, device: torch.device) -> Self:
+        """A copy with its tensors on the device."""
+        moved = copy(self)
+        vars(moved).update({name: tensor.to(device) for name, tensor in self._tensors().items()})
+        return moved
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def __getitems__(self, ids: list[int]) -> Batch:
+        return self.transform(self.rows(torch.tensor(ids)))
 
 
 def check_datasets(*datasets: Any) -> None:
@@ -51,6 +90,8 @@ def batches(
     Raises:
         UsageError: samples are not dicts, or cannot be combined into a batch.
     """
+    if isinstance(dataset, InMemoryDataset) and not num_workers:
+        return _from_memory(dataset, sample_ids, device)
     ids = (batch.tolist() for batch in sample_ids)
     fetched: Iterator[Batch]
     if num_workers:
@@ -60,9 +101,15 @@ def batches(
         fetched = _from_workers(iter(loader))
     else:
         fetched = (fetch(dataset, batch) for batch in ids)
-    if device.type == "cpu":
-        return fetched
-    return ({name: _moved(value, device) for name, value in batch.items()} for batch in fetched)
+    return (_moved(batch, device) for batch in fetched)
+
+
+def _from_memory(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:
+    if device.type != "cpu" and dataset.num_bytes <= MAX_BYTES_ON_DEVICE:
+        dataset = dataset.to(device)
+        sample_ids = (_moved({"ids": ids}, device)["ids"] for ids in sample_ids)
+    for ids in sample_ids:
+        yield dataset.transform(_moved(dataset.rows(ids), device))
 
 
 def fetch(dataset: MapDataset, ids: list[int]) -> Batch:
@@ -93,9 +140,14 @@ def _from_workers(batches: Iterator[Batch]) -> Iterator[Batch]:
         raise UsageError(str(error).strip().splitlines()[-1].partition(": ")[2]) from None
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on the device; strings stay on the CPU."""
+    if device.type == "cpu":
+        return batch
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     # A copy from pinned memory does not block the CPU.
-    return value.pin_memory().to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    pinned = {name: value if value.device == device else value.pin_memory() for name, value in tensors.items()}
+    return batch | {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
 
 
 def _collate(samples: Any, size: int) -> Batch:

@@ -8,15 +8,14 @@ from typing import Any
 import numpy
 import psutil
 import torch
-from torch.utils.data import Dataset
 
-from common.data.batches import Batch
+from common.data.batches import Batch, InMemoryDataset
 from common.data.sources import load_splits, sklearn_file
 from common.environment import local_world_size
 from common.errors import UsageError
 
 
-class ImageDataset(Dataset):
+class ImageDataset(InMemoryDataset):
     """Images of one size, each with a class, in memory.
 
     Samples are {"image": float32 of shape (channels, height, width) in [0, 1], "label": int64}.
@@ -39,12 +38,11 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> Batch:
-        return {"image": self.images[index].float() / 255, "label": self.labels[index]}
+    def rows(self, ids: torch.Tensor) -> Batch:
+        return {"image": self.images[ids], "label": self.labels[ids]}
 
-    def __getitems__(self, indices: list[int]) -> Batch:
-        ids = torch.tensor(indices)
-        return {"image": self.images[ids].float().div_(255), "label": self.labels[ids]}
+    def transform(self, batch: Batch) -> Batch:
+        return batch | {"image": batch["image"].float().div_(255)}
 
 
 def load_images(data: str) -> tuple[ImageDataset, ImageDataset]:

@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from common.data.batches import Batch
+from common.data.batches import Batch, InMemoryDataset
 from common.data.sources import sklearn_file
 from common.errors import UsageError
 
 
-class TableDataset(Dataset):
+class TableDataset(InMemoryDataset):
     """Rows of numbers, in memory.
 
     Samples are {"features": float32 of shape (num_features,), "target": float32, 0-dim}.
@@ -34,11 +33,8 @@ class TableDataset(Dataset):
     def __len__(self) -> int:
         return len(self.features)
 
-    def __getitem__(self, index: int | Tensor) -> Batch:
-        return {"features": self.features[index], "target": self.target[index]}
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        return self[torch.tensor(indices)]
+    def rows(self, ids: Tensor) -> Batch:
+        return {"features": self.features[ids], "target": self.target[ids]}
 
 
 def load_diabetes() -> TableDataset:

@@ -7,9 +7,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from common.data.batches import Batch
+from common.data.batches import Batch, InMemoryDataset
 from common.data.sources import load_splits
 from common.errors import UsageError
 
@@ -17,7 +16,7 @@ STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to e
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
 
 
-class TokenDataset(Dataset):
+class TokenDataset(InMemoryDataset):
     """A text cut into blocks. Each token but the first is a label in exactly one sample.
 
     Samples are {"tokens": int64 of shape (context,), "labels": int64 of shape (context,), "weight":
@@ -42,14 +41,20 @@ class TokenDataset(Dataset):
     def __len__(self) -> int:
         return self._num_blocks
 
-    def __getitem__(self, index: int) -> Batch:
-        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+    def rows(self, ids: Tensor) -> Batch:
+        starts = ids * self.context
+        block = self.tokens[starts.unsqueeze(1) + torch.arange(self.context + 1, device=ids.device)]
+        batch = {"tokens": block[:, :-1], "labels": block[:, 1:]}
+        if self.drop_last:
+            return batch
+        return batch | {"weight": (self.num_targets - starts).clamp(max=self.context).float()}
 
-    def __getitems__(self, indices: list[int]) -> Batch:
-        places = torch.tensor(indices).unsqueeze(1) * self.context + torch.arange(self.context)
-        labels = self.tokens[places + 1].long().masked_fill_(places >= self.num_targets, IGNORED)
-        batch = {"tokens": self.tokens[places].long(), "labels": labels}
-        return batch if self.drop_last else batch | {"weight": (labels != IGNORED).sum(1).float()}
+    def transform(self, batch: Batch) -> Batch:
+        tokens, labels = batch["tokens"].long(), batch["labels"].long()
+        if not self.drop_last:
+            positions = torch.arange(self.context, device=labels.device)
+            labels = labels.masked_fill(positions >= batch["weight"].unsqueeze(1), IGNORED)
+        return batch | {"tokens": tokens, "labels": labels}
 
 
 def load_tokens(data: str, tokenizer: Any, context: int) -> tuple[TokenDataset, TokenDataset]:

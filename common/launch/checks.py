@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from common.environment import (
+    device_type,
     has_gpu,
     is_true,
     launcher_was_given,
@@ -20,6 +21,8 @@ from common.environment import (
     world_size,
 )
 from common.errors import UsageError
+
+SUPPORTED = ("cpu", "cuda", "xpu", "npu")
 
 
 def check_launch() -> None:
@@ -37,6 +40,11 @@ def check_launch() -> None:
             "accelerate launch was asked for several processes but starts one under this config (its "
             "distributed_type is NO or MULTI_CPU): type --config_file accelerate_configs/ddp.yaml, or "
             "--num_processes 1"
+        )
+    if device_type() not in SUPPORTED:
+        raise UsageError(
+            f"this machine's accelerator is {device_type()}, but these recipes support {', '.join(SUPPORTED)}: put "
+            "ACCELERATE_USE_CPU=true before the command to rehearse on the CPU"
         )
     if has_gpu():
         check_num_gpus(local_world_size(), torch.accelerator.device_count())
@@ -73,6 +81,10 @@ def _check_parallelism_config() -> None:
             "parallelism_config has a tp_size: type distributed_type: MULTI_GPU in the config file, as in "
             "accelerate_configs/fsdp2_tensor_parallel.yaml"
         )
+    if sizes["tp_size"] > 1 and _asks_for_fp16():
+        raise UsageError(
+            "fp16 does not work with tensor parallelism: type --mixed_precision bf16 after accelerate launch"
+        )
     if sizes["tp_size"] == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
         raise UsageError(
             "parallelism_config has a dp_shard_size: type distributed_type: FSDP in the config file, as in "
@@ -98,16 +110,25 @@ def check_num_gpus(num_processes: int, num_gpus: int) -> None:
         )
 
 
+def _asks_for_fp16() -> bool:
+    return os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
+
+
 def _check_deepspeed() -> None:
     for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
         if find_spec(package) is None:
             raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
+    if _asks_for_fp16():
+        raise UsageError(
+            "fp16 under DeepSpeed is not supported yet: type --mixed_precision bf16 after accelerate launch, or "
+            "--config_file accelerate_configs/ddp_fp16.yaml"
+        )
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     if stage not in ("1", "2", "3"):
         raise UsageError(
             f"zero_stage: {stage} in the config file: type 1, 2 or 3; for stage 0, use accelerate_configs/ddp.yaml"
         )
-    if torch.cuda.is_available() and not offloads():
+    if has_gpu() and not offloads():
         return
     if shutil.which("ninja") is None:
         raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja: type pip install ninja")

@@ -22,6 +22,7 @@ from accelerate.utils import (
 from common.config import RunConfig
 from common.cpu_group import collective_timeout
 from common.environment import (
+    device_type,
     has_gpu,
     is_true,
     local_world_size,
@@ -29,6 +30,7 @@ from common.environment import (
     offloads,
     user_chose_threads,
     uses_deepspeed,
+    why_no_gpu,
     world_size,
 )
 from common.errors import UsageError
@@ -37,6 +39,7 @@ from common.launch.extensions import load_extensions
 from common.launch.machines import agreement, store_number
 from common.parallel.deepspeed import load_models_whole
 from common.parallel.layout import data_parallel_size_and_rank, parallelism, precision
+from common.parallel.tensor_parallel import mixed_precision_policy
 from common.plan import split_batch
 
 
@@ -51,13 +54,16 @@ def start(config: RunConfig) -> Accelerator:
     _quiet()
     with agreement(config):
         check_launch()
-        if config.compile and not has_gpu():
-            check_compiler("--compile", os.environ.get("CXX", "g++"))
+        if config.compile:  # inductor compiles C++ for the CPU; Triton compiles C for a GPU
+            compiler = os.environ.get("CC", "cc") if has_gpu() else os.environ.get("CXX", "g++")
+            check_compiler("--compile", compiler)
         trackers = _trackers(config)
     _set_num_threads()
+    if config.deterministic:
+        _use_deterministic_kernels()
     rehearses, timeout = not has_gpu(), collective_timeout(config.hang_timeout)
     if store_number() > 0:
-        _join_after_restart("gloo" if rehearses else "nccl", timeout)
+        _join_after_restart(torch.distributed.get_default_backend_for_device(device_type()), timeout)
     if rehearses:
         _prepare_rehearsal(timeout)
     elif uses_deepspeed() and offloads():
@@ -76,8 +82,8 @@ def start(config: RunConfig) -> Accelerator:
     _check_applied(accelerator)
     if config.pipeline_stages > 1:
         _check_pipeline(accelerator, config)
-    if accelerator.mixed_precision == "no":
-        torch.backends.cudnn.allow_tf32 = False  # on by default: rounds inputs of convolutions to 10 bits
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    torch.backends.cudnn.allow_tf32 = config.tf32 or accelerator.mixed_precision != "no"  # torch's default is on
     _set_reduction_precision(accelerator)
     load_models_whole(accelerator)
     set_seed(config.seed)  # the same in every process, so that each builds the same model
@@ -99,6 +105,15 @@ def _join_after_restart(backend: str, timeout: timedelta) -> None:
         store, rank, size = next(torch.distributed.rendezvous("env://"))
         store = torch.distributed.PrefixStore(f"restart_{store_number()}", store)
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+def _use_deterministic_kernels() -> None:
+    """Source: https://docs.pytorch.org/docs/stable/notes/randomness.html"""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
+    torch.backends.cudnn.benchmark = False
 
 
 def _trackers(config: RunConfig) -> list[str]:
@@ -170,16 +185,11 @@ def _check_pipeline(accelerator: Accelerator, config: RunConfig) -> None:
 
 
 def _set_reduction_precision(accelerator: Accelerator) -> None:
-    """Sums gradients in float32 under bf16, as torchtitan does by default. Accelerate's default is to sum them in bf16;
-    then the result depends more on the number of processes."""
+    """Sums gradients in float32 under bf16."""
     if accelerator.mixed_precision != "bf16":
         return
     if accelerator.distributed_type == DistributedType.FSDP:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
+        accelerator.state.fsdp_plugin.mixed_precision_policy = mixed_precision_policy(accelerator)
     elif accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.deepspeed_plugin.deepspeed_config
         config.setdefault("communication_data_type", "fp32")
@@ -198,7 +208,11 @@ def _banner(accelerator: Accelerator, config: RunConfig, rehearses: bool) -> str
         f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines()} machine{'s' * (num_machines() > 1)}, "
         f"{parallelism(accelerator, config)}, {precision(accelerator)}, batch {config.batch_size} = {factors}"
     )
-    if rehearses and num_processes > 1:
+    if not rehearses and accelerator.mixed_precision == "no":
+        line += " with TF32" if config.tf32 else " without TF32 (--tf32 or --mixed_precision bf16 is faster)"
+    if rehearses and (reason := why_no_gpu()):
+        line += f" (on the CPU, because torch cannot use this machine's GPU: {reason})"
+    elif rehearses and num_processes > 1:
         line += " (no GPU: a rehearsal, in which gloo processes on the CPU stand in for GPUs)"
     elif rehearses:
         line += " (on the CPU)"

@@ -88,27 +88,14 @@ class DeepSpeedTrainer(Trainer):
             engine.backward(loss * (scale * len(micro_batches)))
             losses.append(loss.detach())
         engine.step()
-        skipped = not engine.was_step_applied()
-        if skipped and self.accelerator.mixed_precision != "fp16":
-            return StepResult(losses, weight, torch.inf)  # without loss scaling, DeepSpeed skips silently
-        return StepResult(losses, weight, engine.get_global_grad_norm(), skipped)
+        if not engine.was_step_applied():
+            return StepResult(losses, weight, torch.inf)  # DeepSpeed silently skips a step that is not finite
+        return StepResult(losses, weight, engine.get_global_grad_norm())
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         loss, rank = self.forward_step(self.model, batch)["loss"], self.accelerator.process_index
         self._way = check_same_way(self._way, check_all_used(self.module, loss, rank), rank)
         return weighted_sum(loss, batch)
-
-    def _loss_scale_state(self) -> dict[str, float]:
-        if self.accelerator.mixed_precision != "fp16":
-            return {}
-        scaler = vars(self.engine.optimizer.loss_scaler)
-        return {name: value for name, value in scaler.items() if isinstance(value, int | float)}
-
-    def _load_loss_scale(self, state: dict[str, float]) -> None:
-        known = self._loss_scale_state()
-        for name, value in state.items():
-            if name in known:
-                setattr(self.engine.optimizer.loss_scaler, name, value)
 
     def parts(self) -> list[Part]:
         """As `Trainer.parts`, but each tensor is whole; `get` gathers one tensor at a time."""

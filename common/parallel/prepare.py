@@ -18,10 +18,14 @@ from common.parallel.guards import (
     freeze_what_is_not_trained,
     say_what_depends_on_the_layout,
 )
+from common.parallel.parts import is_divided
 from common.parallel.pipeline import Pipeline, PipelineTrainer
 from common.parallel.tensor_parallel import parallelize, sharded_layers, tensor_parallel_size
 from common.parallel.trainer import Trainer
 from common.plan import Plan
+
+HAVE_FUSED_KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+HAVE_THEM_FOR_DTENSORS = (torch.optim.Adam, torch.optim.AdamW)  # torch 2.13
 
 
 def prepare(
@@ -49,6 +53,7 @@ def prepare(
         if plan.config.compile:
             _compile(accelerator, pipeline.stage)
         prepared = accelerator.prepare_optimizer(optimizer)
+        _choose_fused_kernels(accelerator, optimizer)
         return PipelineTrainer(accelerator, pipeline, prepared, forward_step, plan)
     if plan.config.compile:
         _compile(accelerator, model)
@@ -58,6 +63,7 @@ def prepare(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         deepspeed.load_models_whole(accelerator)
         return deepspeed.DeepSpeedTrainer(accelerator, model, prepared, forward_step, plan)
+    _choose_fused_kernels(accelerator, optimizer)
     return AccelerateTrainer(accelerator, model, prepared, forward_step, plan)
 
 
@@ -77,6 +83,22 @@ def _hand_to_accelerate(
     prepared = accelerator.prepare(model, optimizer)
     config.distributed_config = before  # it must not be exported
     return prepared
+
+
+def _choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer of torch update all weights in one kernel. Leaves the choice of the recipe, if it made one."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    choices = ("fused", "foreach", "capturable", "differentiable")
+    if (
+        accelerator.scaler is None  # a fused kernel hides the steps that loss scaling skips
+        and isinstance(optimizer, HAVE_THEM_FOR_DTENSORS if any(map(is_divided, weights)) else HAVE_FUSED_KERNELS)
+        and not any(optimizer.defaults.get(choice) is not None for choice in choices[:2])
+        and not any(optimizer.defaults.get(choice) for choice in choices[2:])
+        and all(weight.is_floating_point() for weight in weights)
+    ):
+        optimizer.defaults["fused"] = True
+        for group in optimizer.param_groups:
+            group["fused"] = True
 
 
 def _compile(accelerator: Accelerator, model: nn.Module) -> None:

@@ -3,12 +3,16 @@
 import difflib
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from common.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
@@ -50,14 +54,38 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
     names = {id(weight): name for name, weight in model.named_parameters()}
     plan = check_plan(model, size)
     parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in plan.items()})
+    model.to(accelerator.device)  # Accelerate does not move a model that holds DTensors
     if data_parallel := tuple(accelerator.parallelism_config.dp_dim_names):
         from torch.distributed.fsdp import fully_shard
 
         for module in (*sharded_layers(model), model):
-            fully_shard(module, mesh=mesh[data_parallel])
+            fully_shard(module, mesh=mesh[data_parallel], mp_policy=mixed_precision_policy(accelerator))
     weights = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [weights[names[id(weight)]] for weight in group["params"]]
+    _split_groups_by_mesh(optimizer)
+
+
+def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
+    """Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on
+    GPUs, refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
+    for group in list(optimizer.param_groups):
+        by_mesh: dict[object, list[torch.Tensor]] = {}
+        for weight in group["params"]:
+            by_mesh.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+        if len(by_mesh) > 1:
+            group["params"], *others = by_mesh.values()
+            optimizer.param_groups += [group | {"params": weights} for weights in others]
+
+
+def mixed_precision_policy(accelerator: Accelerator) -> "MixedPrecisionPolicy":
+    """What FSDP2 casts: in bf16, it gathers weights in bf16 and sums gradients in float32, as torchtitan does by
+    default. Accelerate's default is to sum them in bf16; then the result depends more on the number of processes."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if accelerator.mixed_precision != "bf16":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from common.environment import device_type, has_gpu
+
 # Dense bf16 and fp16 floating-point operations per second, from NVIDIA's data sheets. For H100,
 # H200, L4 and L40S they list twice as much, with sparsity. The more specific name comes first.
 PEAK_FLOPS = {
+    "H200 NVL": 836e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -23,7 +26,8 @@ PEAK_FLOPS = {
 
 def hardware() -> dict[str, Any]:
     """Processor, cores and GPUs of this machine, for the run card."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    module: Any = torch.get_device_module(device_type())
+    gpus = [module.get_device_name(index) for index in range(torch.accelerator.device_count())] if has_gpu() else []
     return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpus": gpus}
 
 

@@ -44,12 +44,17 @@ class HangWatch:
         if self.timeout:
             self._thread.join()  # it must not use the store while the process group is destroyed
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call of `progress`."""
+        return time.monotonic() - self._last
+
     def progress(self) -> None:
         self._count, self._last = self._count + 1, time.monotonic()
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.timeout / 4)):
-            if time.monotonic() - self._last > self.timeout:
+            if self.idle_s > self.timeout:
                 error = HangError(self._report())
                 if not self._stop.is_set():  # else the main thread failed or finished in the meantime
                     write_failure(self.output_dir, first_failure(error))
@@ -78,7 +83,7 @@ class HangWatch:
         while frame is not None:
             path = frame.f_code.co_filename
             # Not torch/distributed/elastic: it calls main, so it is in every stack.
-            waits = waits or re.search("torch/(autograd|distributed/(?!elastic))", path) is not None
+            waits = waits or re.search("torch/(autograd|cuda|distributed/(?!elastic))", path) is not None
             if place is None and "site-packages" not in path and "lib/python" not in path:
                 place = f"{path}:{frame.f_lineno} ({frame.f_code.co_name})"
             frame = frame.f_back

@@ -1,6 +1,8 @@
 """Stops a run on a signal, a non-finite number or a hang."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -10,11 +12,13 @@ import torch
 from accelerate import Accelerator
 
 from common.cpu_group import CpuGroup
-from common.errors import NonFiniteError, RunError, StoppedError
+from common.errors import NonFiniteError, RunError, StoppedError, UsageError
 from common.parallel.trainer import StepResult
 from common.plan import Plan
 from common.stopping import signals
+from common.stopping.advice import advice_for
 from common.stopping.hang import HangWatch
+from common.stopping.peers import PeerWatch
 
 MAX_SKIPS_IN_ROW = 40  # by then a loss scale of 2^16 has fallen to 2^-24
 MAX_IDS_NAMED = 8
@@ -24,7 +28,8 @@ class Watch:
     """Lets all processes agree, after each step, on whether to go on.
 
     An all-reduce counts the processes with a stop request and the processes with a non-finite number.
-    The counts are read one step late, so that no step waits for them.
+    The counts are read one step late, so that no step waits for them; of several GPUs two steps late, because
+    the numbers of a step arrive on the CPU a step later.
 
     Attributes:
         stop_requested: whether a process received a signal; the same in all processes.
@@ -32,33 +37,40 @@ class Watch:
 
     def __init__(self, accelerator: Accelerator, plan: Plan, group: CpuGroup):
         self.plan, self.group, self.stop_requested = plan, group, False
-        self._on_gpu = accelerator.device.type != "cpu"
-        self._pending: _Pending | None = None
+        self._device = accelerator.device
+        self._delay = 2 if accelerator.device.type != "cpu" and group.size > 1 else 1
+        self._pending: list[_Pending] = []
         self._results: dict[int, StepResult] = {}
         self._skips_in_row = 0
+        self._num_saves = 0
         self._hangs = HangWatch(plan, group)
+        self._peers = PeerWatch(group, plan.config.output_dir, lambda: 0 if self._num_saves else self._hangs.idle_s)
 
     def __enter__(self) -> Self:
         signals.catch()  # before this, a signal ended the process: there was nothing to save
         self._hangs.start()
+        self._peers.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._peers.stop(failed=error is not None)
         self._hangs.stop()
         if error is None:  # after an error, a signal must not end the process before it has reported the error
             signals.release()
+        elif advice := advice_for(error, self.plan):
+            raise UsageError(advice) from None
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Checks the numbers of optimizer step `step`, counted from 1, and polls for a stop request.
 
         Raises:
-            NonFiniteError: a loss or gradient norm of this step, or of the one before it, is not
+            NonFiniteError: a loss or gradient norm of this step, or of the one or two before it, is not
                 finite in any process. The current step is checked at once if it is
                 recorded, evaluated or saved.
         """
-        self._results = {number: kept for number, kept in self._results.items() if number == step - 1}
+        self._results = {number: kept for number, kept in self._results.items() if number >= step - self._delay}
         self._results[step] = result
         self._skips_in_row = self._skips_in_row + 1 if result.skipped else 0
         if self._skips_in_row >= MAX_SKIPS_IN_ROW:
@@ -74,27 +86,42 @@ class Watch:
         """Reports progress of this process to the hang watch, which restarts its timeout."""
         self._hangs.progress()
 
+    @contextmanager
+    def save(self) -> Iterator[None]:
+        """Surrounds the write of a checkpoint. The process is not ended within it because of a lost peer."""
+        self._num_saves += 1
+        try:
+            yield
+        finally:
+            self._num_saves -= 1
+            self.progress()
+
     def poll(self) -> bool:
         """Polls for a stop request during long work outside steps, such as evaluation. Collective.
 
         Returns:
-            Whether the poll before this one found a request: each answer is read one poll late.
+            Whether an earlier poll found a request: each answer is read one or two polls late.
         """
         self._start_poll()
         return self.stop_requested
 
     def _start_poll(self, step: int | None = None, result: StepResult | None = None) -> None:
         self.progress()
-        self.settle()
+        while len(self._pending) >= self._delay:
+            self._read_oldest()
+        for pending in self._pending:
+            pending.start()
         given = [] if result is None or result.skipped else [*result.losses, result.grad_norm]
         values = [value for value in given if value is not None]
-        self._pending = _Pending(step, signals.received() is not None, values, self.group, self._on_gpu)
+        self._pending.append(_Pending(step, signals.received() is not None, values, self.group, self._device))
 
     def settle(self) -> None:
-        """Waits for the answer to the last poll. Raises NonFiniteError like `after_step`."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
+        """Waits for the answers to all polls. Raises NonFiniteError like `after_step`."""
+        while self._pending:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        pending = self._pending.pop(0)
         num_stopping, num_not_finite = pending.read()
         if num_not_finite:
             assert pending.step is not None  # only a poll after a step has numbers
@@ -132,24 +159,39 @@ class _Pending:
     """Counts that are not read yet: processes with a stop request, processes with a non-finite number."""
 
     def __init__(
-        self, step: int | None, stops: bool, values: list[torch.Tensor | float], group: CpuGroup, on_gpu: bool
+        self,
+        step: int | None,
+        stops: bool,
+        values: list[torch.Tensor | float],
+        group: CpuGroup,
+        device: torch.device,
     ):
-        self.step, self._group, self._event = step, group, None
-        self._vector = torch.tensor([float(stops), 0.0])
-        if on_gpu and values:
-            finite = torch.stack([torch.as_tensor(value, device="cuda").float() for value in values]).isfinite().all()
-            self._is_finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
-            self._event = torch.cuda.Event()
+        self.step, self._stops, self._group = step, stops, group
+        self._event: torch.Event | None = None
+        self._work: torch.distributed.Work | None = None
+        self._counts: torch.Tensor | None = None
+        if device.type != "cpu" and values:
+            finite = torch.stack([torch.as_tensor(value, device=device).float() for value in values]).isfinite().all()
+            self._is_finite: torch.Tensor | bool = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._is_finite.copy_(finite, non_blocking=True)
+            self._event = torch.Event(device)
             self._event.record()
-            return
-        self._vector[1] = not all(math.isfinite(value) for value in values)
-        self._work = group.sum_async(self._vector)
+        else:
+            self._is_finite = all(math.isfinite(value) for value in values)
+            self.start()
 
-    def read(self) -> tuple[float, float]:
-        if self._event is not None:
-            self._event.synchronize()
-            self._vector[1] = not bool(self._is_finite)
-            self._work = self._group.sum_async(self._vector)
+    def start(self) -> None:
+        """Starts the sum over processes, once the numbers are on the CPU. All processes start them in one order."""
+        if self._counts is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._counts = torch.tensor([float(self._stops), float(not self._is_finite)])
+            self._work = self._group.sum_async(self._counts)
+
+    def read(self) -> list[float]:
+        """[processes with a stop request, processes with a non-finite number]"""
+        self.start()
         if self._work is not None:
             self._work.wait()
-        return tuple(self._vector.tolist())
+        assert self._counts is not None
+        return self._counts.tolist()

@@ -169,7 +169,7 @@ def test_state_of_several_parameter_groups_is_saved(tmp_path: Path, config: str)
 def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
     path = undisturbed("ddp", COURSE).output_dir / "checkpoints" / "step_00000012"
     run = fork(tmp_path / "run", "single", DISTURBED, f"{COURSE} --resume_from_checkpoint {path}")
-    assert "it was saved by 2 processes and goes on in 1 process: samples" in run.stdout
+    assert "it was saved by 2 processes on cpu and goes on in 1 process on cpu: samples" in run.stdout
     assert run.column("learning_rate") == undisturbed("ddp", COURSE).column("learning_rate")[-1:]
 
 
@@ -188,7 +188,7 @@ def test_processes_that_share_samples_share_random_states(tmp_path: Path) -> Non
     arguments = "--max_steps 4 --save_every 2 --keep_checkpoints 9 --model mlp"
     path = fork(tmp_path / "ddp", "ddp", MNIST, arguments).output_dir / "checkpoints" / "step_00000002"
     run = fork(tmp_path / "run", "tensor_parallel", MNIST, f"{arguments} --resume_from_checkpoint {path}")
-    assert "it was saved by 2 processes and goes on in 2 processes in 1 group" in run.stdout
+    assert "it was saved by 2 processes on cpu and goes on in 2 processes in 1 group on cpu" in run.stdout
     reader = Reader(run.output_dir / "checkpoints" / "step_00000004")
     states = [reader.tensor(f"process_0000{process}.random.torch") for process in (0, 1)]
     assert torch.equal(*states)

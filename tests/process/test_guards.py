@@ -185,6 +185,43 @@ def test_missing_compiler(tmp_path: Path) -> None:
         assert "needs a C++ compiler (Debian: apt-get install g++): no no-such-compiler found" in refused(run)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            "--case memory",
+            "out of memory with 32 samples per forward pass: type --micro_batch_size 16, or a config that",
+        ),
+        ("--case memory --micro_batch_size 1", "out of memory with 1 samples per forward pass: type a config that"),
+        ("--case put --deterministic", "--deterministic: put_ has no deterministic kernel"),
+    ],
+)
+def test_error_of_torch_that_a_flag_avoids(tmp_path: Path, arguments: str, expected: str) -> None:
+    run = fork(tmp_path / "run", "ddp", MISFIT, arguments, succeeds=False)
+    assert expected in refused(run)
+
+
+def test_deterministic_kernels_give_the_same_result(tmp_path: Path) -> None:
+    flags = "--max_steps 4 --log_every 1"
+    plain, deterministic = (
+        fork(tmp_path / name, "ddp", MNIST, flags + more)
+        for name, more in (("plain", ""), ("deterministic", " --deterministic"))
+    )
+    assert deterministic.column("train/loss") == pytest.approx(plain.column("train/loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("tensor_parallel", "fp16 does not work with tensor parallelism: type --mixed_precision bf16"),
+        ("deepspeed_zero2", "fp16 under DeepSpeed is not supported yet: type --mixed_precision bf16"),
+    ],
+)
+def test_fp16_that_does_not_work(tmp_path: Path, config: str, expected: str) -> None:
+    run = fork(tmp_path / "run", config, MNIST, "--model mlp", options="--mixed_precision fp16", succeeds=False)
+    assert expected in refused(run)
+
+
 def test_batch_norm_is_pointed_out(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MISFIT, "--case batch_norm --max_steps 2")
     assert run.stdout.count("this model has BatchNorm, which normalizes 32 of 64 samples at a time") == 1

@@ -168,6 +168,23 @@ def test_signal_saves_no_step_whose_gradient_nobody_looked_at(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("stuck_error", "RuntimeError: an error in one process"),
+        pytest.param(
+            "stuck_kill", "stopped: process 1 has ended; the launcher's report says how", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_process_that_waits_for_a_lost_peer_ends(tmp_path: Path, fault: str, expected: str) -> None:
+    """The other process blocks as in a wait for a GPU: without Python code, so that it handles no signal."""
+    flags = f"{COURSE} --fault {fault} --fault_step 4 --fault_process 1"
+    run = launch(tmp_path / "run", "ddp", DISTURBED, flags, env={"OMP_NUM_THREADS": "1"}, succeeds=False)
+    assert_ended_soon(run, 20)  # torchrun would kill it after 30 s
+    assert (run.card["status"], run.card["error"]) == ("failed", expected)
+
+
+@pytest.mark.parametrize(
     ("config", "fault", "expected"),
     [
         ("ddp", "hang", r"process 1 did not arrive, it is at .*/disturbed\.py:\d+ \(strike\)"),

@@ -1,5 +1,6 @@
 """A recipe with random numbers in the data and the forward pass, and with a fault at a chosen step."""
 
+import ctypes
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from common.data import Batch
 
 FAULTS = ("none", "kill", "kill_all", "kill_launcher", "signal", "hang", "stop", "nan", "evaluation", "vanish")
 FAULTS += ("spoil",)  # a signal; the next step has a finite loss with a non-finite gradient
+FAULTS += ("stuck_error", "stuck_kill")  # this process ends; the others block without running Python code
 FAULTS += ("write", "slow_write")  # faults during the write of a checkpoint
 
 
@@ -71,7 +73,8 @@ class Fault:
         self.config, self.count = config, 0
         self.marker = Path(config.output_dir) / "fault_was_here"
         self.spoils = False
-        self.mine = process == config.fault_process and not self.marker.exists()
+        self.ends = process == config.fault_process
+        self.mine = (self.ends or config.fault.startswith("stuck")) and not self.marker.exists()
 
     def happens(self) -> bool:
         """Counts its calls. Returns True once, in call `--fault_step` (from 0) in `--fault_process`."""
@@ -120,6 +123,15 @@ class Fault:
             os.kill(os.getpid(), getattr(signal, self.config.signal))
             time.sleep(0.1)  # until the listening thread has noted the signal
             self.spoils = kind == "spoil"
+        elif kind.startswith("stuck") and not self.ends:
+            time.sleep(0.5)  # the other process ends first
+            mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)  # never returns, not even for a signal, like a wait for a GPU
+        elif kind == "stuck_error":
+            raise RuntimeError("an error in one process")
+        elif kind == "stuck_kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "hang":
             time.sleep(1000)
         elif kind == "stop":

@@ -12,7 +12,7 @@ from common import RunConfig, UsageError, fit, flag, run, start
 from common.data import Batch
 from common.data.images import ImageDataset
 
-CASES = ("none", "iterable", "batch_norm", "nan", "crash", "one_process", "late", "frozen")
+CASES = ("none", "iterable", "batch_norm", "nan", "crash", "one_process", "late", "frozen", "memory", "put")
 
 
 @dataclass(kw_only=True)
@@ -43,6 +43,10 @@ def main(config: Config) -> None:
             raise UsageError("this process alone has a problem later")
         if config.case == "crash" and accelerator.process_index == 1:
             raise ZeroDivisionError("a bug in a recipe")
+        if config.case == "memory":
+            torch.empty(10**15)
+        if config.case == "put":
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # has no deterministic kernel
         return {"loss": loss * torch.nan if config.case == "nan" else loss}
 
     optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)
