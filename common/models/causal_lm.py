@@ -7,7 +7,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.data.text import IGNORED
 from common.errors import UsageError
@@ -81,10 +88,31 @@ def with_losses(model: PreTrainedModel) -> PreTrainedModel:
     def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor) -> Tensor:
         return self.losses(type(self).forward(self, input_ids=tokens, use_cache=False).logits, tokens, labels)
 
+    _attend_without_mask(model)
     # Methods: a deep copy of the model then calls its own layers.
     model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
     model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export
     return model
+
+
+def _attend_without_mask(model: PreTrainedModel) -> None:
+    """Lets PyTorch's attention use `is_causal` instead of a mask, which gives the same logits if all layers attend to
+    all earlier tokens and samples hold no padding before a label.
+
+    With a mask function, as "sdpa" has, transformers reads from the device in each forward pass; compiled, it builds a
+    mask, which rules out flash attention. config.json does not get the name.
+    """
+    config = model.config.get_text_config()
+    is_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    limits = ("sliding_window", "attention_chunk_size")
+    if (
+        config._attn_implementation == "sdpa"
+        and model._supports_attention_backend
+        and is_full
+        and not any(getattr(config, limit, None) for limit in limits)
+    ):
+        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+        config._attn_implementation = "causal_sdpa"
 
 
 def flops_per_sample(model: PreTrainedModel, context: int) -> float:

@@ -214,10 +214,19 @@ class Pipeline(nn.Module):
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of all stages, on the CPU, in the first stage; an empty dict in the others."""
-        parts: list[Any] | None = [None] * self.num_stages if self.is_first else None
-        here = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        dist.gather_object(here, parts, group_dst=0, group=self.group)
-        return {name: tensor for part in parts or [] for name, tensor in part.items()}
+        shapes: list[Any] = [None] * self.num_stages
+        own_shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        dist.all_gather_object(shapes, own_shapes, self.group)
+        gathered = {name: tensor.detach().cpu() for name, tensor in tensors.items()} if self.is_first else {}
+        for stage in range(1, self.num_stages):
+            for name, (shape, dtype) in shapes[stage].items():  # one at a time: a GPU may lack memory for a stage
+                if self.index == stage:
+                    dist.send(tensors[name].detach().contiguous(), group_dst=0, group=self.group)
+                elif self.is_first:
+                    received = torch.empty(shape, dtype=dtype, device=self.device)
+                    dist.recv(received, group_src=stage, group=self.group)
+                    gathered[name] = received.cpu()
+        return gathered
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         number = int(target)

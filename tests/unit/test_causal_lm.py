@@ -1,0 +1,85 @@
+"""Promise: a model of transformers that returns losses is the same model."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from common.models.causal_lm import with_losses
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, bos_token_id=None, eos_token_id=None)
+MODELS = {
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)), "causal_sdpa"),
+    "gpt2": (lambda: GPT2LMHeadModel(GPT2), "causal_sdpa"),
+    "qwen2": (lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2)), "causal_sdpa"),
+    "sliding window": (
+        lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)),
+        "sdpa",
+    ),
+    "eager": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager")), "eager"),
+}
+
+
+def losses_by_hand(model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_are_those_of_the_model(tmp_path: Path, name: str) -> None:
+    build, attention = MODELS[name]
+    torch.manual_seed(0)
+    model = build().eval()
+    tokens, labels = torch.randint(0, 64, (2, 2, 16)).unbind()
+    expected = losses_by_hand(model, tokens, labels)
+    kind, names = type(model), list(model.state_dict())
+    model = with_losses(model)
+    assert model.config._attn_implementation == attention
+    torch.testing.assert_close(model(tokens, labels), expected, rtol=1e-5, atol=0)
+    assert type(model) is kind and list(model.state_dict()) == names
+    model.config.save_pretrained(tmp_path)
+    assert "causal_sdpa" not in (tmp_path / "config.json").read_text()
+
+
+class DeviceReads(TorchDispatchMode):
+    """Counts the operations that would make the CPU wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_forward_pass_reads_nothing_from_the_device() -> None:
+    tokens, labels = torch.randint(0, 64, (2, 2, 16)).unbind()
+    for name, expected in (("llama", 0), ("sliding window", 1)):  # the second shows that it counts
+        model = with_losses(MODELS[name][0]())
+        with DeviceReads() as reads:
+            model(tokens, labels)
+        assert min(reads.count, 1) == expected, name
+
+
+def test_copy_calls_its_own_layers() -> None:
+    model = with_losses(MODELS["llama"][0]().eval())
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    tokens, labels = torch.randint(0, 64, (2, 2, 16)).unbind()
+    assert not torch.equal(other(tokens, labels), model(tokens, labels))
