@@ -43,9 +43,10 @@ def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
         if given not in ("auto", value):
             raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
         section[key] = value
-    # By default each of DeepSpeed's buffers holds 500 million values, 2 GB, even for a small model.
+    # DeepSpeed's default of 500 million values takes 2 GB per bucket, even for a small model. It also makes one bucket of
+    # most models, so that communication starts when the backward pass has ended.
     num_weights = sum(weight.numel() for weight in model.parameters())
-    bucket_size = min(num_weights + num_weights % 2, 500_000_000)  # DeepSpeed needs an even size
+    bucket_size = min(num_weights + num_weights % 2, 50_000_000)  # DeepSpeed needs an even size
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         section.setdefault("zero_optimization", {}).setdefault(bucket, bucket_size)
     accelerator.gradient_accumulation_steps = plan.accumulation

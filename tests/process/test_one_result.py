@@ -86,14 +86,29 @@ def test_accumulation_when_sharded(tmp_path: Path, reference: Callable[..., Run]
     assert_same_result(run, reference(script, arguments))
 
 
-@pytest.mark.parametrize("config", BF16_CONFIGS)
-@pytest.mark.parametrize("recipe", BF16_RECIPES)
+ONE_MACHINE = "--num_machines 1 --machine_rank 0 --rdzv_backend static"
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "options", "flags"),
+    [
+        *((config, recipe, "", "") for config in BF16_CONFIGS for recipe in BF16_RECIPES),
+        ("hsdp", "transformer", "", "--micro_batch_size 2"),
+        ("tensor_parallel", "transformer", "", "--micro_batch_size 8"),
+        ("fsdp2_tensor_parallel", "transformer", "", "--micro_batch_size 4"),
+        ("pipeline_parallel", "transformer", "", "--pipeline_stages 2"),
+        pytest.param("multi_node_ddp", "transformer", ONE_MACHINE, "", marks=pytest.mark.full),
+        pytest.param("multi_node_hsdp", "transformer", ONE_MACHINE, "", marks=pytest.mark.full),
+        pytest.param("multi_node_deepspeed_zero3", "transformer", ONE_MACHINE, "", marks=pytest.mark.full),
+    ],
+)
 def test_bf16_is_close_to_bf16_on_one_process(
-    tmp_path: Path, reference: Callable[..., Run], config: str, recipe: str
+    tmp_path: Path, reference: Callable[..., Run], config: str, recipe: str, options: str, flags: str
 ) -> None:
     script, arguments = BF16_RECIPES[recipe]
-    expected = reference(script, arguments, "--mixed_precision bf16")
-    run = fork(tmp_path / "run", config, script, arguments)
+    in_bf16 = "--mixed_precision bf16"
+    expected = reference(script, arguments, in_bf16)
+    run = fork(tmp_path / "run", config, script, f"{arguments} {flags}", options=f"{in_bf16} {options}")
     assert run.card["precision"] == expected.card["precision"] == "bf16"
     assert run.column("learning_rate") == expected.column("learning_rate")
     assert run.column("train/loss")[0] == pytest.approx(expected.column("train/loss")[0], rel=BF16_ROUNDING / 16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.launching import CONFIGS, fork
-from support.recipes import LINEAR, MNIST, RECIPES, TRANSFORMER
+from support.recipes import FOREACH, LINEAR, MNIST, RECIPES, TRANSFORMER
 from support.runs import Run, assert_same_result, refused
 from support.small_model import write_model
 
@@ -43,6 +43,17 @@ def test_sizes_that_would_not_be_applied(tmp_path: Path, config: str, before: st
     (tmp_path / "config.yaml").write_text(text.replace(before, after) + "fsdp_config:\n  fsdp_version: 2\n")
     run = fork(tmp_path / "run", tmp_path / "config.yaml", MNIST, "--model mlp", succeeds=False)
     assert expected in refused(run)
+
+
+@pytest.mark.parametrize("config", ["tensor_parallel", "fsdp2_tensor_parallel"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_kernels_that_update_several_weights_at_once(
+    tmp_path: Path, reference: Callable[..., Run], config: str, optimizer: str
+) -> None:
+    """They refuse a list that mixes DTensors and plain tensors, or device meshes."""
+    arguments = f"{RECIPES['mnist mlp'][1]} --optimizer {optimizer}"
+    run = fork(tmp_path / "run", config, FOREACH, arguments)
+    assert_same_result(run, reference(MNIST, arguments))
 
 
 def test_hsdp_and_tensor_parallelism_together(tmp_path: Path, reference: Callable[..., Run]) -> None:

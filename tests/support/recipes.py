@@ -7,6 +7,7 @@ LINEAR = "recipes/linear_regression.py"
 TRANSFORMER = "recipes/transformer.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
+FOREACH = "tests/scripts/foreach.py"
 SAME_SAMPLES = "tests/scripts/same_samples.py"
 CASES = "tests/support/cases.py"
 
