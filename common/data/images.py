@@ -39,7 +39,7 @@ class ImageDataset(InMemoryDataset):
         return len(self.images)
 
     def rows(self, ids: torch.Tensor) -> Batch:
-        return {"image": self.images[ids], "label": self.labels[ids]}
+        return {"image": self.images.index_select(0, ids), "label": self.labels[ids]}
 
     def transform(self, batch: Batch) -> Batch:
         return batch | {"image": batch["image"].float().div_(255)}

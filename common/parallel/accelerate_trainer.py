@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.data.batches import Batch
 from common.parallel.guards import check_all_used
+from common.parallel.parts import is_divided, local
 from common.parallel.trainer import StepResult, Trainer, weighted_sum
 
 
@@ -19,7 +20,11 @@ class AccelerateTrainer(Trainer):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        by_mesh: dict[object, list[nn.Parameter]] = {}
+        for group in self.optimizer.param_groups:
+            for weight in group["params"]:
+                by_mesh.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+        self._by_mesh = list(by_mesh.values())
         self._waits_for_all_weights = (
             isinstance(self.model, DistributedDataParallel) or self.accelerator.distributed_type == DistributedType.FSDP
         )
@@ -71,17 +76,21 @@ class AccelerateTrainer(Trainer):
         return weighted_sum(loss, batch)
 
     def _clip(self, max_norm: float) -> Tensor:
-        """Clips the gradient of the whole model to `max_norm`, unless that is 0; returns the norm before clipping."""
+        """Clips the gradient of the whole model to `max_norm`, unless that is 0; returns the norm before clipping.
+
+        Like torch's `clip_grad_norm_`, but for several device meshes, and without its search for devices and types.
+        """
         self.accelerator.unscale_gradients(self.optimizer)
-        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
-        # One norm per device mesh, then the norm of those norms.
-        by_mesh: dict[object, list[Tensor]] = {}
-        for gradient in gradients:
-            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
-        norms = [nn.utils.get_total_norm(group) for group in by_mesh.values()]
-        norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-        norm = nn.utils.get_total_norm(norms) if len(norms) > 1 else norms[0]
+        groups = [[weight.grad for weight in weights if weight.grad is not None] for weights in self._by_mesh]
+        norms = [_norm(gradients) for gradients in groups if gradients]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         if max_norm:
-            local = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
-            torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # as clip_grad_norm_ does
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for gradients in groups:
+                torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
         return norm
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return norm.full_tensor() if is_divided(norm) else norm

@@ -43,8 +43,8 @@ def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
         if given not in ("auto", value):
             raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
         section[key] = value
-    # DeepSpeed's default of 500 million values takes 2 GB per bucket, even for a small model. It also makes one bucket of
-    # most models, so that communication starts when the backward pass has ended.
+    # DeepSpeed's default of 500 million values takes 2 GB per bucket, even for a small model. Most models are smaller:
+    # with one bucket, communication starts when the backward pass has ended.
     num_weights = sum(weight.numel() for weight in model.parameters())
     bucket_size = min(num_weights + num_weights % 2, 50_000_000)  # DeepSpeed needs an even size
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from common.parallel.parts import local
+
 
 class EMA:
     """average <- decay × average + (1 - decay) × weights, after each optimizer step.
@@ -29,7 +31,7 @@ class EMA:
         """Updates the averages with the current weights, after an optimizer step."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        averages, weights = ([_local(tensor) for tensor in part] for part in (self.averages.values(), self.averages))
+        averages, weights = ([local(tensor) for tensor in part] for part in (self.averages.values(), self.averages))
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
@@ -51,8 +53,3 @@ class EMA:
         for module in model.modules():
             if reshard := getattr(module, "reshard", None):
                 reshard()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor on this process; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -60,6 +60,11 @@ def is_divided(tensor: Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "placements")
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a DTensor; any other tensor itself."""
+    return tensor.to_local() if is_divided(tensor) else tensor
+
+
 def parts_of(name: str, tensor: Tensor, of_first: bool = False) -> Iterator[Part]:
     """This process's part of a tensor, whole or sharded; nothing if its shard is empty."""
     if not is_divided(tensor):
