@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train quick quick-tests test test-full lint clean
+.PHONY: train quick quick-tests test test-full test-gpu lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
 train: $(VENV)/installed
@@ -26,6 +26,10 @@ test: $(VENV)/installed lint
 
 test-full: $(VENV)/installed lint
 	$(PYTEST) -m "not gpu"
+
+# One GPU, with the packages of the current environment: a machine with a GPU often has torch installed already.
+test-gpu:
+	python -m pytest -m gpu tests/gpu --report gpu_report.json
 
 lint: $(VENV)/installed
 	ruff check .

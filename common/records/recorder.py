@@ -245,6 +245,12 @@ class Recorder:
         before = read_card(self.output_dir.path).get("attempt")
         return before + 1 if self.plan.config.resume_from_checkpoint and isinstance(before, int) else 1
 
+    def _peak_memory_gib(self) -> float | None:
+        """The most GPU memory that tensors of this process held at one time, in GiB."""
+        if self.accelerator.device.type != "cuda":
+            return None
+        return round(torch.cuda.max_memory_allocated() / 2**30, 3)
+
     def _card(self, exit_code: int | None) -> dict[str, Any]:
         """The run card: status done with an exit code, running without one."""
         return {
@@ -262,6 +268,7 @@ class Recorder:
             "micro_batch_size": self.plan.micro_batch_size,
             "gradient_accumulation_steps": self.plan.accumulation,
             "num_steps": self.plan.num_steps,
+            "peak_memory_gib": self._peak_memory_gib(),
             "skipped_steps": self.state.num_skipped,
             "lost_records": self._num_lost,
             "last_metrics": self.last_metrics,
