@@ -1,4 +1,4 @@
-"""Runs `make quick` with the CUDA build of torch, which `pip install torch` brings on Linux, on a machine without a GPU.
+"""Runs `make quick` with the CUDA build of torch, the one that `pip install torch` brings on Linux, without a GPU.
 
     python tests/cluster/cuda_wheel.py FOLDER INDEX_URL
 
