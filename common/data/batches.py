@@ -96,7 +96,12 @@ def batches(
     fetched: Iterator[Batch]
     if num_workers:
         loader: DataLoader[Batch] = DataLoader(
-            _Fetching(dataset), batch_size=None, sampler=ids, num_workers=num_workers, collate_fn=_as_it_is
+            _Fetching(dataset),
+            batch_size=None,
+            sampler=ids,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=device.type != "cpu",
         )
         fetched = _from_workers(iter(loader))
     else:

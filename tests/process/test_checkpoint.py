@@ -173,6 +173,28 @@ def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed
     assert run.column("learning_rate") == undisturbed("ddp", COURSE).column("learning_rate")[-1:]
 
 
+@pytest.mark.parametrize("device", ["cuda", None])
+def test_checkpoint_of_another_device_seeds_dropout_anew(
+    tmp_path: Path, undisturbed: Callable[[str, str], Run], device: str | None
+) -> None:
+    """The state of a GPU's random numbers is missing on a CPU, and the other way round. A checkpoint of an earlier
+    version does not name the device."""
+    path = tmp_path / "step_00000012"
+    shutil.copytree(undisturbed("single", COURSE).output_dir / "checkpoints" / path.name, path)
+
+    def change(manifest: dict) -> dict:
+        manifest["layout"].pop("device")
+        manifest["layout"] |= {"device": device} if device else {}
+        return manifest
+
+    rewrite(path, change)
+    run = fork(tmp_path / "run", "single", DISTURBED, f"{COURSE} --resume_from_checkpoint {path}")
+    line = "it was saved by 1 process on cuda and goes on in 1 process on cpu: samples"
+    assert (line in run.stdout) == (device == "cuda")
+    same = weight_distance(run, undisturbed("single", COURSE)) == 0
+    assert same == (device is None)
+
+
 def test_sums_of_a_record_under_way_go_on_under_another_number_of_processes(tmp_path: Path) -> None:
     arguments = "--max_steps 8 --log_every 4 --save_every 2 --keep_checkpoints 9 --model mlp"
     one, two = (fork(tmp_path / config, config, MNIST, arguments) for config in ("single", "ddp"))
