@@ -61,5 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     for item in items:
+        if item.get_closest_marker("gpu") is None:
+            continue  # pytest hands the tests of all folders to this function
         if not torch.cuda.is_available() and not (REHEARSES and item.get_closest_marker("needs_gpu") is None):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
