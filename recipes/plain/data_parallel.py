@@ -1,0 +1,86 @@
+"""One process, several GPUs: nn.DataParallel.
+
+    python recipes/plain/data_parallel.py
+
+Idea: one process owns all GPUs. In each step it copies the net to every GPU, runs each part of the batch in a thread,
+and collects outputs and gradients on the first GPU. Without GPUs, nn.DataParallel calls the net itself.
+
+Expect: the losses of one_process.py. On a CPU nothing is parallel, so it takes as long. On GPUs it is mostly slower
+than ddp.py: it copies the weights in each step, Python's global lock holds up the threads, and the first GPU also
+holds all outputs. PyTorch's own documentation advises DistributedDataParallel instead. Not verified on GPUs.
+
+What people get wrong: they print the batch size inside the net and wonder that it is a part of theirs; they average a
+loss that the net returns for each GPU and forget that the last part may be smaller; they save `net.state_dict()` with
+"module." before each name.
+"""
+
+import argparse
+import gzip
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BATCH_SIZE, LEARNING_RATE = 128, 0.01
+
+
+def load_data(data: str) -> list[Tensor]:
+    """[training images, labels, test images, labels]; images are float32 of shape (n, pixels) in [0, 1]."""
+    if data == "digits":
+        digits, order = load_digits(), torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+        images, labels = torch.from_numpy((digits.data / 16 * 255).round() / 255).float(), torch.tensor(digits.target)
+        return [images[order[359:]], labels[order[359:]], images[order[:359]], labels[order[:359]]]
+    arrays = []
+    for name, start in (("train-images", 16), ("train-labels", 8), ("t10k-images", 16), ("t10k-labels", 8)):
+        path = next(Path(data).glob(f"{name}*"))
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        array = torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8)
+        arrays.append(array.view(int.from_bytes(content[4:8]), -1).float() / 255 if start == 16 else array.long())
+    return arrays
+
+
+def sample_ids(step: int, num_samples: int, seed: int) -> Tensor:
+    """The ids of the global batch of a step: each epoch has a new order; its last, smaller batch is dropped."""
+    epoch, position = divmod(step, num_samples // BATCH_SIZE)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(num_samples, generator=generator)
+    return order[position * BATCH_SIZE : (position + 1) * BATCH_SIZE]
+
+
+def make_net(num_pixels: int, seed: int) -> nn.Module:
+    """The net of many tutorials."""
+    torch.manual_seed(seed)
+    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
+    return nn.Sequential(*hidden, nn.Linear(10, 10))
+
+
+def main() -> None:
+    """Trains and evaluates."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    images, labels, test_images, test_labels = load_data(arguments.data)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    net = make_net(images.shape[1], arguments.seed).to(device)
+    parallel_net = nn.DataParallel(net)  # the whole change
+    optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
+    print(f"{max(1, len(parallel_net.device_ids))} device(s)")
+    for step in range(arguments.steps):
+        ids = sample_ids(step, len(images), arguments.seed)
+        loss = F.cross_entropy(parallel_net(images[ids].to(device)), labels[ids].to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"step {step + 1}  loss {loss.item():.7f}")
+    net.eval()
+    with torch.no_grad():
+        accuracy = (net(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean()
+    print(f"accuracy {accuracy:.4f}")
+
+
+if __name__ == "__main__":
+    main()

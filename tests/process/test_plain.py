@@ -1,0 +1,99 @@
+"""Promise: the scripts in recipes/plain give the losses of one process, and those of the recipe."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.launching import execute
+from support.plain import TORCHRUN, accuracy, losses, plain
+from support.recipes import MNIST
+from support.runs import ROOT, Run, largest_difference
+from support.small_mnist import write_mnist
+
+SCRIPTS = sorted((ROOT / "recipes" / "plain").glob("*.py"))
+LONG = {"model_parallel.py", "plain_accelerate.py"}
+# The recipe with the scripts' order of samples (seed 0, batch 128), optimizer and schedule.
+SAME = "--model mlp --optimizer sgd --learning_rate 0.01 --lr_schedule constant --warmup_steps 0 --max_grad_norm 0 "
+SAME += "--batch_size 128 --log_every 1 --max_steps 30"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return plain(tmp_path_factory.mktemp("one_process"), "one_process.py", "--steps 30")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_script_stands_alone_and_is_short(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= (250 if path.name in LONG else 120)
+    assert "from common" not in text and "import common" not in text
+    command = re.search(r"^    ((python|torchrun|accelerate) .*)", text, re.MULTILINE)
+    assert command is not None and f"recipes/plain/{path.name}" in command[1]
+    assert all(word in text for word in ("Idea: ", "Expect", "What people get wrong"))
+
+
+def test_one_process_gives_the_losses_of_the_recipe(one_process: Run, reference: Callable[..., Run]) -> None:
+    assert len(losses(one_process)) == 30
+    assert largest_difference(losses(one_process), reference(MNIST, SAME).column("train/loss")) <= 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "arguments", "num_processes"),
+    [
+        pytest.param("data_parallel.py", "", None),
+        ("gradients_by_hand.py", "--processes 2", None),
+        pytest.param("gradients_by_hand.py", "--processes 2 --torch_order", None),
+        pytest.param("gradients_by_hand.py", "--processes 4", None),
+        pytest.param("ddp.py", "", 1),
+        ("ddp.py", "--accumulate 2", 2),
+        pytest.param("ddp.py", "", 4),
+    ],
+)
+def test_script_gives_the_losses_of_one_process(
+    tmp_path: Path, one_process: Run, script: str, arguments: str, num_processes: int | None
+) -> None:
+    run = plain(tmp_path, script, f"--steps 30 {arguments}", num_processes)
+    assert largest_difference(losses(run), losses(one_process)) <= 1e-5
+    assert accuracy(run) == accuracy(one_process)
+
+
+@pytest.mark.full
+def test_ddp_resumes(tmp_path: Path, one_process: Run) -> None:
+    flags = f"--checkpoint {tmp_path / 'ddp.safetensors'}"
+    plain(tmp_path, "ddp.py", f"--steps 20 --save_every 20 {flags}", 2)
+    run = plain(tmp_path, "ddp.py", f"--steps 30 --resume {flags}", 1)
+    assert largest_difference(losses(run), losses(one_process)[20:]) <= 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", ["unsynchronised_start", "learning_rate_per_process", "set_epoch --torch_order"])
+def test_mistake_changes_the_losses(tmp_path: Path, one_process: Run, mistake: str) -> None:
+    run = plain(tmp_path, "gradients_by_hand.py", f"--steps 30 --processes 2 --mistake {mistake}")
+    assert largest_difference(losses(run), losses(one_process)) > 1e-5
+
+
+@pytest.mark.full
+def test_evaluation_counts_each_sample_once(tmp_path: Path, one_process: Run) -> None:
+    assert accuracy(plain(tmp_path, "evaluation.py", "--steps 30", 2)) == accuracy(one_process)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", ["last_batch_mean", "padded_evaluation"])
+def test_mistake_changes_the_accuracy(tmp_path: Path, mistake: str) -> None:
+    right, wrong = (plain(tmp_path, "evaluation.py", flags, 4) for flags in ("", f"--mistake {mistake}"))
+    assert accuracy(wrong) != accuracy(right)
+
+
+def test_mnist_files(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "mnist")
+    assert len(losses(plain(tmp_path, "one_process.py", f"--steps 3 --data {tmp_path / 'mnist'}"))) == 3
+
+
+@pytest.mark.full
+def test_wrong_number_of_processes(tmp_path: Path) -> None:
+    run = execute([*TORCHRUN, "3", str(ROOT / "recipes" / "plain" / "ddp.py")], tmp_path, tmp_path)
+    assert run.exit_code != 0 and "processes x --accumulate is 3, which does not divide" in run.stderr
