@@ -29,7 +29,7 @@ test-full: $(VENV)/installed lint
 
 # One GPU, with the packages of the current environment: a machine with a GPU often has torch installed already.
 test-gpu:
-	python -m pytest -m gpu tests/gpu --report gpu_report.json
+	PYTHONPATH=$(CURDIR) python -m pytest -m gpu tests/gpu --report gpu_report.json
 
 lint: $(VENV)/installed
 	ruff check .
@@ -37,6 +37,7 @@ lint: $(VENV)/installed
 	codespell $(TEXTS)
 	lint-imports
 	mypy
+	mypy recipes/plain/*.py
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11")'

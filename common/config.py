@@ -262,6 +262,8 @@ def _options(hint: Any, name: str) -> dict[str, Any]:
         return {"action": "store_true"}
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
+    if hint is Path:
+        return {"type": str, "metavar": name.upper()}  # not Path: an empty text would become the current folder
     return {"type": _converter(hint), "metavar": {int: "N", float: "X"}.get(hint, name.upper())}
 
 

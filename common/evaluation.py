@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from common.checkpoint.export import export_model
-from common.data.batches import Batch, ForwardStep, MapDataset, batches
+from common.data.batches import Batch, ForwardStep, MapDataset, batches, resident
 from common.errors import UsageError
 from common.parallel.trainer import Trainer
 from common.plan import Plan
@@ -46,7 +46,9 @@ class Evaluation:
         state: TrainState,
         watch: Watch,
     ):
-        self.trainer, self.eval_set, self.summarize, self.state = trainer, eval_set, summarize, state
+        self.trainer, self.summarize, self.state = trainer, summarize, state
+        num_workers, device = trainer.plan.config.num_workers, trainer.accelerator.device
+        self.eval_set = eval_set if num_workers else resident(eval_set, device)  # moved once, not in each evaluation
         self.watch = watch
         self.metrics: Metrics = {}
         name = trainer.plan.config.metric_for_best_model

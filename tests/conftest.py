@@ -12,6 +12,13 @@ from support.recipes import DISTURBED
 from support.runs import Run
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A session in which every test is skipped has shown nothing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and reporter.stats.get("skipped") and not reporter.stats.get("passed"):
+        session.exitstatus = session.exitstatus or 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the unit tests as quick, because they start no processes."""
     for item in items:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -28,7 +28,7 @@ class MapDataset(Protocol):
 class InMemoryDataset(Dataset):
     """A dataset whose samples are rows of tensors in memory. A batch is one indexing operation per tensor.
 
-    On a GPU, `batches` moves small datasets there once, and large ones batch by batch, before `transform`.
+    On a GPU, `batches` moves small datasets there as a whole, and large ones batch by batch, before `transform`.
     """
 
     @abstractmethod
@@ -36,7 +36,7 @@ class InMemoryDataset(Dataset):
         """The samples of these ids as stored. `ids`: int64 of shape (batch,), on the device of the tensors."""
 
     def transform(self, batch: Batch) -> Batch:
-        """Turns the result of `rows` into what the model gets. Runs on the device of the model."""
+        """Turns the result of `rows` into what the model gets. Runs on the model's device, except in a worker."""
         return batch
 
     def to(self, device: torch.device) -> Self:
@@ -44,6 +44,11 @@ class InMemoryDataset(Dataset):
         moved = copy(self)
         vars(moved).update({name: tensor.to(device) for name, tensor in self._tensors().items()})
         return moved
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return next(iter(self._tensors().values())).device
 
     @property
     def num_bytes(self) -> int:
@@ -90,8 +95,8 @@ def batches(
     Raises:
         UsageError: samples are not dicts, or cannot be combined into a batch.
     """
-    if isinstance(dataset, InMemoryDataset) and not num_workers:
-        return _from_memory(dataset, sample_ids, device)
+    if _gathers(dataset) and not num_workers:
+        return _from_memory(resident(dataset, device), sample_ids, device)
     ids = (batch.tolist() for batch in sample_ids)
     fetched: Iterator[Batch]
     if num_workers:
@@ -109,11 +114,25 @@ def batches(
     return (_moved(batch, device) for batch in fetched)
 
 
+def resident(dataset: Any, device: torch.device) -> Any:
+    """The dataset on the device if it is small and in memory; else the dataset itself."""
+    if device.type == "cpu" or not _gathers(dataset) or dataset.num_bytes > MAX_BYTES_ON_DEVICE:
+        return dataset
+    return dataset.to(device)
+
+
+def _gathers(dataset: Any) -> TypeGuard[InMemoryDataset]:
+    """Whether `rows` and `transform` are all that makes a sample: a subclass may have overridden its indexing."""
+    kind, names = type(dataset), ("__getitem__", "__getitems__")
+    return isinstance(dataset, InMemoryDataset) and all(
+        getattr(kind, name) is getattr(InMemoryDataset, name) for name in names
+    )
+
+
 def _from_memory(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:
-    if device.type != "cpu" and dataset.num_bytes <= MAX_BYTES_ON_DEVICE:
-        dataset = dataset.to(device)
-        sample_ids = (_moved({"ids": ids}, device)["ids"] for ids in sample_ids)
+    is_resident = dataset.device.type == device.type
     for ids in sample_ids:
+        ids = _moved({"ids": ids}, device)["ids"] if is_resident else ids
         yield dataset.transform(_moved(dataset.rows(ids), device))
 
 
@@ -151,7 +170,7 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
         return batch
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     # A copy from pinned memory does not block the CPU.
-    pinned = {name: value if value.device == device else value.pin_memory() for name, value in tensors.items()}
+    pinned = {name: value.pin_memory() if value.device.type == "cpu" else value for name, value in tensors.items()}
     return batch | {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
 
 

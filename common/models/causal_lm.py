@@ -113,6 +113,8 @@ def _attend_without_mask(model: PreTrainedModel) -> None:
     ):
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         config._attn_implementation = "causal_sdpa"
+        if _sees_the_future(model):  # a model with its own use of the mask, for example Doge
+            config._attn_implementation = "sdpa"
 
 
 def flops_per_sample(model: PreTrainedModel, context: int) -> float:

@@ -18,14 +18,13 @@ from common.parallel.guards import (
     freeze_what_is_not_trained,
     say_what_depends_on_the_layout,
 )
-from common.parallel.parts import is_divided
+from common.parallel.parts import is_divided, local
 from common.parallel.pipeline import Pipeline, PipelineTrainer
 from common.parallel.tensor_parallel import parallelize, sharded_layers, tensor_parallel_size
 from common.parallel.trainer import Trainer
 from common.plan import Plan
 
-HAVE_FUSED_KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-HAVE_THEM_FOR_DTENSORS = (torch.optim.Adam, torch.optim.AdamW)  # torch 2.13
+FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def prepare(
@@ -87,18 +86,33 @@ def _hand_to_accelerate(
 
 def _choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
     """Lets an optimizer of torch update all weights in one kernel. Leaves the choice of the recipe, if it made one."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    choices = ("fused", "foreach", "capturable", "differentiable")
+    weights = [local(weight) for group in optimizer.param_groups for weight in group["params"]]
+    chosen = any(optimizer.defaults.get(name) is not None for name in ("fused", "foreach"))
+    chosen = chosen or any(optimizer.defaults.get(name) for name in ("capturable", "differentiable"))
+    # A fused kernel hides the steps that loss scaling skips, and ignores the strides of a weight with gaps.
     if (
-        accelerator.scaler is None  # a fused kernel hides the steps that loss scaling skips
-        and isinstance(optimizer, HAVE_THEM_FOR_DTENSORS if any(map(is_divided, weights)) else HAVE_FUSED_KERNELS)
-        and not any(optimizer.defaults.get(choice) is not None for choice in choices[:2])
-        and not any(optimizer.defaults.get(choice) for choice in choices[2:])
-        and all(weight.is_floating_point() for weight in weights)
+        not chosen
+        and accelerator.scaler is None
+        and _has_fused_kernel(optimizer)
+        and all(weight.is_floating_point() and _is_dense(weight) for weight in weights)
     ):
         optimizer.defaults["fused"] = True
         for group in optimizer.param_groups:
             group["fused"] = True
+
+
+def _has_fused_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch 2.13 has a kernel that gives the same result. That of SGD fails on DTensors, and with momentum if
+    a weight gets its first gradient later than others."""
+    if type(optimizer) in FUSED_ADAM:
+        return True
+    groups = optimizer.param_groups
+    plain = not any(group.get("momentum") or any(map(is_divided, group["params"])) for group in groups)
+    return type(optimizer) is torch.optim.SGD and plain
+
+
+def _is_dense(weight: Tensor) -> bool:
+    return torch.empty_like(weight, device="meta").stride() == weight.stride()
 
 
 def _compile(accelerator: Accelerator, model: nn.Module) -> None:

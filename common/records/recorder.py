@@ -233,7 +233,10 @@ class Recorder:
         summary = {f"summary/{name}": value for name, value in last.items()}
         self.accelerator.log(summary, step=self.last_metrics.get("step"))
         for tracker in self.accelerator.trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:  # it must not hide how the run ended
+                print(f"{tracker.name} did not finish: {error}", file=sys.stderr, flush=True)
 
     def _goes_on_after(self, record: dict[str, Any]) -> bool:
         """Whether to keep an earlier record: this run does not write it again."""

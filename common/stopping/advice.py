@@ -1,4 +1,6 @@
-"""Errors of torch that a flag avoids."""
+"""Errors of torch that a flag can prevent."""
+
+import re
 
 import torch
 
@@ -7,12 +9,15 @@ from common.plan import Plan
 
 def advice_for(error: BaseException, plan: Plan) -> str | None:
     """The line to show instead of the error's traceback; None if there is nothing to advise."""
-    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-        sharded = "a config that shards the model, for example accelerate_configs/fsdp2.yaml"
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
+        amount = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
         size, own_samples = plan.micro_batch_size, plan.micro_batch_size * plan.accumulation
         smaller = max((value for value in range(1, size) if own_samples % value == 0), default=None)
-        choices = sharded if smaller is None else f"--micro_batch_size {smaller}, or {sharded}"
-        return f"out of memory with {size} samples per forward pass: type {choices}"
-    if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error):
-        return f"--deterministic: {str(error).partition(' does not')[0]} has no deterministic kernel: remove that flag"
+        sharded = "shard the model over more GPUs, for example with accelerate_configs/fsdp2.yaml"
+        choices = sharded if smaller is None else f"type --micro_batch_size {smaller}, or {sharded}"
+        what = f"{size} sample{'s' * (size > 1)} per forward pass"
+        return f"out of memory with {what}{f', {amount[1]} more' if amount else ''}: {choices}"
+    if plan.config.deterministic and "does not have a deterministic implementation" in text:
+        return f"--deterministic: {text.partition(' does not')[0]} has no deterministic kernel: remove that flag"
     return None

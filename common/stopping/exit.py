@@ -1,6 +1,7 @@
 """`run(main, Config)`: turns errors into exit codes and prints the first error of a machine."""
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -44,6 +45,7 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     except (Exception, KeyboardInterrupt) as error:
         end(error)
     if torch.distributed.is_initialized():
+        gc.collect()  # a DDP model that outlives its process group may abort the process
         torch.distributed.destroy_process_group()
     sys.exit(0)
 

@@ -1,6 +1,7 @@
 """Detects a hang, names the process that causes it, and ends the run."""
 
 import faulthandler
+import itertools
 import json
 import re
 import sys
@@ -23,6 +24,8 @@ ANSWER_S = 3.0  # how long a hanging process waits for the positions of the othe
 class HangWatch:
     """A thread that ends the run when `progress` has not been called for `--hang_timeout` seconds."""
 
+    _numbers = itertools.count()  # of the runs in this process, the same in all processes: keys stay in the store
+
     def __init__(self, plan: Plan, group: CpuGroup):
         self.timeout, self.output_dir, self.group = plan.config.hang_timeout, plan.config.output_dir, group
         self._count, self._last = 0, time.monotonic()
@@ -31,6 +34,7 @@ class HangWatch:
         self._store: dist.Store | None = None
         if group.size > 1:
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._keys = f"hang/{next(self._numbers)}"
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -100,9 +104,9 @@ class HangWatch:
         return dict(found)
 
     def _ask(self, store: dist.Store, own: dict[str, Any], found: dict[int, dict[str, Any]]) -> None:
-        store.set(f"hang/{self.group.rank}", json.dumps(own))
+        store.set(f"{self._keys}/{self.group.rank}", json.dumps(own))
         while missing := [rank for rank in range(self.group.size) if rank not in found]:
             for rank in missing:
-                if store.check([f"hang/{rank}"]):
-                    found[rank] = json.loads(store.get(f"hang/{rank}"))
+                if store.check([f"{self._keys}/{rank}"]):
+                    found[rank] = json.loads(store.get(f"{self._keys}/{rank}"))
             time.sleep(0.1)

@@ -55,7 +55,8 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._peers.stop(failed=error is not None)
+        by_agreement = error is None or isinstance(error, StoppedError | NonFiniteError)  # all processes raise it
+        self._peers.stop(failed=not by_agreement)
         self._hangs.stop()
         if error is None:  # after an error, a signal must not end the process before it has reported the error
             signals.release()

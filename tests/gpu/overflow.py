@@ -29,7 +29,7 @@ def main(config: Config) -> None:
         steps_taken += model.training
         loss = (model(batch["features"]).squeeze(-1).float() - batch["target"]) ** 2
         resumed = config.resume_from_checkpoint is not None
-        return {"loss": loss * (1e6 if steps_taken == 3 and model.training and not resumed else 1)}
+        return {"loss": loss * (1e6 if steps_taken == 3 and model.training and not resumed else 1e-2)}
 
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate)
     fit(accelerator, model, optimizer, forward_step, dataset, dataset, config)

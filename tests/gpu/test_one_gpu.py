@@ -5,7 +5,9 @@ can run, to find mistakes in the tests.
 """
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -165,7 +167,7 @@ def test_attention_runs_flash_kernels_and_no_others(tmp_path: Path, on_gpu: Env)
     run = start(tmp_path / "run", on_gpu, "single", TRANSFORMER, flags, "--mixed_precision bf16")
     trace = json.loads((run.output_dir / "profile" / "rank_0.json").read_text())
     names = {event["name"] for event in trace["traceEvents"] if "attention" in event.get("name", "")}
-    assert any("flash_attention" in name for name in names), names
+    assert any("flash_attention" in name or "cudnn_attention" in name for name in names), names
     assert not any("efficient_attention" in name or "attention_math" in name for name in names), names
 
 
@@ -184,6 +186,8 @@ def test_activation_checkpointing_saves_memory_under_fsdp2(
 
 @pytest.mark.parametrize("recipe", ["mnist cnn", "linear regression", "transformer"])
 def test_compiled_recipe(tmp_path: Path, reference: Callable, on_gpu: Env, recipe: str) -> None:
+    if shutil.which(os.environ.get("CC", "cc")) is None:
+        pytest.skip("needs a C compiler")
     script, arguments = RECIPES[recipe]
     run = start(tmp_path / "run", on_gpu, "single", script, f"{arguments} --compile")
     assert_close(run, reference(recipe, on_gpu))
@@ -191,9 +195,9 @@ def test_compiled_recipe(tmp_path: Path, reference: Callable, on_gpu: Env, recip
 
 @pytest.mark.needs_gpu
 def test_out_of_memory_names_the_next_size(tmp_path: Path, on_gpu: Env) -> None:
-    flags = f"--data {ROOT / 'LICENSE'} --context 16 --batch_size 512 --hidden_size 65536 --num_heads 4 --num_layers 1"
-    run = start(tmp_path / "run", on_gpu, "single", TRANSFORMER, f"{flags} --max_steps 2", succeeds=False)
-    assert "out of memory with 512 samples per forward pass: type --micro_batch_size 256" in refused(run)
+    flags = "--context 512 --batch_size 1024 --hidden_size 4096 --num_heads 32 --num_layers 4 --max_steps 2"
+    run = start(tmp_path / "run", on_gpu, "single", TRANSFORMER, flags, succeeds=False)
+    assert re.search("out of memory with 1024 samples .*: type --micro_batch_size 512", refused(run))
 
 
 @pytest.mark.needs_gpu

@@ -188,11 +188,8 @@ def test_missing_compiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            "--case memory",
-            "out of memory with 32 samples per forward pass: type --micro_batch_size 16, or a config that",
-        ),
-        ("--case memory --micro_batch_size 1", "out of memory with 1 samples per forward pass: type a config that"),
+        ("--case memory", "32 samples per forward pass, 4000000000000000 bytes more: type --micro_batch_size 16, or"),
+        ("--case memory --micro_batch_size 1", "1 sample per forward pass, 4000000000000000 bytes more: shard the"),
         ("--case put --deterministic", "--deterministic: put_ has no deterministic kernel"),
     ],
 )

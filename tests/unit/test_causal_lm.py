@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -31,6 +33,7 @@ MODELS = {
         lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)),
         "sdpa",
     ),
+    "own use of the mask": (lambda: DogeForCausalLM(DogeConfig(**SIZES, num_key_value_heads=2)), "sdpa"),
     "eager": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager")), "eager"),
 }
 

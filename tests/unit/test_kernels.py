@@ -1,0 +1,50 @@
+"""Promise: the kernels that `prepare` chooses give the optimizer's result, and batches are what the dataset returns."""
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from common.data.batches import Batch, batches
+from common.data.images import ImageDataset
+from common.parallel.prepare import _choose_fused_kernels
+
+
+def optimizer_of(kind: type, weights: list[nn.Parameter], **settings: object) -> torch.optim.Optimizer:
+    optimizer = kind(weights, 0.1, **settings)
+    _choose_fused_kernels(Accelerator(cpu=True), optimizer)
+    return optimizer
+
+
+def test_fused_kernels_where_they_give_the_same_result() -> None:
+    weights = [nn.Parameter(torch.ones(3, 4))]
+    fused = [(torch.optim.AdamW, {}), (torch.optim.Adam, {"amsgrad": True}), (torch.optim.SGD, {})]
+    left = [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"foreach": True}), (torch.optim.RMSprop, {})]
+    left.append((torch.optim.AdamW, {"capturable": True}))
+    assert all(optimizer_of(kind, weights, **settings).defaults.get("fused") for kind, settings in fused)
+    assert not any(optimizer_of(kind, weights, **settings).defaults.get("fused") for kind, settings in left)
+
+
+def test_weights_with_gaps_and_late_gradients_are_updated_as_without_fused_kernels() -> None:
+    for kind, settings in ((torch.optim.AdamW, {}), (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        results = []
+        for make in (optimizer_of, lambda kind, weights, **settings: kind(weights, 0.1, **settings)):
+            weights = [nn.Parameter(torch.ones(4, 6)[:, :3]), nn.Parameter(torch.ones(2))]
+            optimizer = make(kind, weights, **settings)
+            for step in range(3):  # the second weight gets its first gradient in the last step
+                weights[0].grad = torch.arange(12.0).view(4, 3)
+                weights[1].grad = torch.ones(2) if step == 2 else None
+                optimizer.step()
+            results.append([weight.detach().clone() for weight in weights])
+        for ours, plain in zip(*results):
+            torch.testing.assert_close(ours, plain)
+
+
+def test_subclass_that_overrides_indexing_is_asked_for_its_samples() -> None:
+    class Inverted(ImageDataset):
+        def __getitems__(self, ids: list[int]) -> Batch:
+            batch = super().__getitems__(ids)
+            return batch | {"image": 1 - batch["image"]}
+
+    dataset = Inverted(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.long), num_classes=2)
+    (batch,) = batches(dataset, [torch.tensor([0, 2])], torch.device("cpu"))
+    assert (batch["image"] == 1).all()
