@@ -111,7 +111,7 @@ def main() -> None:
         accuracy = (net(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean()
     if rank == 0:
         print(f"{arguments.precision} on {device.type}, loss scale {scaler.get_scale():g}\naccuracy {accuracy:.4f}")
-    del ddp_net  # before the process group: the end of both at once may abort or hang
+    del ddp_net, loss  # before the process group: the end of both at once may abort or hang
     dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
     dist.destroy_process_group()
 
