@@ -40,9 +40,8 @@ def split_batch(
             size for size in range(1, max(1, own_samples // num_stages) + 1) if own_samples % size == 0
         )
     if own_samples % micro_batch_size:
-        divisors = [size for size in range(1, own_samples + 1) if own_samples % size == 0]
-        below = max((size for size in divisors if size < micro_batch_size), default=None)
-        above = min((size for size in divisors if size > micro_batch_size), default=None)
+        below = next_smaller_divisor(own_samples, micro_batch_size)
+        above = next((size for size in range(micro_batch_size + 1, own_samples + 1) if own_samples % size == 0), None)
         choices = " or ".join(str(size) for size in (below, above) if size is not None)
         raise UsageError(
             f"--micro_batch_size {micro_batch_size} does not divide the {own_samples} samples per process of "
@@ -55,6 +54,11 @@ def split_batch(
             f"type --micro_batch_size {max(1, own_samples // num_stages)} or a larger --batch_size"
         )
     return micro_batch_size, accumulation
+
+
+def next_smaller_divisor(number: int, than: int) -> int | None:
+    """The largest divisor of `number` that is less than `than`; None if there is none."""
+    return max((value for value in range(1, min(than, number + 1)) if number % value == 0), default=None)
 
 
 def _nearest_multiples(size: int, divisor: int) -> str:

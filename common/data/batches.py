@@ -130,9 +130,9 @@ def _gathers(dataset: Any) -> TypeGuard[InMemoryDataset]:
 
 
 def _from_memory(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:
-    is_resident = dataset.device.type == device.type
+    is_resident = dataset.device.type != "cpu"
     for ids in sample_ids:
-        ids = _moved({"ids": ids}, device)["ids"] if is_resident else ids
+        ids = _sent(ids, device) if is_resident else ids
         yield dataset.transform(_moved(dataset.rows(ids), device))
 
 
@@ -169,9 +169,12 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    # A copy from pinned memory does not block the CPU.
-    pinned = {name: value.pin_memory() if value.device.type == "cpu" else value for name, value in tensors.items()}
-    return batch | {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
+    return batch | {name: _sent(tensor, device) for name, tensor in tensors.items()}
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device. A copy from pinned memory does not block the CPU."""
+    return (tensor.pin_memory() if tensor.device.type == "cpu" else tensor).to(device, non_blocking=True)
 
 
 def _collate(samples: Any, size: int) -> Batch:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.data.batches import Batch
 from common.parallel.guards import check_all_used
-from common.parallel.parts import is_divided, local
+from common.parallel.parts import by_mesh, is_divided, local
 from common.parallel.trainer import StepResult, Trainer, weighted_sum
 
 
@@ -20,11 +20,7 @@ class AccelerateTrainer(Trainer):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        by_mesh: dict[object, list[nn.Parameter]] = {}
-        for group in self.optimizer.param_groups:
-            for weight in group["params"]:
-                by_mesh.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
-        self._by_mesh = list(by_mesh.values())
+        self._by_mesh = by_mesh(weight for group in self.optimizer.param_groups for weight in group["params"])
         self._waits_for_all_weights = (
             isinstance(self.model, DistributedDataParallel) or self.accelerator.distributed_type == DistributedType.FSDP
         )

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from common.errors import UsageError
+from common.parallel.parts import by_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -70,11 +71,9 @@ def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
     """Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on
     GPUs, refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
     for group in list(optimizer.param_groups):
-        by_mesh: dict[object, list[torch.Tensor]] = {}
-        for weight in group["params"]:
-            by_mesh.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
-        if len(by_mesh) > 1:
-            group["params"], *others = by_mesh.values()
+        divided = by_mesh(group["params"])
+        if len(divided) > 1:
+            group["params"], *others = divided
             optimizer.param_groups += [group | {"params": weights} for weights in others]
 
 

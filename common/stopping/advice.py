@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from common.plan import Plan
+from common.plan import Plan, next_smaller_divisor
 
 
 def advice_for(error: BaseException, plan: Plan) -> str | None:
@@ -12,8 +12,8 @@ def advice_for(error: BaseException, plan: Plan) -> str | None:
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
         amount = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
-        size, own_samples = plan.micro_batch_size, plan.micro_batch_size * plan.accumulation
-        smaller = max((value for value in range(1, size) if own_samples % value == 0), default=None)
+        size = plan.micro_batch_size
+        smaller = next_smaller_divisor(size * plan.accumulation, size)
         sharded = "shard the model over more GPUs, for example with accelerate_configs/fsdp2.yaml"
         choices = sharded if smaller is None else f"type --micro_batch_size {smaller}, or {sharded}"
         what = f"{size} sample{'s' * (size > 1)} per forward pass"

@@ -44,13 +44,13 @@ def test_one_process_gives_the_losses_of_the_recipe(one_process: Run, reference:
 @pytest.mark.parametrize(
     ("script", "arguments", "num_processes"),
     [
-        pytest.param("data_parallel.py", "", None),
+        ("data_parallel.py", "", None),
         ("gradients_by_hand.py", "--processes 2", None),
-        pytest.param("gradients_by_hand.py", "--processes 2 --torch_order", None),
-        pytest.param("gradients_by_hand.py", "--processes 4", None),
-        pytest.param("ddp.py", "", 1),
+        ("gradients_by_hand.py", "--processes 2 --torch_order", None),
+        ("gradients_by_hand.py", "--processes 4", None),
+        ("ddp.py", "", 1),
         ("ddp.py", "--accumulate 2", 2),
-        pytest.param("ddp.py", "", 4),
+        ("ddp.py", "", 4),
     ],
 )
 def test_script_gives_the_losses_of_one_process(

@@ -53,11 +53,11 @@ def test_losses_of_the_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "num_processes"),
     [
-        pytest.param("ddp", 2),
-        pytest.param("fsdp2", 2),
-        pytest.param("ddp", 4),
-        pytest.param("fsdp2", 4),
-        pytest.param("deepspeed_zero2", 2),
+        ("ddp", 2),
+        ("fsdp2", 2),
+        ("ddp", 4),
+        ("fsdp2", 4),
+        ("deepspeed_zero2", 2),
     ],
 )
 def test_resumes_exactly_and_exports(tmp_path: Path, config: str, num_processes: int) -> None:
@@ -80,8 +80,8 @@ def test_resumes_exactly_and_exports(tmp_path: Path, config: str, num_processes:
     ("arguments", "message"),
     [
         ("--accumulate 3", "--accumulate 3 does not divide the batch of 128"),
-        pytest.param("--save_every 5", "--save_every needs --output_dir"),
-        pytest.param("--resume missing", "no folder missing"),
+        ("--save_every 5", "--save_every needs --output_dir"),
+        ("--resume missing", "no folder missing"),
     ],
 )
 def test_bad_combinations(tmp_path: Path, arguments: str, message: str) -> None:

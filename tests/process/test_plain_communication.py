@@ -20,8 +20,8 @@ FOLDER = ROOT / "recipes" / "plain"
 ONE_PROCESS = runpy.run_path(str(FOLDER / "one_process.py"), run_name="one_process")
 NUM_STEPS = 12  # 11 steps are an epoch
 GRADIENT_BYTES = 4 * 870
-TWO_AND_FOUR = [2, pytest.param(4)]
-ALL_SIZES = [pytest.param(1), *TWO_AND_FOUR]
+TWO_AND_FOUR = [2, 4]
+ALL_SIZES = [1, *TWO_AND_FOUR]
 
 
 def local_steps(num_replicas: int, sync_every: int, momentum: float = 0.0, outer_momentum: float = 0.0) -> list[float]:
@@ -111,11 +111,11 @@ def test_hook_without_compression_is_ddp(tmp_path: Path, num_processes: int) -> 
 @pytest.mark.parametrize(
     ("hook", "compressed_bytes", "num_processes"),
     [
-        pytest.param("bf16", GRADIENT_BYTES // 2, 2),
+        ("bf16", GRADIENT_BYTES // 2, 2),
         # One column and one row for each matrix (10 × 64, 10 × 10, 10 × 10), and three whole biases of 10.
-        pytest.param("powersgd --powersgd_start 4", 4 * (74 + 20 + 20 + 30), 2),
-        pytest.param("fp16", GRADIENT_BYTES // 2, 2),
-        pytest.param("powersgd --powersgd_start 4", 576, 4),
+        ("powersgd --powersgd_start 4", 4 * (74 + 20 + 20 + 30), 2),
+        ("fp16", GRADIENT_BYTES // 2, 2),
+        ("powersgd --powersgd_start 4", 576, 4),
     ],
 )
 def test_compression_sends_less_and_changes_the_losses_little(

@@ -25,10 +25,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ("precision", "num_processes"),
     [
         ("bf16", 2),
-        pytest.param("fp16", 2),
-        pytest.param("bf16", 1),
-        pytest.param("bf16", 4),
-        pytest.param("fp16", 4),
+        ("fp16", 2),
+        ("bf16", 1),
+        ("bf16", 4),
+        ("fp16", 4),
     ],
 )
 def test_mixed_precision(tmp_path: Path, expected: list[float], precision: str, num_processes: int) -> None:
@@ -64,13 +64,13 @@ def test_mistakes_in_precision(tmp_path: Path, mistake: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "num_processes"),
     [
-        pytest.param("", 2),
+        ("", 2),
         ("--pipeline", 2),
-        pytest.param("--pipeline --data_parallel 2", 4),
-        pytest.param("", 1),
-        pytest.param("--pipeline", 1),
-        pytest.param("--data_parallel 2", 2),
-        pytest.param("--data_parallel 2", 4),
+        ("--pipeline --data_parallel 2", 4),
+        ("", 1),
+        ("--pipeline", 1),
+        ("--data_parallel 2", 2),
+        ("--data_parallel 2", 4),
     ],
 )
 def test_halves_of_a_net(tmp_path: Path, expected: list[float], arguments: str, num_processes: int) -> None:
@@ -84,8 +84,8 @@ def test_halves_of_a_net(tmp_path: Path, expected: list[float], arguments: str, 
     ("script", "arguments", "num_processes", "message"),
     [
         (MIXED_PRECISION, "", 3, "type torchrun --standalone --nproc_per_node 2"),
-        pytest.param(MIXED_PRECISION, "--mistake clip_scaled", 1, "clip_scaled needs --precision"),
-        pytest.param(MODEL_PARALLEL, "", 4, "--data_parallel 1 needs 2 processes"),
+        (MIXED_PRECISION, "--mistake clip_scaled", 1, "clip_scaled needs --precision"),
+        (MODEL_PARALLEL, "", 4, "--data_parallel 1 needs 2 processes"),
         (MODEL_PARALLEL, "--pipeline 3", 2, "3 micro-batches over all copies do not divide the batch of 128"),
     ],
 )
