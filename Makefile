@@ -1,6 +1,6 @@
 # The first target creates the virtual environment $(VENV). A change of pyproject.toml creates it again.
 PYTHON ?= python3
-TEXTS = accelerate_configs benchmarks common docs launchers recipes tests *.md *.toml Makefile
+TEXTS = accelerate_configs accelerate_recipes benchmarks common docs launchers recipes tests *.md *.toml Makefile
 VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)

@@ -1,0 +1,5 @@
+"""python -m accelerate_recipes"""
+
+from accelerate_recipes.cli import main
+
+main()

@@ -1,0 +1,65 @@
+"""Runs a recipe up to its call of `fit`, in a process of its own, and asks a function about the arguments."""
+
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+from accelerate_recipes.bundle import ROOT
+from accelerate_recipes.errors import UsageError
+
+
+def at_fit(script: Path, flags: Sequence[str], function: str) -> Any:
+    """What a function says about the arguments of a recipe's call of `fit`.
+
+    The recipe runs as one process on the CPU. It trains nothing and leaves no files.
+
+    Args:
+        script: the recipe.
+        flags: its flags.
+        function: "module:name" of a function that takes the arguments of `fit` and returns what JSON can hold.
+
+    Raises:
+        UsageError: the recipe ended before it called `fit`; the message is the last line that it printed.
+    """
+    with TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", __spec__.name, function, str(result), str(script), *flags]
+        command += ["--output_dir", str(Path(folder) / "run")]
+        run = subprocess.run(command, env=environment(script), capture_output=True, text=True)
+        if not result.exists():
+            lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
+            raise UsageError(f"{script} does not get to its call of fit: {lines[-1]}")
+        return json.loads(result.read_text())
+
+
+def environment(script: Path) -> dict[str, str]:
+    """The variables for a run of a recipe on the CPU. A recipe of the installed package finds `common` beside it."""
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    if script.resolve().is_relative_to(ROOT):
+        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return variables
+
+
+def _main(function: str, result: str, script: str, *flags: str) -> None:
+    module, name = function.split(":")
+    sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
+    import common
+
+    def answer(*arguments: Any, **keywords: Any) -> NoReturn:
+        Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)(*arguments, **keywords)))
+        os._exit(0)
+
+    common.fit = common.loop.fit = answer
+    sys.argv = [script, *flags]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,131 @@
+"""The command `accelerate-recipes`: its subcommands and their flags.
+
+Each subcommand imports what it needs when it runs, so that the others start fast.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from accelerate_recipes.errors import UsageError
+
+app = typer.Typer(
+    name="accelerate-recipes",
+    help="Recipes for Accelerate: find one, copy it, prove that its result does not depend on the config.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_Misuse: Any = typer.BadParameter.__mro__[1]  # UsageError of click, which newer versions of typer contain as a copy
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def main() -> None:
+    """Runs the command line. A mistake gets one line and exit code 2."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except _Misuse as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.exit(_refused(error.format_message()))
+        command = error.ctx.command_path if error.ctx else "accelerate-recipes"
+        sys.exit(_refused(f"{error.format_message().rstrip('.')}: type {command} --help"))
+    except UsageError as error:
+        sys.exit(_refused(str(error)))
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+
+
+def _refused(line: str) -> int:
+    print(line, file=sys.stderr)
+    return 2
+
+
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """List the recipes and the configs, and how each config runs on this machine.
+
+    Example: accelerate-recipes list
+    """
+    from accelerate_recipes.catalog import show
+
+    show(as_json)
+
+
+@app.command()
+def new(
+    recipe: Annotated[str, typer.Argument(help="name of a recipe, such as mnist; with --plain: the folder")],
+    folder: Annotated[Path | None, typer.Argument(help="the folder to make; it must be empty or absent")] = None,
+    config: Annotated[
+        list[str] | None, typer.Option(help="config to bring along, such as fsdp2; several times (default: ddp)")
+    ] = None,
+    plain: Annotated[bool, typer.Option(help="one file on Accelerate alone, without common/")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a project of your own from a recipe.
+
+    Example: accelerate-recipes new mnist my_project --config ddp --config fsdp2
+    """
+    from accelerate_recipes.project import make
+
+    make(recipe, folder, config or ["ddp"], plain, as_json)
+
+
+@app.command()
+def verify(
+    script: Annotated[Path, typer.Argument(help="a recipe")],
+    flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
+    steps: Annotated[int, typer.Option(help="optimizer steps of each run", min=4)] = 20,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="config by name or path; several times (default: all that this machine runs)"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="folder for certificate.json and certificate.md (default: verified/<script>)")
+    ] = None,
+    accelerate: Annotated[
+        bool, typer.Option("--accelerate", help="a script on plain Accelerate, watched from outside")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that a recipe gives one result under every config, or say what makes the difference.
+
+    Example: accelerate-recipes verify recipes/mnist.py --config ddp --config fsdp2 -- --model mlp
+    """
+    from accelerate_recipes.verify import run
+
+    sys.exit(run(script, flags or [], steps, config, output, accelerate, as_json))
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="a config file of Accelerate")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help="the recipe to run with it")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine, a config, and whether a recipe runs with it. Exit code 1 with findings.
+
+    Example: accelerate-recipes doctor accelerate_configs/ddp.yaml recipes/mnist.py
+    """
+    from accelerate_recipes.doctor import check
+
+    sys.exit(check(config, recipe, as_json))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="output folders of runs")],
+    output: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+    png: Annotated[Path | None, typer.Option(help="write the plots alone, as an image")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML page about one or several runs: curves, differences, failures, commands.
+
+    Example: accelerate-recipes report outputs/mnist outputs/mnist_sgd --output report.html
+    """
+    from accelerate_recipes.report import write
+
+    write(runs, output, png, as_json)

@@ -1,0 +1,33 @@
+"""Output: coloured tables on a terminal, plain text in a pipe, JSON on request."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as indented JSON."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table: with colours and wrapped cells on a terminal, one line per row in a pipe.
+
+    Args:
+        columns: the headings.
+        rows: the cells of each row, as many as there are columns.
+    """
+    if sys.stdout.isatty():
+        table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+        for row in rows:
+            table.add_row(*row)
+        Console(highlight=False, markup=False).print(table)
+        return
+    lines = [columns, *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
