@@ -50,13 +50,13 @@ def environment(script: Path) -> dict[str, str]:
 def _main(function: str, result: str, script: str, *flags: str) -> None:
     module, name = function.split(":")
     sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
-    import common
+    common, loop = importlib.import_module("common"), importlib.import_module("common.loop")  # the recipe's own
 
     def answer(*arguments: Any, **keywords: Any) -> NoReturn:
         Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)(*arguments, **keywords)))
         os._exit(0)
 
-    common.fit = common.loop.fit = answer
+    vars(common)["fit"] = vars(loop)["fit"] = answer
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
 

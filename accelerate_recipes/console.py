@@ -1,8 +1,10 @@
-"""Output: coloured tables on a terminal, plain text in a pipe, JSON on request."""
+"""Output: coloured and wrapped on a terminal, plain lines in a pipe, JSON on request."""
 
 import json
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -31,3 +33,17 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+
+
+def print_entry(entry: Mapping[str, str]) -> None:
+    """Prints an entry with a "name", and its other values below it, each after its key."""
+    name, *values = entry.items()
+    width = max(len(key) for key, _ in values)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    print(name[1])
+    for key, value in values:
+        head = f"  {key.replace('_', ' ').ljust(width)}  "
+        is_command = key == "command"  # a command must stay one line
+        lines = [value] if is_command else textwrap.wrap(value, max(20, columns - len(head)))
+        print(head + f"\n{' ' * len(head)}".join(lines))
+    print()

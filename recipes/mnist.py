@@ -2,9 +2,10 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py
 
-The default data is embedded: scikit-learn's 1,797 digits. `--data` also takes a folder with MNIST
-(the four IDX files, or parquet) or the Hub id of an image-classification dataset. On two CPU cores,
-expect 99 % accuracy on the digits after a few seconds, and 99.2 % on MNIST after half a minute:
+Data: scikit-learn's 1,797 digits, embedded; or a folder with MNIST (the four IDX files, or parquet), or
+the Hub id of an image-classification dataset.
+Expect: 99 % accuracy on the digits, 99.2 % on MNIST with the first command below.
+Time: a few seconds on two CPU cores; half a minute on MNIST.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --data path/to/mnist \\
         --epochs 2 --batch_size 96 --learning_rate 1e-2 --warmup_steps 180 --eval_every 1250
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common import RunConfig, Schedule, fit, flag, parameter_groups, run, start
+from common import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, print_once, run, start
 from common.data import Batch
 from common.data.images import load_images
+from common.data.pictures import ImageFormat, read_picture
 
 
 @dataclass(kw_only=True)
@@ -35,6 +37,7 @@ class Config(RunConfig):
     lr_schedule: Schedule = "linear"
     model: Literal["cnn", "mlp"] = flag("cnn", "convolutional network, or an MLP with two hidden layers of 10")
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
+    predict: str | None = flag(None, "picture to classify with the model in --output_dir, instead of training")
 
 
 class PooledConv(nn.Conv2d):
@@ -93,6 +96,9 @@ class MLP(nn.Sequential):
         super().__init__(nn.Flatten(), *hidden, nn.Linear(width, num_classes))
 
 
+NETWORKS = {"cnn": ConvNet, "mlp": MLP}
+
+
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """The loss and metrics of each example. Training minimises `loss`."""
     logits = model(batch["image"])
@@ -102,15 +108,27 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     }
 
 
+def predict(picture: str, config: Config) -> None:
+    """Prints the class that the exported model gives a picture, and what was done with the picture first."""
+    form = ImageFormat.read(config.output_dir)
+    image, steps = read_picture(picture, form)
+    model = NETWORKS[form.network](form.image_shape, len(form.classes)).eval()
+    model.load_state_dict(load_exported(config.output_dir))
+    probability, label = model(image.unsqueeze(0))[0].softmax(-1).max(-1)
+    print_once(f"{picture}: {form.classes[label]} with {probability:.1%} ({steps})")
+
+
 def main(config: Config) -> None:
-    """Trains the network that `--model` names."""
+    """Trains the network that `--model` names, or classifies a picture."""
+    if config.predict is not None:
+        return predict(config.predict, config)
     accelerator = start(config)
     train_set, eval_set = load_images(config.data)
-    network = {"cnn": ConvNet, "mlp": MLP}[config.model]
-    model = network(train_set.image_shape, train_set.num_classes)
+    model = NETWORKS[config.model](train_set.image_shape, train_set.num_classes)
     optimizer_class = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
     optimizer = optimizer_class(parameter_groups(model, config.weight_decay), config.learning_rate)
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config)
+    accelerator.on_main_process(ImageFormat.of(train_set, config.model).write)(config.output_dir)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,154 @@
+"""What there is: the recipes and configs, as their headers describe them, and how a config runs on this machine."""
+
+import ast
+import os
+import re
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accelerate_recipes import bundle
+from accelerate_recipes.console import print_entry, print_json
+from accelerate_recipes.errors import UsageError
+
+# Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators. Without any of them there is nothing
+# to ask torch for, and its import takes seconds.
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri", "/dev/davinci_manager")
+
+# Flags that a config needs for a recipe; None: the recipe has no plan for it.
+FLAGS: dict[tuple[str, str], str | None] = {
+    ("mnist", "tensor_parallel"): "--model mlp",
+    ("mnist", "fsdp2_tensor_parallel"): "--model mlp",
+    ("mnist", "pipeline_parallel"): None,
+    ("linear_regression", "tensor_parallel"): None,
+    ("linear_regression", "fsdp2_tensor_parallel"): None,
+    ("linear_regression", "pipeline_parallel"): None,
+    ("transformer", "pipeline_parallel"): "--pipeline_stages 2",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe, from its docstring.
+
+    Attributes:
+        what: its first sentence.
+        data, expect, time: its lines "Data:", "Expect:" and "Time:".
+        command: its first command.
+    """
+
+    name: str
+    what: str
+    data: str
+    expect: str
+    time: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Config:
+    """A config file, from its header.
+
+    Attributes:
+        what: all up to "Needs:".
+        here: how it runs on this machine.
+        needs, pick_it: the paragraphs "Needs:" and "Pick it".
+        command: the last line.
+    """
+
+    name: str
+    what: str
+    here: str
+    needs: str
+    pick_it: str
+    command: str
+
+
+def show(as_json: bool) -> None:
+    """Prints the recipes and configs."""
+    recipes = [read_recipe(path) for path in bundle.recipes()]
+    num_gpus = count_gpus()
+    configs = [read_config(path, num_gpus) for path in bundle.configs()]
+    if as_json:
+        print_json(
+            {"recipes": [asdict(recipe) for recipe in recipes], "configs": [asdict(config) for config in configs]}
+        )
+        return
+    for entry in (*recipes, *configs):
+        print_entry(asdict(entry))
+    print("Make a project of your own from a recipe: accelerate-recipes new mnist my_project --config ddp")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Reads a recipe's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    what, _, rest = text.partition("\n\n")
+    command = re.search(r"^ +(accelerate launch .*)$", rest, re.MULTILINE)
+    labelled = {label: _paragraph(rest, f"{label}:") for label in ("Data", "Expect", "Time")}
+    return Recipe(path.stem, _one_line(what), *labelled.values(), command[1] if command else "")
+
+
+def read_config(path: Path, num_gpus: int) -> Config:
+    """Reads a config's header, and how the config runs on a machine with so many GPUs."""
+    text = bundle.header(path)
+    what = _one_line(re.split(r"\n\n|^(?:Needs:|Pick it) ", text, maxsplit=1, flags=re.MULTILINE)[0])
+    here = runs_here(yaml.safe_load(path.read_text(encoding="utf-8")), num_gpus)
+    return Config(
+        path.stem, what, here, _paragraph(text, "Needs:"), _paragraph(text, "Pick it"), text.splitlines()[-1].strip()
+    )
+
+
+def runs_here(config: dict[str, Any], num_gpus: int) -> str:
+    """How a config runs on a machine with so many GPUs: for real, as a rehearsal, or what it needs."""
+    num_processes, num_machines = config["num_processes"], config["num_machines"]
+    if config["distributed_type"] == "DEEPSPEED" and find_spec("deepspeed") is None:
+        return "needs pip install deepspeed"
+    if num_machines > 1:
+        return f"needs {num_machines} machines"
+    if num_gpus >= num_processes:
+        return "for real"
+    if num_gpus:
+        return f"needs {num_processes} GPUs, or CUDA_VISIBLE_DEVICES= to rehearse on the CPU"
+    if num_processes == 1:
+        return "for real, on the CPU"
+    return "rehearsal on the CPU" + (", in float32" if config["mixed_precision"] == "fp16" else "")
+
+
+def count_gpus() -> int:
+    """The number of accelerators that torch can use on this machine."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(Path(driver).exists() for driver in _DRIVERS):
+        return 0
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def find_recipe(name: str) -> Path:
+    """The path of a recipe by name or path. Raises UsageError for an unknown one."""
+    known = {path.stem: path for path in bundle.recipes()}
+    if (found := known.get(Path(name).stem)) is None:
+        raise UsageError(f"{name}: no such recipe; type one of {', '.join(known)}")
+    return found
+
+
+def find_config(name: str) -> Path:
+    """The path of a config by name or path. Raises UsageError for an unknown one."""
+    if Path(name).is_file():
+        return Path(name)
+    known = {path.stem: path for path in bundle.configs()}
+    if (found := known.get(Path(name).stem)) is None:
+        raise UsageError(f"{name}: no such config; type one of {', '.join(known)}, or the path of a file")
+    return found
+
+
+def _paragraph(text: str, label: str) -> str:
+    """The text after a label at the start of a line, to the next label, empty line or the end."""
+    found = re.search(rf"^{label}\s+(.*?)(?=\n\n|\n(?:\w+:|Pick it|Type|The command line)|\Z)", text, re.M | re.S)
+    return _one_line(found[1]) if found else ""
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
