@@ -27,7 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 def main() -> None:
     """Runs the command line. A mistake gets one line and exit code 2."""
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="accelerate-recipes", standalone_mode=False))
     except _Misuse as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.exit(_refused(error.format_message()))

@@ -1,0 +1,166 @@
+"""The certificate: one row per run, printed as it is made, and written as JSON and Markdown."""
+
+import hashlib
+import json
+import platform
+import shlex
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+from accelerate_recipes.bundle import VERSION
+from accelerate_recipes.console import print_json
+from accelerate_recipes.verify.compare import Difference
+
+COLUMNS = ("config", "processes", "loss", "gradient", "weights", "eval", "learning rate", "")
+_PACKAGES = ("torch", "accelerate", "transformers", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run.
+
+    Attributes:
+        name: the config, and what was done to the run.
+        processes: their number; None if the run did not start.
+        difference: from the reference.
+        refusal: the line with which the recipe refused the config.
+        failure: why the run failed.
+        note: what else there is to say.
+    """
+
+    name: str
+    processes: int | None
+    difference: Difference | None = None
+    refusal: str | None = None
+    failure: str | None = None
+    note: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the run speaks against one result: it differs, or it failed. A refusal is no wrong result."""
+        return self.failure is not None or (self.difference is not None and not self.difference.is_same)
+
+    @property
+    def verdict(self) -> str:
+        """The last column."""
+        if self.refusal is not None:
+            return f"refused: {self.refusal}"
+        if self.failure is not None:
+            return f"FAILED: {self.failure}"
+        if self.difference is None:
+            return self.note
+        if self.difference.is_same:
+            return "bit for bit" if self.difference.is_exact else "same"
+        places = []
+        if self.difference.first_step is not None:
+            places.append(f"from step {self.difference.first_step}")
+        if self.difference.tensor is not None:
+            places.append(f"in {self.difference.tensor}")
+        return "DIFFERS " + ", ".join(places or ["in the gradient"])
+
+    @property
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        numbers = ["–"] * 5
+        if (found := self.difference) is not None:
+            numbers = [_number(value) for value in (found.loss, found.gradient, found.weights, found.evaluation)]
+            numbers.append("equal" if found.learning_rate == 0 else _number(found.learning_rate))
+        return [self.name, "–" if self.processes is None else str(self.processes), *numbers, self.verdict]
+
+
+@dataclass
+class Table:
+    """Prints rows as they come; a run takes seconds."""
+
+    stream: TextIO
+    rows: list[Row] = field(default_factory=list)
+    width: int = 0
+
+    def begin(self, names: list[str]) -> None:
+        """Prints the heading."""
+        self.width = max(len(name) for name in ("single", *names)) + len(", killed at step 99, resumed")
+        self._print(list(COLUMNS))
+
+    def add(self, row: Row) -> None:
+        """Adds a row and prints it."""
+        self.rows.append(row)
+        self._print(row.cells)
+
+    def _print(self, cells: list[str]) -> None:
+        name, processes, *numbers, verdict = cells
+        columns = [
+            name.ljust(self.width),
+            processes.rjust(9),
+            *(cell.rjust(13 if cell in COLUMNS[6:] else 9) for cell in numbers),
+        ]
+        print("  ".join([*columns, verdict]).rstrip(), file=self.stream, flush=True)
+
+
+def write(
+    folder: Path, script: Path, flags: list[str], steps: int, rows: list[Row], cause: str | None, as_json: bool
+) -> None:
+    """Writes certificate.json and certificate.md into a folder, and prints the result."""
+    is_same = not any(row.is_bad for row in rows)
+    content: dict[str, Any] = {
+        "script": str(script),
+        "sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "flags": flags,
+        "steps": steps,
+        "is_same": is_same,
+        "cause": cause,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"accelerate-recipes": VERSION, "python": platform.python_version()} | _versions(),
+        "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "certificate.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "certificate.md").write_text(_markdown(content, rows), encoding="utf-8")
+    if as_json:
+        print_json(content)
+        return
+    num_bad = sum(row.is_bad for row in rows)
+    print()
+    if not is_same:
+        print(
+            f"{num_bad} of {len(rows)} runs are not the same. Likely cause: {cause or 'see the line of the failed run'}"
+        )
+    else:
+        print("One result.")
+    print(f"The certificate is in {folder}/certificate.md and certificate.json")
+
+
+def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
+    command = shlex.join(["accelerate-recipes", "verify", content["script"], "--steps", str(content["steps"])])
+    command += f" -- {shlex.join(content['flags'])}" if content["flags"] else ""
+    versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
+    lines = [
+        f"# {'One result' if content['is_same'] else 'Not one result'}: {Path(content['script']).name}",
+        "",
+        f"Made by `{command}` on {content['made']} ({versions}; SHA-256 of the script {content['sha256'][:16]}…).",
+        "Each number is the largest relative difference from the reference over all steps; for weights the largest",
+        "‖w − w₀‖ / ‖w₀‖ of all tensors after the last step.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "| --- |" + " ---: |" * 6 + " --- |",
+        *("| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells) + " |" for row in rows),
+    ]
+    if content["cause"]:
+        lines += ["", f"Likely cause of the difference: {content['cause']}."]
+    return "\n".join(lines) + "\n"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else "0" if value == 0 else f"{value:.1e}"

@@ -1,0 +1,147 @@
+"""Starts a script with `accelerate launch`, kills and resumes it, and reads what a run leaves."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from accelerate_recipes.at_fit import environment
+from accelerate_recipes.errors import UsageError
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended.
+
+    Attributes:
+        folder: its output folder.
+        refusal: the line with which the recipe refused to run; None if it did not refuse.
+        failure: the last lines of its output if it failed in another way; None if it is done.
+    """
+
+    folder: Path
+    refusal: str | None = None
+    failure: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run trained to its end."""
+        return self.refusal is None and self.failure is None
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """The run card; empty if the run did not write one."""
+        return _card(self.folder)
+
+    def column(self, name: str) -> dict[int, float]:
+        """{step: value} of a key of the records."""
+        return {record["step"]: record[name] for record in self.records if name in record}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start one run: the config, the script and the flags."""
+
+    script: Path
+    config: Path
+    flags: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)  # of accelerate launch
+
+    def run(self, folder: Path, *flags: str) -> Finished:
+        """Runs to the end."""
+        with self._start(folder, flags) as process:
+            output = process.communicate()[0]
+        return _finished(folder, process.returncode, output)
+
+    def run_killed(self, folder: Path, num_steps: int) -> tuple[int, Finished]:
+        """Kills the run with SIGKILL after a drawn step, and resumes it.
+
+        Returns:
+            (the last step of the killed run, the resumed run)
+
+        Raises:
+            UsageError: the run ended before the kill, three times.
+        """
+        saves = ["--save_every", "1"]
+        for _ in range(3):
+            after = random.randint(2, max(2, num_steps // 2))
+            with self._start(folder, (*saves, "--overwrite_output_dir")) as process:
+                while process.poll() is None and _last_step(folder) < after:
+                    time.sleep(0.001)
+                _kill_all(process.pid)
+                process.communicate()
+            if (killed := _last_step(folder)) and _card(folder).get("status") == "running":
+                return killed, self.run(folder, *saves, "--resume_from_checkpoint", "latest")
+        raise UsageError("the run ended before it could be killed: type a larger --steps")
+
+    def _start(self, folder: Path, flags: tuple[str, ...]) -> subprocess.Popen[str]:
+        command = [*LAUNCH, "--config_file", str(self.config), *self.options, str(self.script), *self.flags, *flags]
+        variables = environment(self.script) if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else dict(os.environ)
+        return subprocess.Popen(
+            [*command, "--output_dir", str(folder)],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+
+
+def _finished(folder: Path, exit_code: int, output: str) -> Finished:
+    if exit_code == 0 and _card(folder).get("status", "done") == "done" and (folder / "metrics.jsonl").exists():
+        return Finished(folder)
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    if lines and _card(folder).get("exit_code", 2) == 2:
+        return Finished(folder, refusal=lines[0].removeprefix("error: "))
+    if exit_code == 0:
+        return Finished(folder, failure="it wrote no metrics.jsonl: verify needs a recipe that calls fit")
+    traceback = [line for line in output.splitlines() if line.strip() and "Error" in line]
+    return Finished(folder, failure=(lines or traceback or output.splitlines() or ["it printed nothing"])[0])
+
+
+def _card(folder: Path) -> dict[str, Any]:
+    try:
+        card = json.loads((folder / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return card if isinstance(card, dict) else {}
+
+
+def _last_step(folder: Path) -> int:
+    """The step of the last training record; 0 if there is none."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return max((json.loads(line)["step"] for line in lines), default=0)
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _kill_all(pid: int) -> None:
+    """Kills a launcher and all its processes; torchrun starts each in a session of its own."""
+    try:
+        parent = psutil.Process(pid)
+        processes = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=30)

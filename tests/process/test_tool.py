@@ -1,0 +1,156 @@
+"""Promise: what `accelerate-recipes` makes runs by itself, and what it verifies is true."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate_recipes.at_fit import at_fit
+from accelerate_recipes.errors import UsageError
+from accelerate_recipes.project import make
+from accelerate_recipes.verify.causes import likely_cause
+from accelerate_recipes.verify.compare import Difference
+from support.launching import execute, fork
+from support.recipes import MNIST
+from support.runs import ROOT, Run, assert_equal_to_the_last_bit
+
+TOOL = [sys.executable, "-m", "accelerate_recipes"]
+MUTANT = ROOT / "tests" / "scripts" / "mutant.py"
+PLAIN_MISTAKES = ROOT / "tests" / "scripts" / "plain_mistakes.py"
+CAUSES = {
+    "batch_norm": "BatchNorm (1) sees",
+    "learning_rate": "the learning rate depends on the number of processes",
+    "dropout": "dropout (1) draws",
+    "noise": "forward_step draws random numbers",
+    "mean_of_means": "such as a mean inside forward_step",
+}
+PLAIN_CAUSES = {
+    "scheduler": "a prepared scheduler advances 2 times per step",
+    "tokens": "micro-batches have different numbers of tokens",
+    "set_epoch": "each epoch has the same order: call set_epoch",
+    "batch_size": "a step takes 32 samples under DDP and 16 in one process",
+}
+
+
+def verified(folder: Path, script: Path, *arguments: str) -> tuple[Run, dict[str, Any]]:
+    """Runs `accelerate-recipes verify`; returns the run and the certificate."""
+    run = execute([*TOOL, "verify", str(script), "--output", str(folder), *arguments], folder.parent, folder)
+    return run, json.loads((folder / "certificate.json").read_text())
+
+
+def test_a_project_trains_bit_for_bit_like_the_recipe(tmp_path: Path) -> None:
+    make("mnist", tmp_path / "project", ["ddp"], plain=False, as_json=True)
+    flags = "--max_steps 8 --log_every 1 --eval_every 4"
+    config = tmp_path / "project" / "accelerate_configs" / "ddp.yaml"
+    copy = fork(tmp_path / "copy", config, tmp_path / "project" / "train.py", flags)
+    assert_equal_to_the_last_bit(copy, fork(tmp_path / "recipe", "ddp", MNIST, flags))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "mnist project --config ddp --config tensor_parallel --config ddp_bf16 --config multi_node_hsdp",
+        "transformer project --config fsdp2 --config pipeline_parallel",
+        "linear_regression project --config deepspeed_zero3",
+        "--plain project --config ddp --config deepspeed_zero2",
+    ],
+)
+def test_the_tests_of_a_project_pass(tmp_path: Path, arguments: str) -> None:
+    assert execute([*TOOL, "new", *arguments.split()], tmp_path, tmp_path).exit_code == 0
+    project = tmp_path / "project"
+    run = execute([sys.executable, "-m", "pytest", "-q"], project, project)
+    assert run.exit_code == 0, run.stdout + run.stderr
+    assert f"{1 + arguments.count('--config')} passed" in run.stdout
+
+
+def test_the_wheel_works_without_the_checkout(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    assert execute([*build, str(ROOT)], tmp_path, tmp_path).exit_code == 0
+    wheel = next(tmp_path.glob("*.whl"))
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"accelerate_recipes"}
+    assert not [name for name in names if "__pycache__" in name or name.startswith("accelerate_recipes/bundle/tests")]
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    assert execute([*install, str(wheel)], tmp_path, tmp_path).exit_code == 0
+    # The packages of this environment, without the checkout: a .pth file inside the folder is not followed.
+    site = next((environment / "lib").glob("python*/site-packages"))
+    (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def inside(*command: str, cwd: Path = tmp_path) -> str:
+        found = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout + found.stderr
+        return found.stdout
+
+    assert inside(str(python), "-c", "from importlib.util import find_spec; print(find_spec('common'))") == "None\n"
+    tool = str(environment / "bin" / "accelerate-recipes")
+    assert len(json.loads(inside(tool, "list", "--json"))["recipes"]) == len(list(ROOT.glob("recipes/*.py")))
+    inside(tool, "new", "linear_regression", "project")
+    inside(str(python), "train.py", "--max_steps", "2", cwd=tmp_path / "project")
+    card = json.loads((tmp_path / "project" / "outputs" / "train" / "run.json").read_text())
+    assert card["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[] if name == "mean_of_means" else pytest.mark.full) for name in CAUSES]
+)
+def test_the_cause_of_a_mistake_is_found(mistake: str) -> None:
+    found = at_fit(MUTANT, ["--mistake", mistake], "accelerate_recipes.verify.causes:evidence")
+    rate = 1.0 if mistake == "learning_rate" else 0.0
+    cause = likely_cause(found, Difference(1e-3, 1e-3, 1e-3, 1e-3, rate, 1, "0.weight", False))
+    assert CAUSES[mistake] in cause
+
+
+def test_no_cause_is_found_where_there_is_none() -> None:
+    found = at_fit(MUTANT, [], "accelerate_recipes.verify.causes:evidence")
+    assert not any(found.values())
+    with pytest.raises(UsageError, match="--mistke: no such flag; did you mean --mistake"):
+        at_fit(MUTANT, ["--mistke", "none"], "accelerate_recipes.verify.causes:evidence")
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[] if name == "learning_rate" else pytest.mark.full) for name in CAUSES]
+)
+def test_a_wrong_recipe_fails_with_the_cause(tmp_path: Path, mistake: str) -> None:
+    run, certificate = verified(tmp_path / "c", MUTANT, "--config", "ddp", "--", "--mistake", mistake)
+    assert run.exit_code == 1 and not certificate["is_same"]
+    assert CAUSES[mistake] in certificate["cause"] and CAUSES[mistake] in run.stdout
+    rows = {row["name"]: row["verdict"] for row in certificate["rows"]}
+    assert rows["ddp"].startswith("DIFFERS from step 1")
+
+
+@pytest.mark.full
+def test_a_right_recipe_is_the_same_and_refusals_are_shown(tmp_path: Path) -> None:
+    configs = ["--config", "ddp", "--config", "tensor_parallel", "--config", "ddp_bf16"]
+    run, certificate = verified(tmp_path / "c", ROOT / MNIST, *configs)
+    assert run.exit_code == 0 and certificate["is_same"]
+    verdicts = [row["verdict"] for row in certificate["rows"]]
+    assert verdicts[:4] == ["the reference", "same", "same", "same"]
+    assert "ConvNet has no tp_plan" in verdicts[4] and verdicts[5:] == ["same", "bit for bit"]
+    assert "| ddp | 2 |" in (tmp_path / "c" / "certificate.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[] if name == "scheduler" else pytest.mark.full) for name in PLAIN_CAUSES]
+)
+def test_a_mistake_on_plain_accelerate_is_found(tmp_path: Path, mistake: str) -> None:
+    run, certificate = verified(tmp_path / "c", PLAIN_MISTAKES, "--accelerate", "--", "--mistake", mistake)
+    assert run.exit_code == 1 and PLAIN_CAUSES[mistake] in certificate["cause"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", [PLAIN_MISTAKES, ROOT / "recipes" / "plain" / "plain_accelerate.py"])
+def test_a_right_script_on_plain_accelerate_is_the_same(tmp_path: Path, script: Path) -> None:
+    run, certificate = verified(tmp_path / "c", script, "--accelerate")
+    assert run.exit_code == 0 and certificate["is_same"], run.stdout
+    assert "MULTI_CPU" in certificate["rows"][1]["name"]

@@ -1,0 +1,134 @@
+"""Promise: `accelerate-recipes` lists what there is, makes projects, and refuses bad input in one line."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from accelerate_recipes.bundle import COMMON
+from accelerate_recipes.catalog import FLAGS, runs_here
+from accelerate_recipes.cli import main
+from accelerate_recipes.verify.causes import likely_cause
+from accelerate_recipes.verify.certificate import Row
+from accelerate_recipes.verify.compare import Difference, relative
+from support.launching import CONFIGS
+from support.recipes import DIVIDED, RECIPES
+from support.runs import ROOT
+
+
+def tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs the command in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["accelerate-recipes", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_list_reads_every_header(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert tool(monkeypatch, "list", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {f"recipes/{recipe['name']}.py" for recipe in found["recipes"]} == {script for script, _ in RECIPES.values()}
+    assert {config["name"] for config in found["configs"]} == {path.stem for path in CONFIGS.glob("*.yaml")}
+    assert all(value for entry in (*found["recipes"], *found["configs"]) for value in entry.values())
+    assert {config["name"]: config["here"] for config in found["configs"]}["ddp"] == "rehearsal on the CPU"
+    assert tool(monkeypatch, "list") == 0
+    assert "recipes/transformer.py --pipeline_stages 2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_processes", "num_machines", "precision", "expected"),
+    [
+        (0, 1, 1, "no", "for real, on the CPU"),
+        (0, 2, 1, "fp16", "rehearsal on the CPU, in float32"),
+        (1, 1, 1, "no", "for real"),
+        (1, 2, 1, "no", "needs 2 GPUs, or CUDA_VISIBLE_DEVICES= to rehearse on the CPU"),
+        (8, 2, 1, "bf16", "for real"),
+        (8, 2, 2, "bf16", "needs 2 machines"),
+    ],
+)
+def test_how_a_config_runs_here(
+    num_gpus: int, num_processes: int, num_machines: int, precision: str, expected: str
+) -> None:
+    config = {"num_processes": num_processes, "num_machines": num_machines, "mixed_precision": precision}
+    assert runs_here(config | {"distributed_type": "MULTI_GPU"}, num_gpus) == expected
+
+
+def test_pairs_that_need_flags_are_those_of_the_tests() -> None:
+    for config, fitting in DIVIDED.items():
+        supported = {Path(RECIPES[recipe][0]).stem for recipe in fitting}
+        for path in ROOT.glob("recipes/*.py"):
+            assert (FLAGS.get((path.stem, config), "") is not None) == (path.stem in supported)
+
+
+def test_a_project_has_all_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tmp_path / "My project"
+    assert (
+        tool(monkeypatch, "new", "transformer", str(project), "--config", "fsdp2", "--config", "pipeline_parallel") == 0
+    )
+    assert capsys.readouterr().out.splitlines()[-2:] == ["  make train", "  make test"]
+    text = "".join(path.read_text() for path in project.rglob("*") if path.is_file() and "common" not in path.parts)
+    assert "<<" not in text and "recipes/transformer.py train.py" not in text and str(ROOT) not in text
+    assert 'name = "my-project"' in text and "accelerate_configs/fsdp2.yaml train.py" in text
+    assert "import accelerate_recipes" not in text and "from accelerate_recipes" not in text
+    for path in (COMMON / "loop.py", COMMON / "data" / "text.py"):
+        assert (project / path.relative_to(COMMON.parent)).read_text() == path.read_text()
+    assert not list(project.rglob("__pycache__"))
+    assert (project / "common" / "__init__.py").read_text().startswith("# From accelerate-recipes 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("lst", "No such command 'lst'. Did you mean 'list'?: type accelerate-recipes --help"),
+        ("list --foo", "No such option: --foo: type accelerate-recipes list --help"),
+        ("new", "Missing argument 'recipe': type accelerate-recipes new --help"),
+        ("new mnist", "no folder: type accelerate-recipes new mnist FOLDER"),
+        ("new minst project", "minst: no such recipe; type one of linear_regression, mnist, transformer"),
+        ("new mnist full", "full is not empty: type the name of a new folder"),
+        ("new mnist project --config dpp", "dpp: no such config; type one of ddp, "),
+        ("new linear_regression project --config pipeline_parallel", "linear_regression.py has no plan for it; type"),
+        ("new --plain project --config hsdp", "plain_accelerate.py was not verified under it; type one of single, "),
+        ("new --plain mnist project", "--plain has one script: type accelerate-recipes new --plain project"),
+        ("verify nowhere.py", "nowhere.py: no such file; type the path of a recipe"),
+        ("verify full/train.py --config dpp", "dpp: no such config"),
+        ("verify full/train.py --steps 1", "Invalid value for '--steps'"),
+    ],
+)
+def test_bad_input_gets_one_line_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "train.py").touch()
+    assert tool(monkeypatch, *arguments.split()) == 2
+    output = capsys.readouterr()
+    assert line in output.err and output.err.count("\n") == 1 and not output.out
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "train.py"]
+
+
+SAME = Difference(1e-7, 1e-7, 1e-7, 1e-7, 0.0, None, None, True)
+
+
+def test_verdicts_of_a_row() -> None:
+    assert Row("ddp", 2, SAME).verdict == "same"
+    assert Row("ddp", 2, Difference(0, 0, 0, 0, 0, None, None, True)).verdict == "bit for bit"
+    different = replace(SAME, loss=1e-3, first_step=3, tensor="weight", is_same=False)
+    assert Row("ddp", 2, different).verdict == "DIFFERS from step 3, in weight" and Row("ddp", 2, different).is_bad
+    assert not Row("tensor_parallel", None, refusal="no tp_plan").is_bad
+    assert Row("ddp", None, failure="RuntimeError").is_bad
+
+
+def test_a_missing_value_is_a_difference() -> None:
+    assert relative(1.0, None) == relative(None, 1.0) == float("inf")
+    assert relative(float("nan"), 1.0) != relative(float("nan"), 1.0)  # nan <= tolerance is false, too
+    assert relative(0.0, 0.0) == 0 and relative(2.0, 1.0) == 1
+
+
+def test_weights_alone_may_differ_by_rounding_noise() -> None:
+    clean = {name: [] for name in ("random_samples", "batch_norm", "dropout", "random_loss", "depends_on_batch")}
+    assert "key bias" in likely_cause(clean, replace(SAME, weights=1e-4, tensor="k.bias", is_same=False))
