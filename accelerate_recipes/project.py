@@ -96,7 +96,7 @@ def _write(project: Path, script: Path, configs: list[Path]) -> None:
         "name": name,
         "origin": f"{place} of accelerate-recipes {bundle.VERSION}",
     }
-    test = "test_train_plain.py" if script == PLAIN else "test_train.py"
+    test = f"test_train{'_plain' * (script == PLAIN)}.py.template"
     readme = "README_plain.md" if script == PLAIN else "README.md"
     products = {readme: "README.md", "Makefile": "Makefile", "pyproject.toml": "pyproject.toml"}
     products |= {"gitignore": ".gitignore", test: "tests/test_train.py"}

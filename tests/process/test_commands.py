@@ -42,6 +42,7 @@ def launched_once(commands: list[str]) -> list[Any]:
 
 PAGES = {path.name: commands_of(path.read_text()) for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 FIRST = PAGES.pop("README.md") + PAGES.pop("recipes.md")
+PAGES.pop("your-model.md")  # test_your_model.py follows it
 COMMANDS = launched_once(list(dict.fromkeys(FIRST)))
 # Only in `make test-full`, because test_one_result.py runs their configs, too.
 COMMANDS += [pytest.param(command, True, marks=pytest.mark.full) for page in PAGES.values() for command in page]
