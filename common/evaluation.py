@@ -13,8 +13,8 @@ from common.data.batches import Batch, ForwardStep, MapDataset, batches, residen
 from common.errors import UsageError
 from common.parallel.trainer import Trainer
 from common.plan import Plan
-from common.random_state import random_state_kept
 from common.records.recorder import Recorder
+from common.seeds import EVALUATION, seed_forward
 from common.state import TrainState
 from common.stopping.watch import Watch
 
@@ -123,23 +123,23 @@ def evaluate(
     """
     size, num_samples = plan.micro_batch_size, len(eval_set)
     num_passes = -(-num_samples // (size * plan.data_parallel_size))
-    # Pass i of data-parallel rank p starts at sample (i * data_parallel_size + p) * size; ids past the end are padding.
-    starts = [(index * plan.data_parallel_size + plan.data_parallel_rank) * size for index in range(num_passes)]
-    sample_ids = (torch.arange(start, start + size).clamp_(max=num_samples - 1) for start in starts)
+    # Ids past the end are padding.
+    starts = [plan.row(index) * size for index in range(num_passes)]
+    samples = ((EVALUATION, torch.arange(start, start + size).clamp_(max=num_samples - 1)) for start in starts)
     sums: dict[str, torch.Tensor] = {}
     total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     _set_training(model, False)
-    with random_state_kept():  # an evaluation must not change the random numbers of training
-        for start, batch in zip(starts, batches(eval_set, sample_ids, accelerator.device, plan.config.num_workers)):
-            if poll():
-                _set_training(model, True)
-                return None
-            num_real = min(max(num_samples - start, 0), size)
-            values = forward_step(model, batch)
-            weight = batch.get("weight", torch.ones(size, device=accelerator.device))[:num_real].double()
-            total += weight.sum()
-            for name, value in values.items():
-                sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight).sum()
+    for index, batch in enumerate(batches(eval_set, samples, accelerator.device, plan.config)):
+        if poll():
+            _set_training(model, True)
+            return None
+        num_real = min(max(num_samples - starts[index], 0), size)
+        seed_forward(plan.config.seed, EVALUATION, plan.row(index), accelerator.device)
+        values = forward_step(model, batch)
+        weight = batch.get("weight", torch.ones(size, device=accelerator.device))[:num_real].double()
+        total += weight.sum()
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight).sum()
     _set_training(model, True)
     *means, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
     return {name: mean / total for name, mean in zip(sums, means)}

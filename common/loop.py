@@ -70,7 +70,7 @@ def fit(
         checkpoint.load_weights(model)
         check_same_start(model, (train_set, eval_set), group)
         trainer = prepare(accelerator, model, optimizer, forward_step, plan)
-        stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config.num_workers)
+        stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
         checkpoint.load_rest(trainer, state, group)
         evaluation = Evaluation(trainer, eval_set, summarize, state, watch)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample)
@@ -84,7 +84,7 @@ def fit(
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
                 wants_norm = plan.reads(state.step + 1) or watch.stop_requested
-                result = trainer.step(micro_batches, wants_norm)
+                result = trainer.step(state.step, micro_batches, wants_norm)
                 state.step += 1
                 recorder.add(learning_rate, result)
                 watch.after_step(state.step, result)

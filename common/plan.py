@@ -10,6 +10,8 @@ from common.errors import UsageError
 from common.schedule import learning_rate_factor
 from common.state import TrainState
 
+Samples = tuple[int, torch.Tensor]  # the epoch, and sample ids of shape (micro_batch,), int64
+
 
 def split_batch(
     batch_size: int, micro_batch_size: int | None, data_parallel_size: int, num_stages: int = 1
@@ -122,15 +124,15 @@ class Plan:
         generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self.num_samples, generator=generator)
 
-    def micro_batches(self, first_step: int = 0) -> Iterator[torch.Tensor]:
-        """This process's sample ids from optimizer step `first_step` to the end of the run.
+    def micro_batches(self, first_step: int = 0) -> Iterator[Samples]:
+        """This process's samples from optimizer step `first_step` to the end of the run.
 
         The samples of step k depend only on the seed and k: `batch_size` ids of that epoch's order, from
         position `k % steps_per_epoch * batch_size`. In rows of `micro_batch_size` ids, micro-batch m of
         data-parallel rank p is row m * data_parallel_size + p.
 
         Yields:
-            `accumulation` tensors per optimizer step, each of shape (micro_batch_size,), int64.
+            `accumulation` micro-batches per optimizer step, each of `micro_batch_size` samples.
         """
         epoch, rows = -1, torch.empty(0)
         for step in range(first_step, self.num_steps):
@@ -139,7 +141,12 @@ class Plan:
                 order = self.epoch_order(epoch)[: self.steps_per_epoch * self.config.batch_size]
                 shape = (self.steps_per_epoch, self.accumulation, self.data_parallel_size, self.micro_batch_size)
                 rows = order.view(shape)[:, :, self.data_parallel_rank]
-            yield from rows[step % self.steps_per_epoch]
+            for ids in rows[step % self.steps_per_epoch]:
+                yield epoch, ids
+
+    def row(self, index: int) -> int:
+        """The number of this process's micro-batch `index` among those of all processes in a step."""
+        return index * self.data_parallel_size + self.data_parallel_rank
 
     def learning_rate_factor(self, state: TrainState) -> float:
         """The share of the peak learning rate for the next step."""

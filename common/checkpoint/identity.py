@@ -11,15 +11,10 @@ from common.plan import Plan
 
 
 def layout(trainer: Trainer, group: CpuGroup) -> dict[str, Any]:
-    """How the processes share the samples, and on what. If it is unchanged on resume, each process restores its random
-    state.
-
-    Returns:
-        The numbers of processes, of data-parallel ranks ("shares") and of pipeline stages, and the type of device.
-    """
-    plan, device = trainer.plan, trainer.accelerator.device.type
-    stages = plan.config.pipeline_stages
-    return {"processes": group.size, "shares": plan.data_parallel_size, "stages": stages, "device": device}
+    """How the processes share the samples: the numbers of processes, of data-parallel ranks ("shares") and of pipeline
+    stages."""
+    plan = trainer.plan
+    return {"processes": group.size, "shares": plan.data_parallel_size, "stages": plan.config.pipeline_stages}
 
 
 def num_replicas(layout: dict[str, Any]) -> int:
@@ -28,10 +23,10 @@ def num_replicas(layout: dict[str, Any]) -> int:
 
 
 def described(layout: dict[str, Any]) -> str:
-    """The layout for the terminal, for example "2 processes on cpu"."""
+    """The layout for the terminal, for example "4 processes in 2 groups"."""
     processes, shares = layout["processes"], layout["shares"]
     groups = f" in {shares} group{'s' * (shares > 1)}" if shares < processes else ""
-    return f"{processes} process{'es' * (processes > 1)}{groups} on {layout['device']}"
+    return f"{processes} process{'es' * (processes > 1)}{groups}"
 
 
 def identity(plan: Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

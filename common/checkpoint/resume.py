@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import torch
-from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from common.checkpoint.format import MANIFEST, DamagedError
@@ -18,7 +17,6 @@ from common.cpu_group import CpuGroup
 from common.errors import UsageError
 from common.parallel.trainer import Trainer
 from common.plan import Plan
-from common.random_state import ON_CPU, set_random_state
 from common.records.output_dir import checkpoints
 from common.state import TrainState
 
@@ -62,13 +60,12 @@ class Checkpoint:
 
     def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
         """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and
-        each process's random state and losses since the last record."""
+        each process's losses since the last record."""
         content = self.reader.content
         trainer.load_parts(self.reader)
         trainer.load_state_dict(content["trainer"])
         accelerator, here = trainer.accelerator, layout(trainer, group)
-        saved = {"device": self._device()} | content["layout"]
-        there = {name: saved[name] for name in here}  # an older checkpoint may have more entries
+        there = {name: content["layout"][name] for name in here}  # an older checkpoint may have more entries
         accelerator.print(f"resumed from {self.path}")
         have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
@@ -76,25 +73,13 @@ class Checkpoint:
             accelerator.print(f"it has no optimizer state for {', '.join(anew)}: that state starts anew")
         if there == here:
             self._load_process(group.rank, state, accelerator.device)
-            prefix = f"process_{group.rank:05d}."
-            names = [key.removeprefix(prefix) for key in self.reader.tensors if key.startswith(prefix + "random.")]
-            set_random_state({name: self._of_process(group.rank, name) for name in names})
         else:
             if group.rank == 0:  # rank 0 takes all sums, scaled so that old and new samples count equally
                 factor = num_replicas(here) / num_replicas(there)
                 for rank in range(there["processes"]):
                     self._load_process(rank, state, accelerator.device, factor)
-            seed = trainer.plan.config.seed + state.step * 1009 + trainer.plan.data_parallel_rank
-            set_seed(seed % 2**32)
-            accelerator.print(
-                f"it was saved by {described(there)} and goes on in {described(here)}: samples and schedule go on, "
-                "random states (dropout) are seeded with seed + 1009 × step + data-parallel rank"
-            )
+            accelerator.print(f"it was saved by {described(there)} and goes on in {described(here)}")
         self.reader.close()
-
-    def _device(self) -> str:
-        """The type of device that a checkpoint without that entry was saved on."""
-        return "cuda" if "process_00000.random.cuda" in self.reader.tensors else "cpu"
 
     def _load_process(self, rank: int, state: TrainState, device: torch.device, factor: float = 1.0) -> None:
         state.losses += list(self._of_process(rank, "losses").to(device) * factor)
@@ -118,8 +103,7 @@ class FreshStart:
         """Keeps the model's weights."""
 
     def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
-        """Seeds each data-parallel rank differently, so that dropout differs between samples."""
-        set_seed(trainer.plan.config.seed + trainer.plan.data_parallel_rank)
+        """Keeps everything as it is."""
 
 
 def find_checkpoint(
@@ -191,17 +175,14 @@ def _check_content(content: dict[str, Any]) -> None:
             if not isinstance(values.get(name), kind):
                 raise DamagedError(f"{MANIFEST} has no valid {name} in {part}")
     processes, shares, stages = (content["layout"][name] for name in expected["layout"])
-    if not isinstance(content["layout"].get("device", ""), str):  # older checkpoints have no device
-        raise DamagedError(f"{MANIFEST} has no valid device in layout")
     if content["state"]["step"] < 0 or min(processes, shares, stages) < 1 or processes % (shares * stages):
         raise DamagedError(f"{MANIFEST} has an impossible step or layout")
 
 
 def _check_tensors(reader: Reader, averaged: list[str]) -> None:
     """Raises DamagedError if a tensor of a process, or a moving average of these weights, is missing."""
-    own = (*ON_CPU, "losses", "weights")
     ranks = range(reader.content["layout"]["processes"])
-    of_processes = (f"process_{rank:05d}.{name}" for rank in ranks for name in own)
+    of_processes = (f"process_{rank:05d}.{name}" for rank in ranks for name in ("losses", "weights"))
     # If the weight is missing too, the checkpoint is of another model: load_weights reports that.
     averages = (f"average.{name}" for name in averaged if f"model.{name}" in reader.tensors)
     for name in chain(of_processes, averages):

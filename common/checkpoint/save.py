@@ -17,7 +17,6 @@ from common.cpu_group import CpuGroup
 from common.errors import RunError
 from common.parallel.parts import Part
 from common.parallel.trainer import Trainer
-from common.random_state import random_state
 from common.records.output_dir import checkpoints
 from common.state import TrainState
 from common.stopping.watch import Watch
@@ -60,7 +59,7 @@ class Saver:
             "state": state.state_dict(),
             "trainer": self._trainer.state_dict(),
         }
-        own = random_state() | {
+        own = {
             "losses": torch.stack(state.losses) if state.losses else torch.zeros(0),
             "weights": torch.tensor([float(weight) for weight in state.weights], dtype=torch.float64),
         }

@@ -8,7 +8,10 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from common.config import RunConfig
 from common.errors import UsageError
+from common.plan import Samples
+from common.seeds import seed_sample
 
 MAX_BYTES_ON_DEVICE = 2**30  # larger datasets stay in the CPU's memory
 
@@ -80,37 +83,38 @@ def check_datasets(*datasets: Any) -> None:
 
 
 def batches(
-    dataset: MapDataset, sample_ids: Iterable[torch.Tensor], device: torch.device, num_workers: int = 0
+    dataset: MapDataset, samples: Iterable[Samples], device: torch.device, config: RunConfig
 ) -> Iterator[Batch]:
     """Fetches batches and moves them to the device.
 
     Args:
         dataset: map-style; samples are dicts of tensors, numbers or strings. If it has `__getitems__`,
             each batch is one call with a list of ids. The call returns a list of samples, or the
-            batch: a dict of tensors of shape (batch, ...).
-        sample_ids: one 1-dim int64 tensor per batch.
+            batch: a dict of tensors of shape (batch, ...). It must not draw random numbers. `__getitem__`
+            may: its numbers are a function of `--seed`, the epoch and the sample.
+        samples: (epoch, ids) of each batch.
         device: for the tensors of a batch; strings stay on the CPU.
-        num_workers: processes that fetch ahead; with 0 this process fetches.
+        config: `--seed` and `--num_workers`, the processes that fetch ahead; with 0 this process fetches.
 
     Raises:
         UsageError: samples are not dicts, or cannot be combined into a batch.
     """
-    if _gathers(dataset) and not num_workers:
-        return _from_memory(resident(dataset, device), sample_ids, device)
-    ids = (batch.tolist() for batch in sample_ids)
+    if _gathers(dataset) and not config.num_workers:
+        return _from_memory(resident(dataset, device), (ids for _, ids in samples), device)
+    wanted = ((epoch, ids.tolist()) for epoch, ids in samples)
     fetched: Iterator[Batch]
-    if num_workers:
+    if config.num_workers:
         loader: DataLoader[Batch] = DataLoader(
-            _Fetching(dataset),
+            _Fetching(dataset, config.seed),
             batch_size=None,
-            sampler=ids,
-            num_workers=num_workers,
+            sampler=wanted,
+            num_workers=config.num_workers,
             collate_fn=_as_it_is,
             pin_memory=device.type != "cpu",
         )
         fetched = _from_workers(iter(loader))
     else:
-        fetched = (fetch(dataset, batch) for batch in ids)
+        fetched = (fetch(dataset, ids, config.seed, epoch) for epoch, ids in wanted)
     return (_moved(batch, device) for batch in fetched)
 
 
@@ -136,21 +140,27 @@ def _from_memory(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], d
         yield dataset.transform(_moved(dataset.rows(ids), device))
 
 
-def fetch(dataset: MapDataset, ids: list[int]) -> Batch:
+def fetch(dataset: MapDataset, ids: list[int], seed: int = 0, epoch: int = 0) -> Batch:
     """The samples of these ids as a batch on the CPU. Raises UsageError like `batches`."""
     if hasattr(dataset, "__getitems__"):
         return _collate(dataset.__getitems__(ids), len(ids))
-    return _collate([dataset[index] for index in ids], len(ids))
+    return _collate([_sample(dataset, index, seed, epoch) for index in ids], len(ids))
+
+
+def _sample(dataset: MapDataset, index: int, seed: int, epoch: int) -> Any:
+    seed_sample(seed, epoch, index)
+    return dataset[index]
 
 
 class _Fetching(Dataset):
-    """A DataLoader worker indexes this dataset with a list of ids and gets a batch."""
+    """A DataLoader worker indexes this dataset with (epoch, ids) and gets a batch."""
 
-    def __init__(self, dataset: MapDataset):
-        self.dataset = dataset
+    def __init__(self, dataset: MapDataset, seed: int):
+        self.dataset, self.seed = dataset, seed
 
-    def __getitem__(self, ids: list[int]) -> Batch:
-        return fetch(self.dataset, ids)
+    def __getitem__(self, wanted: tuple[int, list[int]]) -> Batch:
+        epoch, ids = wanted
+        return fetch(self.dataset, ids, self.seed, epoch)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -30,12 +30,13 @@ class AccelerateTrainer(Trainer):
         # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
-    def _step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+    def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         accelerator, optimizer, max_norm = self.accelerator, self.optimizer, self.plan.config.max_grad_norm
         scale, weight = self._loss_scale(micro_batches)
         losses = []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
+            self._seed(number, index)
             with nullcontext() if is_last else self._no_sync():
                 loss = self._loss_sum(batch)
                 gradient = scale.to(loss)  # backward(loss * scale) takes one operation more

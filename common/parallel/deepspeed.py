@@ -79,12 +79,13 @@ class DeepSpeedTrainer(Trainer):
     def module(self) -> nn.Module:
         return self.engine.module
 
-    def _step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+    def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         engine = self.engine
         scale, weight = self._loss_scale(micro_batches)
         losses = []
         for index, batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            self._seed(number, index)
             loss = self._loss_sum(batch)
             engine.backward(loss * (scale * len(micro_batches)))
             losses.append(loss.detach())

@@ -268,9 +268,10 @@ class PipelineTrainer(Trainer):
     def module(self) -> nn.Module:
         return self.pipeline.model
 
-    def _step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+    def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         max_norm = self.plan.config.max_grad_norm
         scale, weight = self._loss_scale(micro_batches)
+        self._seed(number, 0)  # the passes of several micro-batches alternate
         losses = self.pipeline.backward(self.forward_step, micro_batches, scale)
         grad_norm = self.pipeline.clip(max_norm or torch.inf) if max_norm or wants_norm else None
         self.optimizer.optimizer.step()

@@ -16,6 +16,7 @@ from common.errors import UsageError
 from common.parallel.ema import EMA
 from common.parallel.parts import Part, TensorReader, is_divided, parts_of, placed_like
 from common.plan import Plan
+from common.seeds import seed_forward
 
 
 @dataclass
@@ -68,18 +69,22 @@ class Trainer(ABC):
         """The recipe's own module, without the wrappers of the parallelism."""
 
     @abstractmethod
-    def _step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult: ...
+    def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult: ...
 
-    def step(self, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        """Takes one optimizer step on this process's part of the global batch.
+    def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        """Takes optimizer step `number`, counted from 0, on this process's part of the global batch.
 
         The step uses the gradient of the mean loss over the global batch, weighted by "weight" if the
         batch has one. The number of processes and micro-batches does not change it.
         """
-        result = self._step(micro_batches, wants_norm)
+        result = self._step(number, micro_batches, wants_norm)
         if self.ema is not None and not result.skipped:
             self.ema.update()
         return result
+
+    def _seed(self, number: int, index: int) -> None:
+        """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
+        seed_forward(self.plan.config.seed, number, self.plan.row(index), self.accelerator.device)
 
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""

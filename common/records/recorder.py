@@ -25,7 +25,7 @@ from common.records.hardware import hardware, peak_flops
 from common.records.metrics_file import MetricsFile
 from common.records.output_dir import OutputDir
 from common.records.profile import profile
-from common.records.run_card import read_card
+from common.records.run_card import launch_command, read_card
 from common.state import TrainState
 
 
@@ -69,7 +69,8 @@ class Recorder:
 
     def __enter__(self) -> Self:
         self._started = self._resumed = time.perf_counter()
-        self._attempt = self._number_of_attempt()
+        self._attempt, self._first_step = self._number_of_attempt(), self.state.step
+        self._earlier_attempts = self._attempts_before()
         with ExitStack() as entered:
             # First, because it may raise UsageError; `_start` moves an earlier run's files.
             self._profile_step = entered.enter_context(
@@ -84,6 +85,7 @@ class Recorder:
             self._facts: dict[str, Any] = {
                 "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
                 "git_commit": _git_commit(),
+                "launch_command": launch_command(),
                 "hardware": hardware(),
             }
             self._start_trackers()
@@ -248,6 +250,15 @@ class Recorder:
         before = read_card(self.output_dir.path).get("attempt")
         return before + 1 if self.plan.config.resume_from_checkpoint and isinstance(before, int) else 1
 
+    def _attempts_before(self) -> list[dict[str, Any]]:
+        """Where the attempts that this one continues began, and how they ended, from the run card."""
+        if self._attempt == 1:
+            return []
+        before = read_card(self.output_dir.path)
+        kept = before.get("earlier_attempts")
+        ended = {name: before.get(name) for name in ("first_step", "status", "exit_code", "error")}
+        return [*(kept if isinstance(kept, list) else []), ended]
+
     def _peak_memory_gib(self) -> float | None:
         """The most GPU memory that tensors of this process held at one time, in GiB."""
         if self.accelerator.device.type != "cuda":
@@ -261,6 +272,8 @@ class Recorder:
             "exit_code": exit_code,
             "error": None,
             "attempt": self._attempt,
+            "first_step": self._first_step,
+            "earlier_attempts": self._earlier_attempts,
             "launcher": os.getppid(),
             "command": " ".join(sys.argv),
             "config": dataclasses.asdict(self.plan.config),

@@ -139,7 +139,7 @@ class Watch:
     def _describe(self, step: int) -> str:
         """The error message: the number that is not finite, its process and its samples."""
         result, found = self._results[step], None
-        ids = list(islice(self.plan.micro_batches(step - 1), self.plan.accumulation))
+        ids = [ids for _, ids in islice(self.plan.micro_batches(step - 1), self.plan.accumulation)]
         for loss, batch in zip(result.losses, ids):
             if found is None and not math.isfinite(loss):
                 found = ("train/loss", float(loss), batch.tolist())

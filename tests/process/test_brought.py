@@ -221,8 +221,8 @@ def test_weights_are_exported_in_the_precision_in_which_they_are_trained(
     assert run.stdout.count(line) == (dtype == "float32")
 
 
-def test_dropout_is_said_to_depend_on_the_number_of_processes(tmp_path: Path) -> None:
-    line = "this model has dropout: its random numbers depend on the number of processes"
+def test_dropout_is_said_to_depend_on_the_micro_batch_size(tmp_path: Path) -> None:
+    line = "this model has dropout: its masks depend on --micro_batch_size, here 4, not on"
     arguments = f"{STEPS} --case dropout"
     alone, two = (fork(tmp_path / config, config, CASES, arguments) for config in ("single", "ddp"))
     assert (alone.stdout.count(line), two.stdout.count(line)) == (0, 1)

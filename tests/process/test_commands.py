@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from common.records.run_card import read_card
-from support.launching import accelerate, accelerate_forked, execute
+from support.launching import accelerate, accelerate_forked, execute, fork
+from support.recipes import LINEAR
 from support.runs import ROOT
 from support.small_mnist import write_mnist
 from support.small_model import write_model
@@ -68,6 +69,9 @@ def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
     words = shlex.split(command)
     env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+    if words[:2] == ["accelerate-recipes", "report"]:  # it needs runs
+        for name in ("mnist", "mnist_sgd"):
+            fork(tmp_path / "outputs" / name, "single", LINEAR, "--max_steps 4")
     if words[0] == "accelerate":
         run = (accelerate if is_launched else accelerate_forked)(words[1:], tmp_path, tmp_path / "outputs", env)
     else:  # one thread, because several commands run at a time

@@ -33,6 +33,7 @@ class Config(RunConfig):
     eval_every: int | None = 4
     lr_schedule: str = "cosine"
     width: int = flag(33, "width of the hidden layer", minimum=1)
+    dropout: float = flag(0.2, "probability of dropout", minimum=0, below=1)
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "kind of optimizer")
     fault: Literal[FAULTS] = flag("none", "kind of fault; it happens once")
     fault_step: int = flag(0, "number of the training step, evaluation pass or (write) checkpoint change, from 0")
@@ -57,9 +58,9 @@ class Net(nn.Module):
 
     _no_split_modules = ["Linear"]
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 1))
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 1))
         self.register_buffer("scale", torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ class Fault:
 
 def main(config: Config) -> None:
     accelerator = start(config)
-    model = Net(config.width)
+    model = Net(config.width, config.dropout)
     optimizers = {
         "adamw": lambda: torch.optim.AdamW(model.parameters(), config.learning_rate),
         "sgd": lambda: torch.optim.SGD(model.parameters(), config.learning_rate, momentum=0.9),

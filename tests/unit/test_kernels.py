@@ -4,6 +4,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from common.config import RunConfig
 from common.data.batches import Batch, batches
 from common.data.images import ImageDataset
 from common.parallel.prepare import _choose_fused_kernels
@@ -46,5 +47,5 @@ def test_subclass_that_overrides_indexing_is_asked_for_its_samples() -> None:
             return batch | {"image": 1 - batch["image"]}
 
     dataset = Inverted(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.long), num_classes=2)
-    (batch,) = batches(dataset, [torch.tensor([0, 2])], torch.device("cpu"))
+    (batch,) = batches(dataset, [(0, torch.tensor([0, 2]))], torch.device("cpu"), RunConfig())
     assert (batch["image"] == 1).all()
