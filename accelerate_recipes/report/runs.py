@@ -1,0 +1,268 @@
+"""Reads runs: their records, their run cards, and what happened to them."""
+
+import json
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accelerate_recipes.errors import UsageError
+
+RECORDS, CARD = "metrics.jsonl", "run.json"
+AXES = {"steps": "optimizer steps", "samples": "samples", "seconds": "seconds of training"}
+_NOT_PLOTTED = ("step", "epoch")
+_LARGEST_STEP = 2**53  # larger whole numbers lose digits as floating-point numbers
+_LARGEST_VALUE = 1e300  # beyond it, the arithmetic of an axis overflows
+
+Curve = list[tuple[int, float | None]]  # (step, value); None: the record has no finite value
+
+
+@dataclass(frozen=True)
+class Event:
+    """A start or an end of an attempt that is not the plain start or end of a run.
+
+    Attributes:
+        kind: resumed, restarted (from step 0), stopped or failed.
+        attempt: its number, counted from 1.
+        step: where it happened; None if the run card does not say.
+        text: what happened.
+    """
+
+    kind: str
+    attempt: int
+    step: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, from its output folder.
+
+    Attributes:
+        name: unique among the runs of a report.
+        folder: the output folder, as the user typed it.
+        card: the run card; empty if there is none.
+        records: sorted by step; all values except "step" are finite numbers or None.
+        num_damaged: lines that are not records.
+        changed: when the records last changed, in seconds since 1970.
+    """
+
+    name: str
+    folder: Path
+    card: dict[str, Any]
+    records: list[dict[str, Any]]
+    num_damaged: int
+    changed: float
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The flags of the run."""
+        config = self.card.get("config")
+        return config if isinstance(config, dict) else {}
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per optimizer step."""
+        return _count(self.config.get("batch_size")) or None
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last record; 0 without records."""
+        return self.records[-1]["step"] if self.records else 0
+
+    @property
+    def status(self) -> str:
+        """How the run ended, from the run card."""
+        return str(self.card.get("status", "unknown: no run.json"))
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The optimizer steps of the whole run."""
+        return _count(self.card.get("num_steps"))
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """What the last attempt took; None until it ends."""
+        seconds = self.card.get("wall_seconds")
+        return _finite(seconds) if self.status != "running" and _is_number(seconds) else None
+
+    @property
+    def attempt(self) -> int:
+        """The number of the last attempt, counted from 1."""
+        return max(1, _count(self.card.get("attempt")) or 1)
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """The names of all values in the records, in the order in which they appear."""
+        names = dict.fromkeys(name for record in self.records for name in record if name not in _NOT_PLOTTED)
+        return list(names)
+
+    def curve(self, metric: str) -> Curve:
+        """A metric over the steps of the run."""
+        return [(record["step"], record[metric]) for record in self.records if metric in record]
+
+    @cached_property
+    def clock(self) -> list[tuple[int, float]]:
+        """(step, seconds of training up to this step) of each training record.
+
+        A record's `samples_per_second` gives the seconds since the record before it. They exclude evaluation, saving,
+        and steps that were lost and taken again. Empty without a batch size or throughput.
+        """
+        rates = self.curve("samples_per_second")
+        if not rates or self.batch_size is None:
+            return []
+        # The file may begin later than the run: after a resume from another folder, or after lost records.
+        every = _count(self.config.get("log_every")) or rates[0][0] or 1
+        before, seconds = max(0, (rates[0][0] - 1) // every * every), 0.0
+        clock = [(before, seconds)]
+        for step, rate in rates:
+            if rate is None or rate <= 0:  # slower than the file's one decimal
+                break
+            seconds += (step - before) * self.batch_size / rate
+            before = step
+            clock.append((step, seconds))
+        return clock
+
+    def position(self, axis: str, step: int) -> float | None:
+        """Where a step lies on an axis of AXES; None if the records do not tell."""
+        if axis == "steps":
+            return step
+        if axis == "samples":
+            return None if self.batch_size is None else step * self.batch_size
+        index = bisect_left(self.clock, (step,))
+        if index == len(self.clock) or (index == 0 and self.clock[0][0] != step):
+            return None
+        (step_before, before), (step_after, after) = self.clock[max(0, index - 1)], self.clock[index]
+        share = (step - step_before) / (step_after - step_before) if step_after > step_before else 1.0
+        return before + share * (after - before)
+
+    def position_of(self, event: Event, axis: str) -> float | None:
+        """Where an event lies on an axis of AXES. In seconds, what follows the last record is at the end."""
+        if event.step is None:
+            return None
+        if axis == "seconds" and self.clock and event.step > self.clock[-1][0]:
+            return self.clock[-1][1]
+        return self.position(axis, event.step)
+
+    def has(self, axis: str) -> bool:
+        """Whether the records of the run can be placed on an axis of AXES."""
+        return not self.records or any(self.position(axis, record["step"]) is not None for record in self.records)
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Resumes, restarts, stops and failures, in the order of time."""
+        kept = self.card.get("earlier_attempts")
+        attempts = [one for one in kept if isinstance(one, dict)] if isinstance(kept, list) else []
+        attempts.append(self.card)
+        events: list[Event] = []
+        for number, attempt in enumerate(attempts, max(1, self.attempt - len(attempts) + 1)):
+            is_last = attempt is self.card
+            events += [*self._start(number, attempt), *_end(number, attempt, self.last_step if is_last else None)]
+        return events
+
+    def _start(self, number: int, attempt: dict[str, Any]) -> list[Event]:
+        step = _count(attempt.get("first_step"))
+        if step is None and attempt is self.card:
+            step = _step_in(r"step_(\d+)/?$", str(self.config.get("resume_from_checkpoint")))
+        if step:
+            return [Event("resumed", number, step, f"resumed after step {step}")]
+        if number == 1:
+            return []
+        if step == 0:
+            return [Event("restarted", number, 0, "started again from the beginning")]
+        return [Event("resumed", number, None, "started again; the run card does not say after which step")]
+
+
+def _end(number: int, attempt: dict[str, Any], last_step: int | None) -> list[Event]:
+    status, error = attempt.get("status"), str(attempt.get("error") or "")
+    if status == "running" and last_step is None:
+        return [Event("failed", number, None, "ended without a word: killed, or the machine went down")]
+    if status not in ("stopped", "failed"):
+        return []
+    says_step = {"3": r"step (\d+)", "75": r"step_(\d+) is saved"}.get(str(attempt.get("exit_code")))
+    step = _step_in(says_step, error) if says_step else None
+    text = f"{error or status} (exit code {attempt.get('exit_code')})"
+    return [Event(status, number, last_step if step is None else step, text)]
+
+
+def _step_in(pattern: str, text: str) -> int | None:
+    found = re.search(pattern, text)
+    return int(found[1]) if found and len(found[1]) < 16 else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Reads the runs in these output folders.
+
+    Raises:
+        UsageError: a folder that is not the output folder of a run, or the same folder twice.
+    """
+    for folder, number in Counter(folder.resolve() for folder in folders).items():
+        if number > 1:
+            raise UsageError(f"{folder} is given {number} times: type each run once")
+    names = [folder.resolve().name for folder in folders]
+    return [_read(folder, name if names.count(name) == 1 else str(folder)) for folder, name in zip(folders, names)]
+
+
+def _check(folder: Path) -> None:
+    if (folder / RECORDS).is_file():
+        return
+    if not folder.is_dir():
+        if (folder.parent / RECORDS).is_file():
+            raise UsageError(f"{folder} is not a folder: type {folder.parent}")
+        raise UsageError(f"{folder}: no such folder; type the --output_dir of a run, such as outputs/mnist")
+    if error := _read_card(folder).get("error"):
+        raise UsageError(f"{folder} has no {RECORDS}, its run failed before the first step ({error}): type another run")
+    inside = sorted(path.parent for path in folder.glob(f"*/{RECORDS}"))
+    advice = " ".join(map(str, inside[:5])) if inside else "the --output_dir of a run, such as outputs/mnist"
+    raise UsageError(f"{folder} has no {RECORDS}: type {advice}")
+
+
+def _read(folder: Path, name: str) -> Run:
+    try:
+        _check(folder)
+        content, changed = (folder / RECORDS).read_bytes(), (folder / RECORDS).stat().st_mtime
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be read ({error.strerror}): type another run") from None
+    lines = content.splitlines()
+    records = [_record(line) for line in lines]
+    if lines and records[-1] is None and not content.endswith(b"\n"):
+        records.pop()  # the run is writing this line
+    valid = sorted((record for record in records if record is not None), key=lambda record: record["step"])
+    return Run(name, folder, _read_card(folder), valid, len(records) - len(valid), changed)
+
+
+def _read_card(folder: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        card = json.loads((folder / CARD).read_bytes())
+        # Halves of characters, which JSON may hold, cannot be written to a page or a terminal.
+        whole = json.loads(json.dumps(card, ensure_ascii=False).encode(errors="replace"))
+        return whole if isinstance(whole, dict) else {}
+    return {}
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict) or (step := _count(content.get("step"))) is None:
+        return None
+    numbers = {name: _finite(value) for name, value in content.items() if _is_number(value) or value is None}
+    return numbers | {"step": step}
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_STEP else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _finite(value: float | None) -> float | None:
+    return float(value) if value is not None and abs(value) < _LARGEST_VALUE else None  # also for NaN

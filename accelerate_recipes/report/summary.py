@@ -1,0 +1,148 @@
+"""What the runs amount to: last and best metrics, throughput, differences, and the command to repeat each."""
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate_recipes import bundle
+from accelerate_recipes.report.runs import CARD, Curve, Run
+
+# As --metric_for_best_model has it.
+_LOWER_IS_BETTER = ("loss", "perplexity", "error")
+# Flags that belong to one run and do not change what it computes. `--repeat` leaves them out, too.
+_NOT_COMPARED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "repeat", "flags")
+_FACTS = {
+    "parallelism": "parallelism",
+    "precision": "precision",
+    "num_processes": "processes",
+    "threads_per_process": "threads per process",
+    "micro_batch_size": "samples per forward pass and process",
+    "gradient_accumulation_steps": "forward passes per optimizer step",
+    "num_steps": "planned optimizer steps",
+    "git_commit": "git commit",
+}
+# The project's config for what the run card says. For other sizes of HSDP and tensor parallelism there is none.
+_CONFIG_OF = {
+    "no parallelism": "single",
+    "DDP": "ddp",
+    "FSDP2": "fsdp2",
+    "HSDP 2 × 2": "hsdp",
+    "TP 2": "tensor_parallel",
+    "FSDP2 2 × TP 2": "fsdp2_tensor_parallel",
+    "DeepSpeed ZeRO-1": "deepspeed_zero1",
+    "DeepSpeed ZeRO-2": "deepspeed_zero2",
+    "DeepSpeed ZeRO-3": "deepspeed_zero3",
+    "DeepSpeed ZeRO-3 with CPU offload": "deepspeed_zero3_offload",
+}
+
+
+def last(curve: Curve) -> tuple[int, float] | None:
+    """(step, value) of the last finite value of a curve."""
+    return next(((step, value) for step, value in reversed(curve) if value is not None), None)
+
+
+def best(metric: str, curve: Curve) -> tuple[int, float] | None:
+    """(step, value) of the best value of a loss or an evaluation metric, the first of equal ones.
+
+    The lowest is best if the name contains loss, perplexity or error, the highest for other names.
+    """
+    finite = [(step, value) for step, value in curve if value is not None]
+    if not finite or not metric.startswith(("train/", "eval/")):
+        return None
+    pick = min if any(word in metric for word in _LOWER_IS_BETTER) else max
+    return pick(finite, key=lambda point: point[1])
+
+
+def throughput(run: Run) -> float | None:
+    """Samples per second of training, over all records."""
+    if not run.clock or run.clock[-1][1] == 0 or run.batch_size is None:
+        return None
+    return (run.clock[-1][0] - run.clock[0][0]) * run.batch_size / run.clock[-1][1]
+
+
+def settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """(name, the value in each run) of every flag and fact that a run card of these runs holds."""
+    described = [_described(run) for run in runs]
+    names = dict.fromkeys(name for one in described for name in one)
+    return [(name, [one.get(name, "–") for one in described]) for name in names]
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The settings that are not the same in all runs."""
+    return [(name, values) for name, values in settings(runs) if len(set(values)) > 1]
+
+
+def _described(run: Run) -> dict[str, str]:
+    found = {f"--{name}": _text(value) for name, value in run.config.items() if name not in _NOT_COMPARED}
+    found |= {label: _text(run.card[key]) for key, label in _FACTS.items() if key in run.card}
+    for key, prefix in (("versions", "version of "), ("hardware", "hardware: ")):
+        inner = run.card.get(key)
+        found |= {prefix + name: _text(value) for name, value in inner.items()} if isinstance(inner, dict) else {}
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", text)  # the start of a git commit names it
+
+
+def repeat(run: Run) -> str | None:
+    """The command that repeats a run; None if the run card does not say how it was started.
+
+    The run card does not hold the launcher's config. The command has the project's config for the same parallelism
+    and precision, or CONFIG.yaml where there is none.
+    """
+    script = re.match(r".*?\.py(?=\s|$)", str(run.card.get("command", "")))
+    if script is None or script[0].endswith("ipykernel_launcher.py"):  # a notebook
+        return None
+    kind, precision = str(run.card.get("parallelism")), str(run.card.get("precision"))
+    stem = "pipeline_parallel" if "pipeline" in kind else _CONFIG_OF.get(kind)
+    words = ["accelerate", "launch", "--config_file"]
+    if stem is None:
+        words.append("CONFIG.yaml")
+    elif precision == "float32":
+        words.append(f"accelerate_configs/{stem}.yaml")
+    elif (bundle.CONFIGS / f"{stem}_{precision}.yaml").exists():
+        words.append(f"accelerate_configs/{stem}_{precision}.yaml")
+    else:
+        words += [f"accelerate_configs/{stem}.yaml", "--mixed_precision", precision]
+    words += ["--num_processes", str(run.card.get("num_processes", 1)), script[0]]
+    words += ["--repeat", str(run.folder / CARD), "--output_dir", f"{run.folder}_again"]
+    return shlex.join(words)
+
+
+def as_json(runs: Sequence[Run]) -> dict[str, Any]:
+    """The summary of the runs, for JSON."""
+    return {"runs": [_summary(run) for run in runs], "differences": _by_run(runs)}
+
+
+def _by_run(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
+    names = [run.name for run in runs]
+    return {setting: dict(zip(names, values)) for setting, values in differences(runs)}
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    metrics = {}
+    for metric in run.metrics:
+        curve = run.curve(metric)
+        points = {"last": last(curve), "best": best(metric, curve)}
+        metrics[metric] = {
+            name: {"step": point[0], "value": point[1]} for name, point in points.items() if point is not None
+        }
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "status": run.status,
+        "last_step": run.last_step,
+        "planned_steps": run.planned_steps,
+        "attempt": run.attempt,
+        "events": [vars(event) for event in run.events],
+        "samples_per_second": throughput(run),
+        "metrics": metrics,
+        "damaged_lines": run.num_damaged,
+        "repeat": repeat(run),
+    }

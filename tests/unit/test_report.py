@@ -1,0 +1,573 @@
+"""Promise: `accelerate-recipes report` shows what the records hold, and nothing else gets into the page."""
+
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageColor
+
+from accelerate_recipes import bundle, cli
+from accelerate_recipes.errors import UsageError
+from accelerate_recipes.report import plot, summary, svg, write
+from accelerate_recipes.report.figures import axes, figure
+from accelerate_recipes.report.image import image
+from accelerate_recipes.report.plot import DARK, LIGHT, Curve, Dot, Line, Scale, Text, draw
+from accelerate_recipes.report.runs import Event, Run, read_runs
+from common import config as common_config
+from common.state import LOWER_IS_BETTER
+
+HOSTILE = (
+    "\"'></title></style></svg><script>alert(1)</script><img src=//evil.example/x onerror=alert(1)>&lt;b&gt;\ud800"
+)
+
+
+def training(step: int, loss: float | None, **others: Any) -> dict[str, Any]:
+    return {"step": step, "epoch": step / 10, "train/loss": loss, "samples_per_second": 64.0} | others
+
+
+def evaluation(step: int, **values: float | None) -> dict[str, Any]:
+    return {"step": step} | {f"eval/{name}": value for name, value in values.items()}
+
+
+def card(**changes: Any) -> dict[str, Any]:
+    config = {
+        "batch_size": 64,
+        "log_every": 10,
+        "learning_rate": 0.1,
+        "resume_from_checkpoint": None,
+        "output_dir": "x",
+    }
+    facts = {
+        "status": "done",
+        "exit_code": 0,
+        "error": None,
+        "attempt": 1,
+        "command": "recipes/mnist.py --max_steps 40 --output_dir x",
+        "parallelism": "DDP",
+        "precision": "float32",
+        "num_processes": 2,
+        "num_steps": 40,
+        "wall_seconds": 12.5,
+        "versions": {"torch": "2.13.0"},
+    }
+    config |= changes.pop("config", {})
+    return facts | {"config": config} | changes
+
+
+RECORDS = [
+    training(10, 4.0),
+    training(20, 1.0),
+    evaluation(20, loss=2.0, accuracy=0.25),
+    training(30, 3.0),
+    training(40, 2.0),
+    evaluation(40, loss=3.0, accuracy=0.75),
+]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Path]:
+    """make(name, records, card) -> the output folder of a run."""
+
+    def run(name: str = "run", records: Any = RECORDS, run_card: Any = None) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        text = records if isinstance(records, str) else "".join(json.dumps(record) + "\n" for record in records)
+        (folder / "metrics.jsonl").write_text(text)
+        (folder / "run.json").write_text(json.dumps(card() if run_card is None else run_card))
+        return folder
+
+    return run
+
+
+def page_of(*folders: Path) -> str:
+    output = folders[0].parent / "report.html"
+    write(list(folders), output, None, False)
+    return output.read_text()
+
+
+def only(folder: Path) -> Run:
+    (run,) = read_runs([folder])
+    return run
+
+
+class Page(HTMLParser):
+    """Collects what a browser would see in a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.cells: list[list[str]] = []
+        self.text, self._in_cell = "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_cell = self._in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._in_cell:
+            self.cells[-1][-1] = (self.cells[-1][-1] + data).strip()
+
+
+def test_page_has_the_numbers_of_each_run(make: Callable[..., Path]) -> None:
+    second = card(config={"learning_rate": 0.2}, precision="bf16", status="failed", exit_code=1, error="ValueError: no")
+    rows = Page(page_of(make("first"), make("second", RECORDS[:3], second))).cells
+    assert ["first", "done", "40 of 40", "64", "12.5 s", "DDP, float32, 2 processes"] in rows
+    assert ["second", "failed, exit code 1", "20 of 40", "64", "12.5 s", "DDP, bf16, 2 processes"] in rows
+    assert ["first", "2 (40)", "1 (20)"] in rows  # train/loss: last, best
+    assert ["first", "3 (40)", "2 (20)"] in rows  # eval/loss
+    assert ["first", "0.75 (40)", "0.75 (40)"] in rows  # eval/accuracy
+    assert ["second", "0.25 (20)", "0.25 (20)"] in rows
+    assert ["--learning_rate", "0.1", "0.2"] in rows and ["precision", "float32", "bf16"] in rows
+    assert rows.count(["--batch_size", "64", "64"]) == 1  # among all flags, not among the differences
+
+
+def test_page_loads_nothing_and_runs_nothing(make: Callable[..., Path]) -> None:
+    text = page_of(make("first"), make("second"))
+    page = Page(text)
+    assert not {"script", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    assert [(tag, page.tags.count(tag)) for tag in ("link", "style", "h1")] == [("link", 1), ("style", 1), ("h1", 1)]
+    assert {value for name, value in page.attributes if name in ("href", "src", "xlink:href", "action")} == {"data:,"}
+    assert "url(" not in text and "@import" not in text and "://" not in text
+    assert any(value and value.startswith("default-src 'none'") for _, value in page.attributes)
+
+
+def test_text_from_the_files_stays_text(make: Callable[..., Path], tmp_path: Path) -> None:
+    hostile_card = card(
+        status=HOSTILE,
+        error=HOSTILE,
+        exit_code=HOSTILE,
+        command=f"{HOSTILE}.py",
+        parallelism=HOSTILE,
+        precision=HOSTILE,
+        num_processes=HOSTILE,
+        wall_seconds=HOSTILE,
+        config={HOSTILE: HOSTILE, "data": HOSTILE, "resume_from_checkpoint": HOSTILE},
+        versions={HOSTILE: HOSTILE},
+        hardware={"gpus": [HOSTILE]},
+        earlier_attempts=[{"status": "failed", "exit_code": HOSTILE, "error": HOSTILE, "first_step": HOSTILE}],
+    )
+    records = [{"step": 10, HOSTILE: 1.0, f"eval/{HOSTILE}": None}, {"step": 20, HOSTILE: 2.0, f"eval/{HOSTILE}": 1}]
+    name = "<script>alert(2)<!--"
+    text = page_of(make(name, records, hostile_card), make("x'onload='alert(3)"))
+    page = Page(text)
+    assert set(page.tags) <= {
+        *("html", "head", "meta", "link", "title", "style", "body", "h1", "main", "section", "h2", "h3", "p", "ul"),
+        *("li", "div", "figure", "table", "thead", "tbody", "tr", "th", "td", "svg", "desc", "polyline", "circle"),
+        *("text", "span", "pre", "code", "details", "summary", "footer", "input", "label"),
+    }
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "style")]
+    assert name in page.text and HOSTILE[:-1] in page.text
+    write([tmp_path / name], tmp_path / "report.html", tmp_path / "report.png", True)
+
+
+def test_text_in_a_plot_stays_text() -> None:
+    picture = Page(svg.picture([Text((0.0, 0.0), HOSTILE, "text")], 10, 10, HOSTILE, HOSTILE))
+    assert picture.tags == ["svg", "title", "desc", "text"] and picture.text.count(HOSTILE) == 3
+
+
+def test_curve_goes_through_its_values(make: Callable[..., Path]) -> None:
+    """Each value that has a grid line is drawn on it, on both kinds of axes."""
+    for values, is_log in (([1.0, 2.0, 3.0], False), ([1.0, 100.0, 1000.0], True)):
+        points: list[tuple[float, float | None]] = [(10.0 * index, value) for index, value in enumerate(values)]
+        shapes = draw([Curve(0, points, [])], "steps", is_log)
+        (line,) = (shape.points for shape in shapes if isinstance(shape, Line) and shape.colour == "run0")
+        labels = {shape.text: shape.position for shape in shapes if isinstance(shape, Text)}
+        for (x, y), (step, value) in zip(line, points):
+            assert labels[f"{value:,g}" if is_log else f"{value:.1f}"][1] == pytest.approx(y + 4)
+            assert labels[f"{step:g}"][0] == pytest.approx(x)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_labels_of_an_axis_say_where_they_are(seed: int) -> None:
+    numbers = random.Random(seed)
+    centre, width = numbers.choice([-1, 0, 1]) * 10 ** numbers.uniform(-12, 12), 10 ** numbers.uniform(-12, 12)
+    for scale in (
+        Scale(centre, centre + max(width, abs(centre) * 1e-6), 0, 300),
+        Scale(10 ** numbers.uniform(-30, -5), 10 ** numbers.uniform(-3, 30), 0, 300, is_log=True),
+    ):
+        ticks = scale.ticks(5)
+        assert 1 <= len(ticks) <= 7 and len({label for _, label in ticks}) == len(ticks)
+        for value, label in ticks:
+            assert -0.1 <= scale(value) <= 300.1
+            shown = float(label.replace(",", ""))
+            assert shown == pytest.approx(value, rel=1e-6, abs=(scale.high - scale.low) * 1e-6)
+
+
+@pytest.mark.parametrize("end", [1, 2, 7, 60, 999, 40_000, 123_456, 500_000, 999_999, 1_234_567, 10**12])
+def test_labels_below_a_plot_do_not_touch(end: int) -> None:
+    for largest in (1.0, 123_456.0):  # the labels beside the plot take room, too
+        shapes = draw([Curve(0, [(0.0, 0.0), (float(end), largest)], [])], "")
+        labels = [shape for shape in shapes if isinstance(shape, Text) and shape.position[1] == plot.HEIGHT - 38 + 17]
+        share = {"middle": 0.5, "end": 1.0}
+        starts = [label.position[0] - share[label.anchor] * 6.8 * len(label.text) for label in labels]
+        assert len(labels) >= 2 and all("." not in label.text or "e" in label.text for label in labels)
+        for start, before, label in zip(starts[1:], starts, labels):
+            assert start > before + 6.8 * len(label.text)
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0], [5e-324, 0.0], [1e299, -1e299], [3.0, 3.0], [1.0, 1.0 + 2e-16], [-1e-310, 1e-310], [None], []]
+)
+def test_any_values_can_be_drawn(values: list[float | None]) -> None:
+    for is_log in {False, plot.wants_log("loss", [value for value in values if value is not None])}:
+        shapes = draw([Curve(3, list(enumerate(values)), [("failed", 0.0)])], "steps", is_log)
+        numbers = [n for shape in shapes if isinstance(shape, Line) for point in shape.points for n in point]
+        assert numbers and all(-10 <= number <= plot.WIDTH + 10 for number in numbers)
+
+
+def test_only_a_wide_range_gets_a_logarithmic_axis() -> None:
+    assert plot.wants_log("train/loss", [0.01, 1.0]) and plot.wants_log("grad_norm", [1.0, 500.0])
+    assert not plot.wants_log("train/loss", [0.011, 1.0]) and not plot.wants_log("train/loss", [0.0, 1.0])
+    assert not plot.wants_log("learning_rate", [1e-6, 1.0]) and not plot.wants_log("train/loss", [])
+
+
+def test_many_records_keep_their_extremes() -> None:
+    numbers = random.Random(0)
+    points: list[tuple[float, float | None]] = [(float(step), numbers.random()) for step in range(50_000)]
+    points[12_345], points[23_456], points[34_567] = (12_345.0, 9.0), (23_456.0, -9.0), (34_567.0, None)
+    kept = plot.thinned(points)
+    assert len(kept) <= 410 and kept == sorted(kept, key=lambda point: point[0])
+    assert {points[0], points[12_345], points[23_456], points[34_567], points[-1]} <= set(kept)
+    assert set(kept) <= set(points)
+
+
+def test_axes_of_samples_and_seconds(make: Callable[..., Path]) -> None:
+    """64 samples a step, one step a second, then two steps a second."""
+    rates = [(10, 64.0), (20, 128.0), (40, 128.0)]
+    records = [training(step, 1.0, samples_per_second=rate) for step, rate in rates]
+    run = only(make(records=[*records, evaluation(15, loss=1.0), evaluation(55, loss=1.0)]))
+    assert [run.position("samples", step) for step in (0, 15)] == [0, 960]
+    found = [run.position("seconds", step) for step in (0, 5, 10, 15, 20, 30, 40, 55)]
+    assert found == [0, 5, 10, 12.5, 15, 20, 25, None]
+    assert summary.throughput(run) == pytest.approx(64 * 40 / 25)
+    assert axes([run]) == ["steps", "samples", "seconds"]
+    drawn = [shape for shape in figure([run], "eval/loss", "seconds") if isinstance(shape, Dot)]
+    assert len(drawn) == 1  # the other evaluation came after the last training record
+
+
+def test_axis_of_a_short_run(make: Callable[..., Path]) -> None:
+    """Seconds are divided, steps are not."""
+    run = only(make(records=[training(step, 1.0, samples_per_second=640.0) for step in (1, 2)]))
+    labels = {
+        axis: [s.text for s in figure([run], "train/loss", axis) if isinstance(s, Text) and s.anchor != "end"]
+        for axis in ("steps", "seconds")
+    }
+    assert labels["steps"][:3] == ["0", "1", "2"] and labels["seconds"][:3] == ["0.00", "0.05", "0.10"]
+
+
+def test_seconds_begin_with_the_records(make: Callable[..., Path]) -> None:
+    """A run that was resumed from another folder has its first record in the middle."""
+    run = only(make(records=[training(110, 1.0), training(120, 1.0)]))
+    assert [run.position("seconds", step) for step in (99, 100, 110, 120)] == [None, 0, 10, 20]
+
+
+def test_run_without_throughput_is_shown_over_steps(make: Callable[..., Path]) -> None:
+    silent = make("silent", [{"step": 1, "train/loss": 1.0}])
+    no_card = make("no_card", RECORDS, [])
+    assert axes(read_runs([silent])) == ["steps", "samples"]
+    assert axes(read_runs([no_card])) == ["steps"]
+    assert axes(read_runs([make(), silent])) == ["steps", "samples"]
+    assert 'type="radio"' not in page_of(no_card) and page_of(silent).count('type="radio"') == 2
+
+
+STOPPED = (
+    "stopped: by SIGTERM: step_1/checkpoints/step_00000036 is saved, type --resume_from_checkpoint latest to go on"
+)
+NOT_FINITE = "stopped: train/loss is nan at step 33 in process 0, samples 4, 5: try a lower --learning_rate"
+LATEST = {"resume_from_checkpoint": "latest"}
+FROM_PATH = {"resume_from_checkpoint": "x/checkpoints/step_00000020"}
+EARLIER = [
+    {"first_step": 0, "status": "running", "exit_code": None, "error": None},
+    {"first_step": 0, "status": "stopped", "exit_code": 75, "error": STOPPED},
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"status": "running"}, []),
+        ({"status": "stopped", "exit_code": 75, "error": STOPPED}, [("stopped", 1, 36)]),
+        ({"status": "failed", "exit_code": 3, "error": NOT_FINITE}, [("failed", 1, 33)]),
+        ({"status": "failed", "exit_code": 1, "error": "KeyError: 'step 5'"}, [("failed", 1, 40)]),
+        ({"attempt": 2, "config": LATEST}, [("resumed", 2, None)]),
+        ({"attempt": 2, "config": FROM_PATH}, [("resumed", 2, 20)]),
+        ({"config": FROM_PATH}, [("resumed", 1, 20)]),
+        ({"attempt": 2, "config": LATEST, "first_step": 30}, [("resumed", 2, 30)]),
+        (
+            {"attempt": 3, "config": LATEST, "first_step": 36, "earlier_attempts": EARLIER},
+            [("failed", 1, None), ("restarted", 2, 0), ("stopped", 2, 36), ("resumed", 3, 36)],
+        ),
+        (
+            {"attempt": "x", "config": 3, "earlier_attempts": [3, "x"], "error": 7, "status": "failed"},
+            [("failed", 1, 40)],
+        ),
+    ],
+)
+def test_resumes_failures_and_restarts(
+    make: Callable[..., Path], changes: dict[str, Any], expected: list[tuple[str, int, int | None]]
+) -> None:
+    made = card() | changes if changes.get("config") == 3 else card(**changes)
+    run = only(make(run_card=made))
+    assert [(event.kind, event.attempt, event.step) for event in run.events] == expected
+    text = page_of(run.folder)
+    for event in run.events:
+        assert f"attempt {event.attempt}" in text
+        if event.step is not None and event.step < run.last_step:
+            x = Scale(0, 40, *_width_of_axis(figure([run], "train/loss", "steps")))(event.step)
+            lines = [shape for shape in figure([run], "train/loss", "steps") if isinstance(shape, Line)]
+            assert any(line.points[0][0] == line.points[1][0] == pytest.approx(x) and line.dashes for line in lines)
+
+
+def _width_of_axis(shapes: list[plot.Shape]) -> tuple[float, float]:
+    grid = next(shape for shape in shapes if isinstance(shape, Line) and shape.colour == "grid")
+    return grid.points[0][0], grid.points[1][0]
+
+
+def test_event_after_the_last_record_is_at_the_end(make: Callable[..., Path]) -> None:
+    run = only(make())
+    event = Event("failed", 1, 47, "")
+    assert [run.position_of(event, axis) for axis in ("steps", "samples", "seconds")] == [47, 47 * 64, 40]
+
+
+def test_value_that_is_not_finite_leaves_a_gap(make: Callable[..., Path]) -> None:
+    lines = [json.dumps(training(step, step / 10)) for step in (10, 20, 50, 60, 70, 90)]
+    lines += [
+        '{"step": 30, "train/loss": null}',
+        '{"step": 40, "train/loss": NaN}',
+        '{"step": 80, "train/loss": 1e999}',
+    ]
+    run = only(make(records="\n".join(lines)))
+    shapes = figure([run], "train/loss", "steps")
+    lines_of_run = [len(shape.points) for shape in shapes if isinstance(shape, Line) and shape.colour == "run0"]
+    # Steps 10 and 20 are a piece, 50 to 70 another, 90 a dot. Each gap has a star of four strokes.
+    assert sorted(lines_of_run) == [2] + [2] * 3 * 4 + [3]
+    assert len([shape for shape in shapes if isinstance(shape, Dot)]) == 6
+    assert "no finite value" in page_of(run.folder)
+    curve = run.curve("train/loss")
+    assert summary.last(curve) == (90, 9.0) and summary.best("train/loss", curve) == (10, 1.0)
+
+
+def test_damaged_lines_are_left_out(make: Callable[..., Path]) -> None:
+    good = json.dumps(training(10, 1.0))
+    being_written = '{"step": 20, "train/lo'
+    damaged = [
+        "nonsense",
+        "[1]",
+        "null",
+        '{"step": true}',
+        '{"step": -1}',
+        '{"step": "1"}',
+        "{}",
+        "[" * 100_000,
+        '{"step": 1e3}',
+    ]
+    run = only(make(records="\n".join([good, *damaged, being_written])))
+    assert run.num_damaged == len(damaged) and len(run.records) == 1
+    assert f"that are not records, and are left out: {len(damaged)}" in page_of(run.folder)
+    assert only(make("ended", f"{good}\n{being_written}\n")).num_damaged == 1
+    run = only(make("running", "\n".join([good, being_written])))
+    assert run.num_damaged == 0 and len(run.records) == 1
+    assert "left out:" not in page_of(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("records", "drawn"), [([], 0), ([training(1, 2.0)], 1), ([evaluation(3, loss=1.0)], 1), (RECORDS[:1] * 2, 2)]
+)
+def test_few_records(make: Callable[..., Path], records: list[dict[str, Any]], drawn: int) -> None:
+    running = card(status="running", exit_code=None, wall_seconds=0.1)
+    folder = make(records=records, run_card=running)
+    text = page_of(folder)
+    assert "running or killed" in text and "0.1 s" not in text
+    assert ("There are no records yet" in text) == (not records)
+    metric = next(iter(only(folder).metrics), None)
+    if metric:
+        assert len([s for s in figure([only(folder)], metric, "steps") if isinstance(s, Dot)]) == drawn
+
+
+def test_mistakes_get_one_line_and_write_nothing(make: Callable[..., Path], tmp_path: Path) -> None:
+    run, empty = make(), tmp_path / "empty"
+    empty.mkdir()
+    refused = tmp_path / "refused"
+    refused.mkdir()
+    (refused / "run.json").write_text(json.dumps(card(status="failed", exit_code=2, error="error: type less")))
+    before = sorted(tmp_path.rglob("*"))
+    page, nowhere = tmp_path / "page.html", tmp_path / "no" / "page.html"
+    cases: list[tuple[list[Path], Path, Path | None, str]] = [
+        ([tmp_path / "absent"], page, None, "no such folder; type the --output_dir of a run"),
+        ([empty], page, None, "has no metrics.jsonl: type the --output_dir of a run"),
+        ([tmp_path], page, None, f"has no metrics.jsonl: type {run}"),
+        ([run / "metrics.jsonl"], page, None, f"is not a folder: type {run}"),
+        ([refused], page, None, "failed before the first step (error: type less): type another run"),
+        ([run, run / ".." / "run"], page, None, "is given 2 times: type each run once"),
+        ([run], empty, None, f"is a folder: type {empty / 'report.html'}"),
+        ([run], nowhere, None, f"there is no folder {nowhere.parent}"),
+        ([run], Path("/dev/null"), None, "is not a file"),
+        ([run], page, tmp_path / "page.jpg", f"type --png {tmp_path / 'page.png'}"),
+        ([run], page, empty, f"is a folder: type {empty / 'report.png'}"),
+    ]
+    for runs, output, png, line in cases:
+        with pytest.raises(UsageError, match=re.escape(line)) as error:
+            write(runs, output, png, False)
+        assert "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before and not Path("/dev/null").is_file()
+
+
+def test_page_is_replaced_as_a_whole(
+    make: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make()
+    (tmp_path / "report.html").write_text("old")
+    monkeypatch.setattr(Path, "replace", _full_disk)
+    with pytest.raises(UsageError, match=r"report\.html cannot be written \(No space left on device\)"):
+        write([run], tmp_path / "report.html", None, False)
+    assert (tmp_path / "report.html").read_text() == "old"
+    monkeypatch.undo()
+    write([run], tmp_path / "report.html", None, False)
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "report.html"}
+
+
+def _full_disk(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_command_prints_a_line_or_json(
+    make: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("first")
+    make("second", RECORDS[:3], card(num_processes=4))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["accelerate-recipes", "report", *flags])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    assert run("first") == "written: report.html\n"
+    assert run("first", "--output", "p.html", "--png", "p.png") == "written: p.html and p.png\n"
+    found = json.loads(run("first", "second", "--json"))
+    assert found["files"] == ["report.html"] and found["differences"] == {"processes": {"first": "2", "second": "4"}}
+    assert found["runs"][0]["metrics"]["train/loss"] == {
+        "last": {"step": 40, "value": 2},
+        "best": {"step": 20, "value": 1},
+    }
+    assert [one["samples_per_second"] for one in found["runs"]] == [64, 64]
+    assert found["runs"][0]["repeat"] == (
+        "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 recipes/mnist.py "
+        "--repeat first/run.json --output_dir first_again"
+    )
+
+
+def test_image_shows_the_same_plot(make: Callable[..., Path]) -> None:
+    run = only(make())
+    shapes = figure([run], "train/loss", "steps")
+    picture = Image.open(BytesIO(image([("train/loss", shapes)], []))).convert("RGB")
+    background, ink = ImageColor.getrgb(LIGHT["page"]), ImageColor.getrgb(LIGHT["run0"])
+    assert picture.size == (2 * (340 + 2 * 24), 2 * (24 + 22 + 220 + 24)) and picture.getpixel((3, 3)) == background
+    dots = [shape for shape in shapes if isinstance(shape, Dot)]
+    assert len(dots) == 4
+    for dot in dots:
+        assert picture.getpixel((round(2 * (dot.centre[0] + 24)), round(2 * (dot.centre[1] + 46)))) == ink
+
+
+def test_dashes_of_the_image_have_their_lengths() -> None:
+    line = Line([(0.0, 20.0), (30.0, 20.0), (300.0, 20.0)], "run0", 2.0, (10.0, 5.0))
+    picture = Image.open(BytesIO(image([("", [line])], []))).convert("RGB")
+    row = [picture.getpixel((2 * (24 + x) + 1, 2 * (46 + 20))) == ImageColor.getrgb(LIGHT["run0"]) for x in range(300)]
+    drawn = [x % 15 < 10 for x in range(300)]
+    assert sum(a != b for a, b in zip(row, drawn)) <= 2 * 20  # the ends of a dash are a pixel longer
+
+
+def test_colours_stand_out() -> None:
+    """A contrast of 3 for lines and of 4.5 for text, as WCAG asks."""
+    for colours in (LIGHT, DARK):
+        page = _luminance(colours["page"])
+        for name, colour in colours.items():
+            low, high = sorted((page, _luminance(colour)))
+            least = 4.5 if name in ("text", "muted") else 3 if name.startswith("run") else 1
+            assert (high + 0.05) / (low + 0.05) >= least, name
+    assert len({(plot.colour(index), plot.dashes(index)) for index in range(20)}) == 20
+
+
+def _luminance(colour: str) -> float:
+    parts = [part / 255 for part in ImageColor.getrgb(colour)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def test_the_report_judges_as_the_loop_does() -> None:
+    assert summary._LOWER_IS_BETTER == LOWER_IS_BETTER
+    assert set(summary._NOT_COMPARED) == set(common_config._NOT_REPEATED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "accelerate_configs/ddp.yaml --num_processes 2 recipes/mnist.py"),
+        ({"precision": "bf16"}, "accelerate_configs/ddp_bf16.yaml --num_processes 2 recipes/mnist.py"),
+        (
+            {"parallelism": "DeepSpeed ZeRO-3", "precision": "bf16"},
+            "accelerate_configs/deepspeed_zero3.yaml --mixed_precision bf16 --num_processes 2 recipes/mnist.py",
+        ),
+        (
+            {"parallelism": "DDP 2 × pipeline of 2 stages", "num_processes": 4},
+            "accelerate_configs/pipeline_parallel.yaml --num_processes 4 recipes/mnist.py",
+        ),
+        ({"parallelism": "TP 4", "num_processes": 4}, "CONFIG.yaml --num_processes 4 recipes/mnist.py"),
+        ({"command": "my recipes/it.py -x"}, "accelerate_configs/ddp.yaml --num_processes 2 'my recipes/it.py'"),
+    ],
+)
+def test_command_to_repeat(make: Callable[..., Path], changes: dict[str, Any], expected: str) -> None:
+    run = only(make(run_card=card(**changes)))
+    ends = f" --repeat {run.folder}/run.json --output_dir {run.folder}_again"
+    assert summary.repeat(run) == f"accelerate launch --config_file {expected}{ends}"
+
+
+def test_each_config_of_one_machine_is_known() -> None:
+    known = {"pipeline_parallel", *summary._CONFIG_OF.values()}
+    stems = {re.sub("_(bf16|fp16)$", "", path.stem) for path in bundle.configs()}
+    assert known == {stem for stem in stems if not stem.startswith("multi_node")}
+
+
+@pytest.mark.parametrize("command", ["", None, "/usr/lib/ipykernel_launcher.py -f kernel.json", "train"])
+def test_run_without_a_script_has_no_command(make: Callable[..., Path], command: str | None) -> None:
+    folder = make(run_card=card(command=command))
+    assert summary.repeat(only(folder)) is None
+    assert "does not say how the run was started" in page_of(folder)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damaged_files_never_end_in_a_traceback(make: Callable[..., Path], tmp_path: Path, seed: int) -> None:
+    numbers = random.Random(seed)
+    odd = [None, True, -1, 0, 10**400, 1e308, -1e-320, "x", HOSTILE, [], {}, [[1]], {"a": None}, float("nan"), 2**60]
+
+    def broken(value: Any) -> Any:
+        if numbers.random() < 0.15:
+            return numbers.choice(odd)
+        return {key: broken(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+    records = "\n".join(json.dumps(broken(record)) for record in RECORDS * 3)
+    folder = make(records=records, run_card=broken(card(attempt=3, first_step=20, earlier_attempts=EARLIER)))
+    write([folder, make("good")], tmp_path / "report.html", tmp_path / "report.png" if seed < 2 else None, True)
+    Page((tmp_path / "report.html").read_text())
