@@ -2,6 +2,7 @@
 
 from common.checkpoint.export import load_exported
 from common.config import RunConfig, flag
+from common.environment import print_once
 from common.errors import UsageError
 from common.evaluation import evaluate
 from common.launch.start import start
@@ -19,6 +20,7 @@ __all__ = [
     "flag",
     "load_exported",
     "parameter_groups",
+    "print_once",
     "run",
     "start",
 ]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import yaml
+
 from common.errors import UsageError
 from common.schedule import Schedule
 
@@ -83,7 +85,13 @@ class RunConfig:
     early_stopping_patience: int | None = flag(
         None, "end the run after this many evaluations in a row without a new best value", minimum=1
     )
+    push_to_hub: str | None = flag(
+        None, "upload model/ with a model card to this repository of the Hugging Face Hub; a new one is private"
+    )
     hang_timeout: float = flag(1800.0, "end the run after this many seconds without a step; 0: never", minimum=0)
+    save_predictions: bool = flag(
+        False, "write what forward_step returns for each evaluation sample to <output_dir>/predictions.jsonl"
+    )
     report_to: str = flag(
         "", "trackers, separated by commas: tensorboard, trackio, wandb, ... (all that Accelerate supports)"
     )
@@ -100,6 +108,9 @@ class RunConfig:
     repeat: str | None = flag(
         None, "run card (run.json) of an earlier run: use its flags; other flags given here override them"
     )
+    flags: str | None = flag(
+        None, "YAML file of flags, one a line (batch_size: 128); they override --repeat; flags given here override them"
+    )
 
     def __post_init__(self) -> None:
         self.output_dir = Path(self.output_dir or f"outputs/{_script()}")
@@ -107,21 +118,7 @@ class RunConfig:
     def validate(self) -> None:
         """Raises UsageError for a value out of range."""
         for field in dataclasses.fields(self):
-            (hint, metadata), value = _declaration(type(self), field.name), getattr(self, field.name)
-            choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else (value,)
-            if value not in choices:  # argparse does not check defaults
-                raise UsageError(f"--{field.name} {value}: no such choice; type one of {', '.join(map(str, choices))}")
-            if value is None or isinstance(value, str | bool | Path):
-                continue
-            minimum, above, below = (metadata.get(bound) for bound in ("minimum", "above", "below"))
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"--{field.name} {value}: expected a finite number")
-            if minimum is not None and value < minimum:
-                raise UsageError(f"--{field.name} {value}: expected {minimum} or more")
-            if above is not None and value <= above:
-                raise UsageError(f"--{field.name} {value}: expected more than {above}")
-            if below is not None and value >= below:
-                raise UsageError(f"--{field.name} {value}: expected less than {below}")
+            _check(type(self), field.name, getattr(self, field.name))
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             raise UsageError("--early_stopping_patience needs a metric: type --metric_for_best_model loss")
 
@@ -143,11 +140,10 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
         SystemExit: with code 0 after `--help`.
     """
     parser = _Parser(config_class)
-    arguments = sys.argv[1:] if arguments is None else arguments
-    values = parser.parse(arguments)
-    if values.get("repeat"):
-        values = parser.parse([*_flags_of_run(values["repeat"]), *arguments])
-    config = config_class(**values)
+    given = parser.parse(sys.argv[1:] if arguments is None else arguments)
+    repeated = parser.parse(_flags_of_run(given["repeat"])) if given.get("repeat") else {}
+    in_file = parser.parse_file(given["flags"]) if given.get("flags") else {}
+    config = config_class(**(repeated | in_file | given))
     config.validate()
     return config
 
@@ -161,9 +157,9 @@ GROUPS = {
     ),
     "saving": (
         *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save", "stop_on_save_error"),
-        *("resume_from_checkpoint", "metric_for_best_model"),
+        *("resume_from_checkpoint", "metric_for_best_model", "push_to_hub"),
     ),
-    "records": ("log_every", "eval_every", "report_to", "profile", "repeat"),
+    "records": ("log_every", "eval_every", "save_predictions", "report_to", "profile", "repeat", "flags"),
     "machine": (
         "pipeline_stages",
         "pipeline_schedule",
@@ -184,7 +180,7 @@ OF_THE_LAUNCHER = [
     "--num_processes",
 ]
 # Flags that --repeat leaves out: they belong to one run and do not change what it computes.
-_NOT_REPEATED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "repeat")
+NOT_REPEATED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "push_to_hub", "repeat", "flags")
 
 
 def _script() -> str:
@@ -197,8 +193,23 @@ def _flags_of_run(card: str) -> list[str]:
         config = json.loads(Path(card).read_text())["config"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no file or no run card
         raise UsageError(f"--repeat {card} is not a run card: type the path of an earlier run's run.json") from None
-    given = [(name, value) for name, value in config if name not in _NOT_REPEATED and value is not None]
+    given = [(name, value) for name, value in config if name not in NOT_REPEATED and value is not None]
     return [_as_flag(name, value) for name, value in given]
+
+
+def _entries(path: str) -> list[tuple[str, yaml.Node]]:
+    """(key, value) of each entry of a YAML file. Raises UsageError."""
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+    except OSError as error:
+        raise UsageError(f"cannot be read ({error.strerror}): type the path of a YAML file") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark else ""
+        raise UsageError(f"no YAML{place}: expected one flag a line, such as batch_size: 128") from None
+    if not isinstance(root, yaml.MappingNode) or not all(isinstance(key, yaml.ScalarNode) for key, _ in root.value):
+        raise UsageError("expected one flag a line, such as batch_size: 128")
+    return [(key.value, value) for key, value in root.value]
 
 
 def _as_flag(name: str, value: Any) -> str:
@@ -207,8 +218,28 @@ def _as_flag(name: str, value: Any) -> str:
     return f"--{name}={value}"
 
 
+def _check(config_class: type, name: str, value: Any) -> None:
+    """Raises UsageError if the value of a field is no choice or out of range."""
+    hint, metadata = _declaration(config_class, name)
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else (value,)
+    if value not in choices:  # argparse does not check defaults
+        raise UsageError(f"--{name} {value}: no such choice; type one of {', '.join(map(str, choices))}")
+    if value is None or isinstance(value, str | bool | Path):
+        return
+    minimum, above, below = (metadata.get(bound) for bound in ("minimum", "above", "below"))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"--{name} {value}: expected a finite number")
+    if minimum is not None and value < minimum:
+        raise UsageError(f"--{name} {value}: expected {minimum} or more")
+    if above is not None and value <= above:
+        raise UsageError(f"--{name} {value}: expected more than {above}")
+    if below is not None and value >= below:
+        raise UsageError(f"--{name} {value}: expected less than {below}")
+
+
 class _Parser(argparse.ArgumentParser):
     def __init__(self, config_class: type[RunConfig]):
+        self.config_class = config_class
         super().__init__(prog=f"{_script()}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
         self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
         groups = {title: self.add_argument_group(title) for title in ("this recipe", *GROUPS)}
@@ -227,19 +258,56 @@ class _Parser(argparse.ArgumentParser):
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         values, unknown = self.parse_known_args([_with_underscores(argument) for argument in arguments])
         if unknown:
-            flags = [option for option in self._option_string_actions if option.startswith("--")]
-            name = unknown[0].partition("=")[0]
-            if name in OF_THE_LAUNCHER:
-                self.error(f"{name} belongs before the script: accelerate launch {name} ... {self.prog}")
-            close = difflib.get_close_matches(name, flags, n=1)
-            advice = f"did you mean {close[0]}?" if close else "--help lists them"
-            self.error(f"{unknown[0]}: no such flag; {advice}")
+            self._refuse(unknown[0])
         if getattr(values, "help", False):
             # Every process gets the same command line; one of them prints.
             if os.environ.get("RANK", "0") == "0":
                 self.print_help()
             raise SystemExit(0)
         return vars(values)
+
+    def parse_file(self, path: str) -> dict[str, Any]:
+        """The flags in a YAML file. Raises UsageError with the name of the file."""
+        words: dict[str, str] = {}
+        try:
+            for key, node in _entries(path):
+                name = key.replace("-", "_")
+                if name in words:
+                    raise UsageError(f"{name} is in the file twice: remove one")
+                words[name] = self._word(name, node)
+            values = self.parse([word for word in words.values() if word])
+            for name, value in values.items():
+                _check(self.config_class, name, value)
+        except UsageError as error:
+            raise UsageError(f"--flags {path}: {error}") from None
+        return values
+
+    def _word(self, name: str, node: yaml.Node) -> str:
+        """An entry of a YAML file as on the command line. The text is the file's: YAML would read 1e-3 as text and 010
+        as 8. Empty for null."""
+        if name in ("flags", "repeat", "help"):
+            self.error(f"--{name} belongs on the command line")
+        if name not in {field.name for field in dataclasses.fields(self.config_class)}:
+            self._refuse(f"--{name}")
+        if not isinstance(node, yaml.ScalarNode):
+            self.error(f"--{name}: expected one value, got a list or a mapping")
+        if node.tag == "tag:yaml.org,2002:null":
+            return ""
+        if _declaration(self.config_class, name)[0] is not bool:
+            return f"--{name}={node.value}"
+        if node.tag != "tag:yaml.org,2002:bool":
+            self.error(f"--{name}: expected true or false, got '{node.value}'")
+        return _as_flag(name, yaml.SafeLoader.bool_values[node.value.lower()])
+
+    def _refuse(self, word: str) -> typing.NoReturn:
+        """Raises UsageError for a word that is no flag."""
+        name = word.partition("=")[0]
+        flags = [option for option in self._option_string_actions if option.startswith("--") and option != name]
+        if name in OF_THE_LAUNCHER:
+            self.error(f"{name} belongs before the script: accelerate launch {name} ... {self.prog}")
+        close = difflib.get_close_matches(name, flags, n=1)
+        advice = f"did you mean {close[0]}?" if close else "--help lists them"
+        self.error(f"{word}: no such flag; {advice}")
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message.removeprefix("argument "))

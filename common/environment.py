@@ -23,6 +23,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def print_once(line: str) -> None:
+    """Prints a line in the first of the processes, which need not have joined."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
 def local_world_size() -> int:
     """The number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -1,6 +1,6 @@
 """The mean of each metric over the evaluation set; a run records it and exports the best weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,16 +9,18 @@ from torch import nn
 from torch.utils.data import Subset
 
 from common.checkpoint.export import export_model
-from common.data.batches import Batch, ForwardStep, MapDataset, batches, resident
+from common.data.batches import Collated, ForwardStep, MapDataset, batches, resident
 from common.errors import UsageError
-from common.parallel.trainer import Trainer
+from common.parallel.trainer import Trainer, is_metric
 from common.plan import Plan
+from common.records.predictions import write_predictions
 from common.records.recorder import Recorder
 from common.seeds import EVALUATION, seed_forward
 from common.state import TrainState
 from common.stopping.watch import Watch
 
 Metrics = dict[str, float]
+Examples = dict[str, torch.Tensor]
 
 
 class Evaluation:
@@ -26,8 +28,9 @@ class Evaluation:
 
     Args:
         trainer: holds the model to evaluate.
-        eval_set: map-style; each sample counts once.
-        summarize: means over the set -> metrics to report.
+        eval_sets: {name: map-style dataset}; each sample counts once. A name other than "" stands before its metrics.
+        summarize: means over a set -> metrics to report.
+        examples: what `forward_step` returns for each sample of a set, in its order -> metrics to report; or None.
         state: the run's state.
         watch: the run's watch; a stop request ends an evaluation early.
 
@@ -41,20 +44,24 @@ class Evaluation:
     def __init__(
         self,
         trainer: Trainer,
-        eval_set: MapDataset,
+        eval_sets: Mapping[str, MapDataset],
         summarize: Callable[[Metrics], Metrics],
+        examples: Callable[[Examples], Metrics] | None,
         state: TrainState,
         watch: Watch,
     ):
-        self.trainer, self.summarize, self.state = trainer, summarize, state
+        self.trainer, self.summarize, self.examples, self.state = trainer, summarize, examples, state
         num_workers, device = trainer.plan.config.num_workers, trainer.accelerator.device
-        self.eval_set = eval_set if num_workers else resident(eval_set, device)  # moved once, not in each evaluation
+        # Moved once, not in each evaluation.
+        self.eval_sets = {
+            name: eval_set if num_workers else resident(eval_set, device) for name, eval_set in eval_sets.items()
+        }
         self.watch = watch
         self.metrics: Metrics = {}
         name = trainer.plan.config.metric_for_best_model
         if name is not None:
-            one: Subset[Batch] = Subset(eval_set, [0])  # type: ignore[arg-type]  # torch's annotation is too narrow
-            metrics = self._metrics(one, poll=lambda: False)
+            firsts = {key: _first(eval_set) for key, eval_set in eval_sets.items()}
+            metrics = self._metrics(firsts, poll=lambda: False)
             assert metrics is not None
             if name not in metrics:
                 raise UsageError(
@@ -69,7 +76,7 @@ class Evaluation:
         trainer, state, config = self.trainer, self.state, self.trainer.plan.config
         state.evaluation_due = True
         with recorder.paused(), trainer.ema_weights():
-            metrics = self._metrics(self.eval_set, self.watch.poll)
+            metrics = self._metrics(self.eval_sets, self.watch.poll)
             self.watch.settle()
             if metrics is None:
                 return
@@ -80,12 +87,29 @@ class Evaluation:
         recorder.evaluation(metrics)
         self.metrics = metrics
 
-    def _metrics(self, eval_set: MapDataset, poll: Callable[[], bool]) -> Metrics | None:
-        trainer = self.trainer
-        means = evaluate(trainer.accelerator, trainer.model, trainer.forward_step, eval_set, trainer.plan, poll)
-        if means is None:
-            return None
-        return {name: _number(name, value) for name, value in self.summarize(means).items()}
+    def _metrics(self, eval_sets: Mapping[str, MapDataset], poll: Callable[[], bool]) -> Metrics | None:
+        trainer, config = self.trainer, self.trainer.plan.config
+        keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
+        for key, eval_set in eval_sets.items():
+            found = _evaluate(
+                trainer.accelerator, trainer.model, trainer.forward_step, eval_set, trainer.plan, poll, keeps
+            )
+            if found is None:
+                return None
+            means, values = found
+            reported = self.summarize(means) | ({} if self.examples is None else self.examples(values))
+            prefix = f"{key}/" if key else ""
+            metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}
+            if config.save_predictions and trainer.accelerator.is_main_process:
+                write_predictions(config.output_dir / f"predictions{'_' * bool(key)}{key}.jsonl", values)
+        return metrics
+
+
+def _first(dataset: MapDataset) -> MapDataset:
+    """The first sample of a dataset, as a dataset."""
+    if isinstance(dataset, Collated):
+        return Collated(_first(dataset.dataset), dataset.collate_fn)
+    return Subset(dataset, [0])  # type: ignore[arg-type]  # torch's annotation is too narrow
 
 
 def _number(name: str, value: Any) -> float:
@@ -96,7 +120,6 @@ def _number(name: str, value: Any) -> float:
         raise UsageError(f'summarize returned "{name}" as {type(value).__name__}: expected a number') from None
 
 
-@torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
@@ -121,28 +144,60 @@ def evaluate(
     Returns:
         {metric: mean}, the same in every process; None if `poll` ended the evaluation.
     """
-    size, num_samples = plan.micro_batch_size, len(eval_set)
+    found = _evaluate(accelerator, model, forward_step, eval_set, plan, poll, keeps=False)
+    return None if found is None else found[0]
+
+
+@torch.no_grad()
+def _evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    forward_step: ForwardStep,
+    eval_set: MapDataset,
+    plan: Plan,
+    poll: Callable[[], bool],
+    keeps: bool,
+) -> tuple[Metrics, Examples] | None:
+    """(means, examples) as `evaluate` describes; the values of each sample if it keeps them. Integers, such as class
+    ids, then have no mean."""
+    size, num_samples, device = plan.micro_batch_size, len(eval_set), accelerator.device
     num_passes = -(-num_samples // (size * plan.data_parallel_size))
     # Ids past the end are padding.
     starts = [plan.row(index) * size for index in range(num_passes)]
     samples = ((EVALUATION, torch.arange(start, start + size).clamp_(max=num_samples - 1)) for start in starts)
     sums: dict[str, torch.Tensor] = {}
-    total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    examples: Examples = {}
+    total = torch.zeros((), dtype=torch.float64, device=device)
     _set_training(model, False)
-    for index, batch in enumerate(batches(eval_set, samples, accelerator.device, plan.config)):
+    for index, batch in enumerate(batches(eval_set, samples, device, plan.config)):
         if poll():
             _set_training(model, True)
             return None
         num_real = min(max(num_samples - starts[index], 0), size)
-        seed_forward(plan.config.seed, EVALUATION, plan.row(index), accelerator.device)
-        values = forward_step(model, batch)
-        weight = batch.get("weight", torch.ones(size, device=accelerator.device))[:num_real].double()
+        seed_forward(plan.config.seed, EVALUATION, plan.row(index), device)
+        values = {name: value[:num_real] for name, value in forward_step(model, batch).items()}
+        weight = batch.get("weight", torch.ones(size, device=device))[:num_real].double()
         total += weight.sum()
         for name, value in values.items():
-            sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight).sum()
+            if keeps:
+                whole = examples.setdefault(name, torch.zeros(num_samples, dtype=_exact(value), device=device))
+                whole[starts[index] : starts[index] + num_real] = value
+            if not keeps or is_metric(value):
+                sums[name] = sums.get(name, 0) + (value.double() * weight).sum()
     _set_training(model, True)
     *means, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
-    return {name: mean / total for name, mean in zip(sums, means)}
+    num_replicas = accelerator.num_processes // plan.data_parallel_size  # processes with the same samples
+    gathered = {name: accelerator.reduce(whole, "sum").cpu() for name, whole in examples.items()}
+    examples = {name: _divided(whole, num_replicas) for name, whole in gathered.items()}
+    return {name: mean / total for name, mean in zip(sums, means)}, examples
+
+
+def _exact(value: torch.Tensor) -> torch.dtype:
+    return torch.float64 if value.is_floating_point() else torch.int64
+
+
+def _divided(whole: torch.Tensor, num_replicas: int) -> torch.Tensor:
+    return whole / num_replicas if whole.is_floating_point() else whole // num_replicas
 
 
 def _set_training(model: nn.Module, training: bool) -> None:

@@ -1,6 +1,6 @@
 """`fit`: a whole training run in one function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from accelerate import Accelerator
@@ -12,14 +12,15 @@ from common.checkpoint.resume import find_checkpoint
 from common.checkpoint.save import Saver
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
-from common.data.batches import ForwardStep, MapDataset, batches, check_datasets
-from common.evaluation import Evaluation, Metrics
+from common.data.batches import CollateFn, ForwardStep, MapDataset, batches, checked_datasets
+from common.evaluation import Evaluation, Examples, Metrics
 from common.parallel.guards import check_same_start
 from common.parallel.layout import data_parallel_size_and_rank
 from common.parallel.prepare import prepare
-from common.plan import Plan
+from common.plan import Plan, Sampler
 from common.records.output_dir import OutputDir
 from common.records.recorder import Recorder
+from common.schedule import ScheduleFn
 from common.stopping.watch import Watch
 
 
@@ -29,11 +30,15 @@ def fit(
     optimizer: torch.optim.Optimizer,
     forward_step: ForwardStep,
     train_set: MapDataset,
-    eval_set: MapDataset,
+    eval_set: MapDataset | Mapping[str, MapDataset],
     config: RunConfig,
     summarize: Callable[[Metrics], Metrics] = dict,
     tokens_per_sample: int | None = None,
     flops_per_sample: float | None = None,
+    examples: Callable[[Examples], Metrics] | None = None,
+    collate_fn: CollateFn | None = None,
+    sampler: Sampler | None = None,
+    schedule: ScheduleFn | None = None,
 ) -> Metrics:
     """Trains, evaluates, records, and exports the model to `<output_dir>/model/`.
 
@@ -45,12 +50,19 @@ def fit(
             "loss" is the training loss. If a batch has a "weight" of shape (batch,), such as a
             number of tokens, all means are weighted by it.
         train_set: map-style dataset of dicts of tensors.
-        eval_set: the same kind; each sample counts exactly once.
+        eval_set: the same kind; each sample counts exactly once. Or {name: set}: then the name stands
+            before the metrics of each set.
         config: the flags.
-        summarize: means over the evaluation set -> metrics to report.
+        summarize: means over an evaluation set -> metrics to report.
         tokens_per_sample: if samples are sequences; adds `tokens_per_second` to records.
         flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu`, the
             share of the GPUs' peak rate, to records if that peak is known.
+        examples: {name: the values of `forward_step` for each sample of an evaluation set, in its
+            order} -> more metrics, such as an F1 score. Integers, such as class ids, have no mean then.
+        collate_fn: samples -> batch, such as `pad_to_longest()`.
+        sampler: (epoch, generator) -> order of sample ids in this epoch; the same length in each.
+        schedule: (step, num_steps, warmup_steps) -> share of the peak learning rate, instead of
+            `--lr_schedule`.
 
     Returns:
         The metrics of the last evaluation; empty if a resumed run was already done.
@@ -59,8 +71,8 @@ def fit(
         UsageError: flags, data, a model or an output_dir that the run cannot use.
         NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
     """
-    check_datasets(train_set, eval_set)
-    plan = Plan.of(config, len(train_set), *data_parallel_size_and_rank(accelerator, config))
+    train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
+    plan = Plan.of(config, len(train_set), *data_parallel_size_and_rank(accelerator, config), schedule, sampler)
     group, this_run = CpuGroup(config.hang_timeout), identity(plan, optimizer)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
         checkpoint = find_checkpoint(plan, this_run, model, optimizer, group)
@@ -68,11 +80,11 @@ def fit(
         if output_dir.is_done(state):
             return {}
         checkpoint.load_weights(model)
-        check_same_start(model, (train_set, eval_set), group)
+        check_same_start(model, train_set, eval_sets, group)
         trainer = prepare(accelerator, model, optimizer, forward_step, plan)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
         checkpoint.load_rest(trainer, state, group)
-        evaluation = Evaluation(trainer, eval_set, summarize, state, watch)
+        evaluation = Evaluation(trainer, eval_sets, summarize, examples, state, watch)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample)
         with recorder, Saver(trainer, this_run, group, watch) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run

@@ -1,15 +1,17 @@
 """The arithmetic of a run: which samples in which step, and when to log, evaluate and save."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from common.config import RunConfig
 from common.errors import UsageError
-from common.schedule import learning_rate_factor
+from common.schedule import ScheduleFn, learning_rate_factor
 from common.state import TrainState
 
+# (epoch, generator seeded for this epoch) -> the order of sample ids; an id may be there several times or not at all.
+Sampler = Callable[[int, torch.Generator], torch.Tensor | Sequence[int]]
 Samples = tuple[int, torch.Tensor]  # the epoch, and sample ids of shape (micro_batch,), int64
 
 
@@ -83,6 +85,8 @@ class Plan:
         steps_per_epoch: optimizer steps per pass over the data. The remaining samples are dropped:
             different ones each epoch, because the order changes.
         num_steps: optimizer steps of the whole run.
+        schedule: the recipe's own schedule; None for `--lr_schedule`.
+        sampler: the recipe's own order of samples; None for a random permutation in each epoch.
     """
 
     config: RunConfig
@@ -93,20 +97,30 @@ class Plan:
     accumulation: int
     steps_per_epoch: int
     num_steps: int
+    schedule: ScheduleFn | None = None
+    sampler: Sampler | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, num_samples: int, data_parallel_size: int, data_parallel_rank: int) -> "Plan":
-        """Computes the plan. Raises UsageError if sizes do not divide or the training set is smaller than a batch."""
+    def of(
+        cls,
+        config: RunConfig,
+        num_samples: int,
+        data_parallel_size: int,
+        data_parallel_rank: int,
+        schedule: ScheduleFn | None = None,
+        sampler: Sampler | None = None,
+    ) -> "Plan":
+        """Computes the plan. Raises UsageError if sizes do not divide, if the training set is smaller than a batch, or
+        if the sampler does not return sample ids."""
+        length = num_samples if sampler is None else len(_order(sampler, config.seed, 0, num_samples))
         micro_batch_size, accumulation = split_batch(
             config.batch_size, config.micro_batch_size, data_parallel_size, config.pipeline_stages
         )
-        steps_per_epoch = num_samples // config.batch_size
+        steps_per_epoch = length // config.batch_size
         if steps_per_epoch == 0:
-            smaller = num_samples // data_parallel_size * data_parallel_size
+            smaller = length // data_parallel_size * data_parallel_size
             advice = f"type --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
-            raise UsageError(
-                f"{num_samples} training samples are fewer than --batch_size {config.batch_size}: {advice}"
-            )
+            raise UsageError(f"{length} training samples are fewer than --batch_size {config.batch_size}: {advice}")
         return cls(
             config=config,
             num_samples=num_samples,
@@ -116,13 +130,21 @@ class Plan:
             accumulation=accumulation,
             steps_per_epoch=steps_per_epoch,
             num_steps=config.max_steps or config.epochs * steps_per_epoch,
+            schedule=schedule,
+            sampler=sampler,
         )
 
     def epoch_order(self, epoch: int) -> torch.Tensor:
-        """The order of all samples in an epoch, shape (num_samples,), int64."""
-        # With seed + epoch, seed 1 in epoch 0 would repeat the order of seed 0 in epoch 1.
-        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + epoch) % 2**63)
-        return torch.randperm(self.num_samples, generator=generator)
+        """The order of sample ids in an epoch, int64; of shape (num_samples,) unless there is a sampler."""
+        if self.sampler is None:
+            return torch.randperm(self.num_samples, generator=_generator(self.config.seed, epoch))
+        order = _order(self.sampler, self.config.seed, epoch, self.num_samples)
+        if len(order) // self.config.batch_size != self.steps_per_epoch:
+            raise UsageError(
+                f"the sampler returns {len(order)} ids in epoch {epoch}, which are not {self.steps_per_epoch} steps of "
+                "--batch_size as in epoch 0: return the same number in each epoch"
+            )
+        return order
 
     def micro_batches(self, first_step: int = 0) -> Iterator[Samples]:
         """This process's samples from optimizer step `first_step` to the end of the run.
@@ -152,6 +174,12 @@ class Plan:
         """The share of the peak learning rate for the next step."""
         # A step that the loss scaler skips does not advance the schedule.
         position = state.step - state.num_skipped
+        return self.factor_at(position)
+
+    def factor_at(self, position: int) -> float:
+        """The share of the peak learning rate at this position of the schedule, in steps from 0."""
+        if self.schedule is not None:
+            return float(self.schedule(position, self.num_steps, self.config.warmup_steps))
         return learning_rate_factor(self.config.lr_schedule, position, self.num_steps, self.config.warmup_steps)
 
     def logs(self, step: int) -> bool:
@@ -176,3 +204,21 @@ class Plan:
         """Whether all steps are taken, or early stopping ends the run."""
         patience = self.config.early_stopping_patience
         return state.step >= self.num_steps or (patience is not None and state.num_not_better >= patience)
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    # With seed + epoch, seed 1 in epoch 0 would repeat the order of seed 0 in epoch 1.
+    return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+
+
+def _order(sampler: Sampler, seed: int, epoch: int, num_samples: int) -> torch.Tensor:
+    """The ids from a sampler. Raises UsageError if they are not ids of samples."""
+    order = torch.as_tensor(sampler(epoch, _generator(seed, epoch)))
+    if order.ndim != 1 or order.is_floating_point() or order.dtype == torch.bool:
+        kind = f"shape {tuple(order.shape)} of {order.dtype}"
+        raise UsageError(f"the sampler returns {kind}: expected a list of sample ids")
+    if len(order) and not 0 <= int(order.min()) <= int(order.max()) < num_samples:
+        raise UsageError(
+            f"the sampler returns ids from {int(order.min())} to {int(order.max())}: expected 0 to {num_samples - 1}"
+        )
+    return order.long()

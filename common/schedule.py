@@ -1,8 +1,10 @@
 """Learning-rate schedules, counted in optimizer steps."""
 
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
+ScheduleFn = Callable[[int, int, int], float]  # (step, num_steps, warmup_steps) -> share of the peak learning rate
 Schedule = Literal["constant", "linear", "cosine", "wsd", "one_cycle"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 DECAY_SHARE = 0.2  # wsd: share of the run in which the rate falls

@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
+PER_PROCESS = ("losses", "weights", "metrics")  # fields that differ between processes
 LOWER_IS_BETTER = ("loss", "perplexity", "error")  # in a metric's name; for other metrics higher is better
 
 
@@ -24,6 +26,7 @@ class TrainState:
         seconds: training time of these steps.
         losses: for each micro-batch of this process in these steps, the sum of weight × loss, 0-dim.
         weights: for each of these steps, the sum of the weights of this process's samples.
+        metrics: for each of these micro-batches, the other metrics times the weights; sums after a resume.
     """
 
     step: int = 0
@@ -36,6 +39,7 @@ class TrainState:
     seconds: float = 0.0
     losses: list[Tensor] = field(default_factory=list)
     weights: list[Tensor | float] = field(default_factory=list)
+    metrics: list[dict[str, Tensor]] = field(default_factory=list)
 
     def is_best(self, metric: str, value: float) -> bool:
         """Records the value of an evaluation; returns whether it is the best so far."""
@@ -47,6 +51,12 @@ class TrainState:
         self.best, self.num_not_better = (value, 0) if better else (self.best, self.num_not_better + 1)
         return better
 
+    def metric_sums(self) -> dict[str, Tensor]:
+        """{metric: its sum over this process's samples since the last record, 0-dim float64}."""
+        names = dict.fromkeys(name for values in self.metrics for name in values)
+        found = {name: [values[name].double().sum() for values in self.metrics if name in values] for name in names}
+        return {name: torch.stack(sums).sum() for name, sums in found.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """The fields that are the same in all processes, for JSON."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("losses", "weights")}
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in PER_PROCESS}

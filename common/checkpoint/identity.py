@@ -1,5 +1,6 @@
 """The settings that a resumed run must share with its checkpoint, and how its processes share the samples."""
 
+import hashlib
 from dataclasses import asdict
 from typing import Any
 
@@ -35,4 +36,15 @@ def identity(plan: Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
         "num_samples": plan.num_samples,
         "optimizer": type(optimizer).__name__,
+        "sampler": None if plan.sampler is None else _digest(plan.epoch_order(0).tolist()),
     }
+
+
+def curve(plan: Plan) -> str:
+    """A digest of the learning-rate schedule, at up to 64 steps of the run."""
+    steps = range(0, plan.num_steps, max(1, plan.num_steps // 64))
+    return _digest([plan.factor_at(step) for step in steps])
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.format import MANIFEST, DamagedError
-from common.checkpoint.identity import described, layout, num_replicas
+from common.checkpoint.identity import curve, described, layout, num_replicas
 from common.checkpoint.reader import Reader
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
@@ -67,6 +67,8 @@ class Checkpoint:
         accelerator, here = trainer.accelerator, layout(trainer, group)
         there = {name: content["layout"][name] for name in here}  # an older checkpoint may have more entries
         accelerator.print(f"resumed from {self.path}")
+        if content.get("curve", curve(trainer.plan)) != curve(trainer.plan):
+            accelerator.print("the learning rate follows another curve than in the checkpoint")
         have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
         if have_state and anew:  # normal for a weight that no forward pass has used
@@ -84,6 +86,10 @@ class Checkpoint:
     def _load_process(self, rank: int, state: TrainState, device: torch.device, factor: float = 1.0) -> None:
         state.losses += list(self._of_process(rank, "losses").to(device) * factor)
         state.weights += (self._of_process(rank, "weights") * factor).tolist()
+        prefix = f"process_{rank:05d}.metrics."
+        names = [key.removeprefix(prefix) for key in self.reader.tensors if key.startswith(prefix)]
+        sums = {name: self._of_process(rank, f"metrics.{name}").to(device) * factor for name in names}
+        state.metrics += [sums] if sums else []
 
     def _of_process(self, rank: int, name: str) -> Tensor:
         return self.reader.tensor(f"process_{rank:05d}.{name}")

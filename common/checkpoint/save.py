@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.format import WriteError
-from common.checkpoint.identity import layout
+from common.checkpoint.identity import curve, layout
 from common.checkpoint.writer import Shard, own_shard, remove, write
 from common.cpu_group import CpuGroup
 from common.errors import RunError
@@ -56,12 +56,14 @@ class Saver:
         content = {
             "layout": layout(self._trainer, self._group),
             "identity": self._identity,
+            "curve": curve(self._trainer.plan),
             "state": state.state_dict(),
             "trainer": self._trainer.state_dict(),
         }
         own = {
             "losses": torch.stack(state.losses) if state.losses else torch.zeros(0),
             "weights": torch.tensor([float(weight) for weight in state.weights], dtype=torch.float64),
+            **{f"metrics.{name}": total for name, total in state.metric_sums().items()},
         }
         parts = [Part.whole(f"process_{self._group.rank:05d}.{name}", tensor) for name, tensor in own.items()]
         shard = own_shard(self._trainer.parts() + parts, self._group, self._buffers)

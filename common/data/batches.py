@@ -1,7 +1,7 @@
 """The interface of a dataset, and batches on the device."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from typing import Any, Protocol, Self, TypeGuard
 
@@ -18,6 +18,7 @@ MAX_BYTES_ON_DEVICE = 2**30  # larger datasets stay in the CPU's memory
 Batch = dict[str, torch.Tensor]
 # (model, batch) -> metrics. The model is Any because a pipeline passes a function in its place.
 ForwardStep = Callable[[Any, Batch], dict[str, torch.Tensor]]
+CollateFn = Callable[[list[Any]], Batch]
 
 
 class MapDataset(Protocol):
@@ -68,18 +69,47 @@ class InMemoryDataset(Dataset):
         return self.transform(self.rows(torch.tensor(ids)))
 
 
-def check_datasets(*datasets: Any) -> None:
-    """Raises UsageError unless each dataset has samples and is map-style: `dataset[index]` works."""
-    for dataset in datasets:
-        kind = type(dataset).__name__
-        is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if isinstance(dataset, IterableDataset) or not is_map_style:
-            raise UsageError(
-                f"{kind} is not a map-style dataset: a run that resumes exactly needs "
-                "len(dataset) and dataset[index]; load it as one (for `datasets`: without streaming=True)"
-            )
-        if len(dataset) == 0:
-            raise UsageError(f"{kind} is empty: training and evaluation need samples")
+class Collated(Dataset):
+    """A dataset with a function of its own that makes a batch of samples."""
+
+    def __init__(self, dataset: MapDataset, collate_fn: CollateFn):
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+def checked_datasets(
+    train_set: MapDataset, eval_set: MapDataset | Mapping[str, MapDataset], collate_fn: CollateFn | None
+) -> tuple[MapDataset, dict[str, MapDataset]]:
+    """(training set, {name: evaluation set}), with the `collate_fn`. The name of a single evaluation set is "".
+
+    Raises:
+        UsageError: a set has no samples or is not map-style, so that `dataset[index]` does not work.
+    """
+    eval_sets = dict(eval_set) if isinstance(eval_set, Mapping) else {"": eval_set}
+    if not eval_sets:
+        raise UsageError("no evaluation set: expected a dataset, or a dict of datasets")
+    for dataset in (train_set, *eval_sets.values()):
+        _check(dataset)
+    if collate_fn is None:
+        return train_set, eval_sets
+    return Collated(train_set, collate_fn), {name: Collated(one, collate_fn) for name, one in eval_sets.items()}
+
+
+def _check(dataset: Any) -> None:
+    kind = type(dataset).__name__
+    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not is_map_style:
+        raise UsageError(
+            f"{kind} is not a map-style dataset: a run that resumes exactly needs "
+            "len(dataset) and dataset[index]; load it as one (for `datasets`: without streaming=True)"
+        )
+    if len(dataset) == 0:
+        raise UsageError(f"{kind} is empty: training and evaluation need samples")
 
 
 def batches(
@@ -142,9 +172,11 @@ def _from_memory(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], d
 
 def fetch(dataset: MapDataset, ids: list[int], seed: int = 0, epoch: int = 0) -> Batch:
     """The samples of these ids as a batch on the CPU. Raises UsageError like `batches`."""
+    collate_fn: CollateFn = dataset.collate_fn if isinstance(dataset, Collated) else default_collate
+    dataset = dataset.dataset if isinstance(dataset, Collated) else dataset
     if hasattr(dataset, "__getitems__"):
-        return _collate(dataset.__getitems__(ids), len(ids))
-    return _collate([_sample(dataset, index, seed, epoch) for index in ids], len(ids))
+        return _collate(dataset.__getitems__(ids), len(ids), collate_fn)
+    return _collate([_sample(dataset, index, seed, epoch) for index in ids], len(ids), collate_fn)
 
 
 def _sample(dataset: MapDataset, index: int, seed: int, epoch: int) -> Any:
@@ -187,10 +219,10 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (tensor.pin_memory() if tensor.device.type == "cpu" else tensor).to(device, non_blocking=True)
 
 
-def _collate(samples: Any, size: int) -> Batch:
+def _collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
     """A batch of `size` samples, from a list of samples or from a batch that `__getitems__` made."""
     try:
-        batch = samples if isinstance(samples, dict) else default_collate(samples)
+        batch = samples if isinstance(samples, dict) else collate_fn(samples)
     except (RuntimeError, TypeError, KeyError) as error:
         raise UsageError(_why_no_batch(samples, error)) from None
     if not isinstance(batch, dict):
@@ -214,7 +246,10 @@ def _why_no_batch(samples: Any, error: Exception) -> str:
         shapes = {tuple(sample[name].shape) for sample in dicts if hasattr(sample[name], "shape")}
         if len(shapes) > 1:
             first, second = sorted(shapes)[:2]
-            return f'"{name}" has shape {first} in one sample and {second} in another: pad them to one shape'
+            return (
+                f'"{name}" has shape {first} in one sample and {second} in another: pad them to one shape, or type '
+                "collate_fn=pad_to_longest() in the call of fit"
+            )
         if any(sample[name] is None for sample in dicts):
             return f'"{name}" is None in a sample: expected a tensor, number or string'
     return f"samples do not make a batch ({str(error).splitlines()[0]})"

@@ -2,6 +2,7 @@
 
 import gzip
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,14 @@ class ImageDataset(InMemoryDataset):
         images: uint8, shape (n, channels, height, width).
         labels: int64, shape (n,).
         num_classes: labels are 0 to num_classes - 1.
+        classes: their names, if they have other names than these numbers.
     """
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, num_classes: int):
+    def __init__(
+        self, images: torch.Tensor, labels: torch.Tensor, num_classes: int, classes: Sequence[str] | None = None
+    ):
         self.images, self.labels, self.num_classes = images, labels, num_classes
+        self.classes = list(classes or map(str, range(num_classes)))
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -85,7 +90,9 @@ def _hold_out(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
     num_held_out = len(whole) // 5
     held_out, rest = order[:num_held_out], order[num_held_out:]
-    train, test = (ImageDataset(whole.images[ids], whole.labels[ids], whole.num_classes) for ids in (rest, held_out))
+    train, test = (
+        ImageDataset(whole.images[ids], whole.labels[ids], whole.num_classes, whole.classes) for ids in (rest, held_out)
+    )
     return train, test
 
 
@@ -162,8 +169,8 @@ def _load_hub(data: str) -> tuple[ImageDataset, ImageDataset]:
         raise UsageError(f"--data {data}: the splits differ in image size: expected one size")
     if len(parts) == 1:
         return _hold_out(parts[0])
-    num_classes = max(part.num_classes for part in parts)
-    train, test = (ImageDataset(part.images, part.labels, num_classes) for part in parts)
+    classes = max((part.classes for part in parts), key=len)
+    train, test = (ImageDataset(part.images, part.labels, len(classes), classes) for part in parts)
     return train, test
 
 
@@ -202,7 +209,7 @@ def _decode(data: str, split: Any) -> ImageDataset:
             f"--data {data}: expected whole numbers from 0 in column {label_column}, the class of each image"
         )
     num_classes = getattr(label_feature, "num_classes", None) or max(labels) + 1
-    return ImageDataset(pixels, torch.tensor(labels), num_classes)
+    return ImageDataset(pixels, torch.tensor(labels), num_classes, getattr(label_feature, "names", None))
 
 
 def _height_by_width(image: numpy.ndarray) -> str:

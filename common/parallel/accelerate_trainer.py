@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data.batches import Batch
 from common.parallel.guards import check_all_used
 from common.parallel.parts import by_mesh, is_divided, local
-from common.parallel.trainer import StepResult, Trainer, weighted_sum
+from common.parallel.trainer import StepResult, Trainer, weighted_metrics, weighted_sum
 
 
 class AccelerateTrainer(Trainer):
@@ -33,25 +33,27 @@ class AccelerateTrainer(Trainer):
     def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         accelerator, optimizer, max_norm = self.accelerator, self.optimizer, self.plan.config.max_grad_norm
         scale, weight = self._loss_scale(micro_batches)
-        losses = []
+        losses, metrics = [], []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             self._seed(number, index)
             with nullcontext() if is_last else self._no_sync():
-                loss = self._loss_sum(batch)
+                values = self._forward(batch)
+                loss = weighted_sum(values["loss"], batch)
                 gradient = scale.to(loss)  # backward(loss * scale) takes one operation more
                 if accelerator.scaler is None:
                     loss.backward(gradient=gradient)  # accelerator.backward adds a division by 1
                 else:
                     accelerator.backward(loss, gradient=gradient)
             losses.append(loss.detach())
+            metrics.append(weighted_metrics(values, batch))
         grad_norm = self._clip(max_norm) if max_norm or wants_norm else None
         # Without a loss scaler, Accelerate's wrapper only adds time to a step.
         inner = optimizer if accelerator.scaler is not None else optimizer.optimizer
         inner.step()
         inner.zero_grad()
         skipped = accelerator.scaler is not None and optimizer.step_was_skipped
-        return StepResult(losses, weight, grad_norm, skipped)
+        return StepResult(losses, weight, grad_norm, skipped, metrics)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -66,11 +68,11 @@ class AccelerateTrainer(Trainer):
             yield
             synchronize(True)
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        loss = self.forward_step(self.model, batch)["loss"]
+    def _forward(self, batch: Batch) -> dict[str, Tensor]:
+        values = self.forward_step(self.model, batch)
         if self._waits_for_all_weights:
-            check_all_used(self.module, loss, self.accelerator.process_index)
-        return weighted_sum(loss, batch)
+            check_all_used(self.module, values["loss"], self.accelerator.process_index)
+        return values
 
     def _clip(self, max_norm: float) -> Tensor:
         """Clips the gradient of the whole model to `max_norm`, unless that is 0; returns the norm before clipping.

@@ -14,7 +14,7 @@ from common.data.batches import Batch
 from common.errors import UsageError
 from common.parallel.guards import check_all_used, check_same_way
 from common.parallel.parts import Part, TensorReader
-from common.parallel.trainer import StepResult, Trainer, counts_on_device, weighted_sum
+from common.parallel.trainer import StepResult, Trainer, counts_on_device, weighted_metrics, weighted_sum
 from common.plan import Plan
 
 
@@ -82,22 +82,24 @@ class DeepSpeedTrainer(Trainer):
     def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         engine = self.engine
         scale, weight = self._loss_scale(micro_batches)
-        losses = []
+        losses, metrics = [], []
         for index, batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             self._seed(number, index)
-            loss = self._loss_sum(batch)
+            values = self._forward(batch)
+            loss = weighted_sum(values["loss"], batch)
             engine.backward(loss * (scale * len(micro_batches)))
             losses.append(loss.detach())
+            metrics.append(weighted_metrics(values, batch))
         engine.step()
         if not engine.was_step_applied():
             return StepResult(losses, weight, torch.inf)  # DeepSpeed silently skips a step that is not finite
-        return StepResult(losses, weight, engine.get_global_grad_norm())
+        return StepResult(losses, weight, engine.get_global_grad_norm(), metrics=metrics)
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        loss, rank = self.forward_step(self.model, batch)["loss"], self.accelerator.process_index
-        self._way = check_same_way(self._way, check_all_used(self.module, loss, rank), rank)
-        return weighted_sum(loss, batch)
+    def _forward(self, batch: Batch) -> dict[str, Tensor]:
+        values, rank = self.forward_step(self.model, batch), self.accelerator.process_index
+        self._way = check_same_way(self._way, check_all_used(self.module, values["loss"], rank), rank)
+        return values
 
     def parts(self) -> list[Part]:
         """As `Trainer.parts`, but each tensor is whole; `get` gathers one tensor at a time."""

@@ -4,7 +4,7 @@ process, or refuses them in one line, at the start or in the step that shows the
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -262,7 +262,9 @@ def check_same_way(first: int | None, way: int | None, rank: int) -> int | None:
     return first
 
 
-def check_same_start(model: nn.Module, datasets: Iterable[MapDataset], group: CpuGroup) -> None:
+def check_same_start(
+    model: nn.Module, train_set: MapDataset, eval_sets: Mapping[str, MapDataset], group: CpuGroup
+) -> None:
     """Raises UsageError in all processes if the weights or data of one process differ from those of process 0.
 
     Compares up to 64 elements of each weight, and the length and the first sample of each dataset.
@@ -270,7 +272,10 @@ def check_same_start(model: nn.Module, datasets: Iterable[MapDataset], group: Cp
     if group.size == 1:
         return
     facts = {f"the weight {name}": _sample(tensor) for name, tensor in model.state_dict().items()}
-    for kind, dataset in zip(("training", "evaluation"), datasets):
+    datasets = {"training": train_set} | {
+        f"evaluation{f' {name}' * bool(name)}": one for name, one in eval_sets.items()
+    }
+    for kind, dataset in datasets.items():
         facts[f"the length of the {kind} set"] = str(len(dataset))
         facts[f"the first sample of the {kind} set"] = _digest(fetch(dataset, [0]))
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,12 +30,15 @@ class StepResult:
         grad_norm: L2 norm of the gradient of the whole model over the global batch, before
             clipping; None if not requested.
         skipped: whether the loss scaler found an overflow and left the weights unchanged.
+        metrics: for each micro-batch, the other metrics of `forward_step`, each times the sample's weight, of shape
+            (micro_batch,). A pipeline has none.
     """
 
     losses: list[Tensor]
     weight: Tensor | float
     grad_norm: Tensor | float | None
     skipped: bool = False
+    metrics: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 class Trainer(ABC):
@@ -188,6 +191,18 @@ class Trainer(ABC):
 def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:
     """Sum of a micro-batch's losses, each times its weight if the batch has weights."""
     return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
+
+
+def weighted_metrics(values: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """What `forward_step` returned beside the loss, without integers such as class ids, times the weights of the batch.
+    Sums wait until a record needs them."""
+    metrics = {name: value.detach() for name, value in values.items() if name != "loss" and is_metric(value)}
+    return {name: value * batch["weight"] for name, value in metrics.items()} if "weight" in batch else metrics
+
+
+def is_metric(value: Tensor) -> bool:
+    """Whether a value of `forward_step` is a number to take means of, and not a class id."""
+    return value.is_floating_point() or value.dtype == torch.bool
 
 
 def optimizer_slots(reader: TensorReader) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from common.environment import num_machines
 from common.errors import Failure, UsageError, first_failure
 from common.launch.machines import check_shared_folder
 from common.plan import Plan
+from common.records.hub import can_upload, upload_later
 from common.records.run_card import ending, read_card, replace_card
 from common.state import TrainState
 
@@ -41,7 +42,8 @@ class OutputDir:
         self.card: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        problem = self.group.broadcast((self._nothing_to_resume() or self._own()) if self.group.rank == 0 else None)
+        problem = self._cannot_upload() or self._nothing_to_resume() or self._own() if self.group.rank == 0 else None
+        problem = self.group.broadcast(problem)
         if problem is not None:
             raise UsageError(problem)
         if num_machines() > 1:
@@ -55,6 +57,8 @@ class OutputDir:
             self._write_ending(first_failure(error), is_refused=isinstance(error, UsageError))
         if self.group.rank == 0:
             self._lock.release()
+            if error is None and self.config.push_to_hub is not None:
+                upload_later(self.config)
 
     def _write_ending(self, failure: Failure, is_refused: bool) -> None:
         """Writes into the run card how the run failed."""
@@ -106,6 +110,14 @@ class OutputDir:
     def remove_previous(self) -> None:
         """Removes `previous/`."""
         shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
+
+    def _cannot_upload(self) -> str | None:
+        if self.config.push_to_hub is None or can_upload():
+            return None
+        return (
+            "--push_to_hub works in a script that ends with run(main, Config): leave it out, and type hf upload "
+            f"{self.config.push_to_hub} {self.path / 'model'} after the run"
+        )
 
     def _nothing_to_resume(self) -> str | None:
         resumed = self.config.resume_from_checkpoint

@@ -129,6 +129,7 @@ class Recorder:
         state.num_skipped += result.skipped
         state.losses += result.losses
         state.weights.append(result.weight)
+        state.metrics += result.metrics
         if self._bar is not None:
             self._bar.update()
         self._profile_step()
@@ -140,14 +141,15 @@ class Recorder:
         weight = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for one in state.weights:
             weight += one
-        sums = torch.stack([torch.stack(state.losses).double().sum(), weight])
-        loss_sum, weight_sum = self.accelerator.reduce(sums, "sum").tolist()
+        metrics = state.metric_sums()
+        sums = torch.stack([weight, torch.stack(state.losses).double().sum(), *metrics.values()])
+        weight_sum, *totals = self.accelerator.reduce(sums, "sum").tolist()
         self._count_seconds()
         samples_per_second = state.num_steps * self.plan.config.batch_size / state.seconds
         record = {
             "step": state.step,
             "epoch": round(state.step / self.plan.steps_per_epoch, 4),
-            "train/loss": loss_sum / weight_sum,
+            **{f"train/{name}": total / weight_sum for name, total in zip(("loss", *metrics), totals)},
             "learning_rate": self._learning_rate,
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "samples_per_second": round(samples_per_second, 1),
@@ -159,7 +161,7 @@ class Recorder:
             record["mfu"] = round(samples_per_second * self.flops_per_sample / peak, 4)
         if self.accelerator.scaler is not None:
             record["skipped_steps"] = state.num_skipped
-        state.losses, state.weights, state.num_steps, state.seconds = [], [], 0, 0.0
+        state.losses, state.weights, state.metrics, state.num_steps, state.seconds = [], [], [], 0, 0.0
         self._write(record)
         self._show(record, ends_line=not self.plan.evaluates(state.step))
 

@@ -2,9 +2,13 @@
 
 import json
 import os
+import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from common.errors import Failure, StoppedError
 
@@ -16,6 +20,17 @@ def read_card(output_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return card if isinstance(card, dict) else {}
+
+
+def launch_command() -> str:
+    """The command that started this process, with its launcher, to type into a shell in the same folder."""
+    with suppress(psutil.Error):
+        parent = psutil.Process().parent()
+        words = parent.cmdline() if parent else []
+        if len(words) > len(sys.argv) and words[-len(sys.argv) :] == sys.argv:  # else the parent is a shell
+            is_module = words[1].startswith("-")  # python -m torch.distributed.run; else the path of a command
+            return shlex.join(["python", *words[1:]] if is_module else [Path(words[1]).name, *words[2:]])
+    return shlex.join(["python", *sys.argv])
 
 
 def write_failure(output_dir: Path, failure: Failure) -> None:

@@ -67,8 +67,12 @@ def test_too_few_steps_for_a_trace_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_run_card_repeats_the_run(tmp_path: Path) -> None:
-    arguments = f"{SHORT} --seed 3 --learning_rate 0.02 --micro_batch_size 16 --momentum 0"
+    (tmp_path / "run.yaml").write_text("seed: 9\nlearning_rate: 2e-2\nmicro-batch-size: 16\n")
+    arguments = f"{SHORT} --seed 3 --momentum 0 --flags {tmp_path / 'run.yaml'}"
     first = fork(tmp_path / "first", "ddp", LINEAR, arguments)
+    config = first.card["config"]
+    assert (config["seed"], config["learning_rate"], config["micro_batch_size"]) == (3, 0.02, 16)
+    (tmp_path / "run.yaml").unlink()  # the run card holds all flags
     again = fork(tmp_path / "again", "ddp", LINEAR, f"--repeat {first.output_dir / 'run.json'}")
     assert losses(again) == losses(first) and len(losses(first)) == 4
     assert again.card["gradient_accumulation_steps"] == 2

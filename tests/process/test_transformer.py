@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline
 
 from common.data.text import IGNORED, load_tokens
 from support.launching import fork
@@ -37,6 +37,27 @@ def test_exported_model_is_one_of_transformers_and_writes(tmp_path: Path, config
     assert run.column("tokens_per_second") and run.column("tokens_per_second")[0] > 0
     written = run.stdout.split("eval/perplexity")[-1].split("\n", 1)[1]
     assert len(written) > 100 and len(re.findall("quick|brown|jumps|over|lazy", written)) >= 5
+
+
+def test_exported_model_generates_in_a_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    arguments = f"--data {tmp_path / 'text.txt'} {SMALL} --max_steps 100 --learning_rate 1e-2 --warmup_steps 5"
+    run = fork(tmp_path / "run", "ddp", TRANSFORMER, f"{arguments} --sample_tokens 0")
+    generator = pipeline("text-generation", model=str(run.output_dir / "model"))
+    prompt = "the quick"
+    (answer,) = generator(prompt, max_new_tokens=7, do_sample=False, return_tensors=True)
+    tokens = torch.tensor([list(prompt.encode())])
+    own = generator.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=7, do_sample=False)
+    assert answer["generated_token_ids"] == own[0].tolist()
+    model = AutoModelForCausalLM.from_pretrained(run.output_dir / "model")
+    with torch.no_grad():
+        for _ in range(7):
+            likeliest = model(tokens).logits[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, likeliest], 1)
+    assert answer["generated_token_ids"] == tokens[0].tolist()
+    (text,) = generator(prompt, max_new_tokens=7, do_sample=False)
+    assert text["generated_text"] == bytes(tokens[0].tolist()).decode()
+    assert len(set(tokens[0, len(prompt) :].tolist())) > 1  # it has learned more than the commonest byte
 
 
 def test_activation_checkpointing_and_eager_attention_change_nothing(tmp_path: Path) -> None:

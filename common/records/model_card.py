@@ -1,0 +1,120 @@
+"""The model card of an exported model: `README.md` in `model/`, as the Hugging Face Hub shows it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCardData
+
+from common.config import NOT_REPEATED
+from common.records.metrics_file import read_records
+from common.records.plot import plot_losses
+from common.records.run_card import read_card
+from common.state import LOWER_IS_BETTER
+
+PLOT = "loss.png"
+
+
+def write_model_card(output_dir: Path, name: str) -> None:
+    """Writes `model/README.md` and `model/loss.png` from the records of a run that is done.
+
+    Args:
+        output_dir: of the run. Its `certificate.md`, if there is one, becomes a part of the card.
+        name: of the repository on the Hub.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    model, card, records = output_dir / "model", read_card(output_dir), read_records(output_dir)
+    config, certificate = card["config"], output_dir / "certificate.md"
+    metrics = sorted({key.removeprefix("eval/") for record in records for key in record if key.startswith("eval/")})
+    parts = [
+        f"---\n{_front_matter(model, config, metrics).to_yaml()}\n---",
+        f"# {name.rpartition('/')[2]}",
+        f"Trained on `{config['data'] or 'the data of the recipe'}` with Hugging Face Accelerate.",
+        _results(records, metrics, config),
+        f"![loss over the optimizer steps]({PLOT})" if plot_losses(records, model / PLOT) else "",
+        "## Use",
+        _usage(model, name),
+        "## Command",
+        f"```bash\n{card.get('launch_command', card['command'])}\n```",
+        "All flags of the run, for `--flags`:",
+        f"```yaml\n{_flags(config)}```",
+        "## How it ran",
+        _how_it_ran(card),
+        certificate.read_text() if certificate.exists() else "",
+    ]
+    (model / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n")
+
+
+def _front_matter(model: Path, config: dict[str, Any], metrics: list[str]) -> ModelCardData:
+    architectures = _architectures(model)
+    writes = any(architecture.endswith("ForCausalLM") for architecture in architectures)
+    is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", config["data"]) and not Path(config["data"]).exists()
+    return ModelCardData(
+        library_name="transformers" if architectures else "pytorch",
+        pipeline_tag="text-generation" if writes else None,
+        tags=["accelerate", "safetensors"],
+        datasets=[config["data"]] if is_on_hub else None,
+        metrics=metrics,
+    )
+
+
+def _architectures(model: Path) -> list[str]:
+    """The classes of transformers that load the model; none for other models."""
+    try:
+        return json.loads((model / "config.json").read_text()).get("architectures") or []
+    except FileNotFoundError:
+        return []
+
+
+def _results(records: list[dict[str, Any]], metrics: list[str], config: dict[str, Any]) -> str:
+    lines = ["| metric | last | best |", "| --- | --- | --- |"]
+    for metric in metrics:
+        values = [(one[f"eval/{metric}"], one["step"]) for one in records if one.get(f"eval/{metric}") is not None]
+        if not values:
+            continue
+        lower_is_better, last = any(word in metric for word in LOWER_IS_BETTER), values[-1]
+        best = (min if lower_is_better else max)(values, key=lambda value: value[0])
+        lines.append(f"| {metric} | {last[0]:.6g} (step {last[1]}) | {best[0]:.6g} (step {best[1]}) |")
+    average = ", a moving average of the steps before" if config["ema_decay"] else ""
+    return "\n".join([*lines, "", f"On the evaluation data. The weights are those of the last step{average}."])
+
+
+def _usage(model: Path, name: str) -> str:
+    kinds = _architectures(model)
+    if any(kind.endswith("ForCausalLM") for kind in kinds):
+        code = f'from transformers import pipeline\n\ngenerator = pipeline("text-generation", model="{name}")'
+    elif kinds:
+        code = f'from transformers import {kinds[0]}\n\nmodel = {kinds[0]}.from_pretrained("{name}")'
+    else:
+        code = (
+            "from huggingface_hub import hf_hub_download\nfrom safetensors.torch import load_file\n\n"
+            f'weights = load_file(hf_hub_download("{name}", "model.safetensors"))  # for the model of the recipe'
+        )
+    return f"```python\n{code}\n```"
+
+
+def _flags(config: dict[str, Any]) -> str:
+    given = {name: value for name, value in config.items() if name not in NOT_REPEATED and value is not None}
+    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+
+
+def _how_it_ran(card: dict[str, Any]) -> str:
+    hardware, accumulation = card["hardware"], card["gradient_accumulation_steps"]
+    gpus = ", ".join(hardware["gpus"]) or "no GPU"
+    batch = f"{card['config']['batch_size']} samples, {card['micro_batch_size']} at a time in each process"
+    rows = {
+        "parallelism": card["parallelism"],
+        "processes": card["num_processes"],
+        "precision": card["precision"],
+        "batch": batch + f", {accumulation} times before a step" * (accumulation > 1),
+        "steps": card["num_steps"],
+        "seconds": card["wall_seconds"],
+        "hardware": f"{hardware['cpu']}, {hardware['cores']} cores, {gpus}",
+        "versions": ", ".join(f"{package} {number}" for package, number in card["versions"].items()),
+        "git commit": card["git_commit"] or "unknown",
+    }
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])

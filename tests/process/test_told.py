@@ -1,0 +1,80 @@
+"""Promise: what a recipe tells `fit` works under every config, with the result of one process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.launching import fork
+from support.runs import Run, assert_equal_to_the_last_bit, assert_same_result, largest_difference, refused
+
+TOLD = "tests/scripts/told.py"
+COURSE = "--max_steps 12 --save_every 5 --keep_checkpoints 9 --save_predictions"
+
+
+def predictions(run: Run, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run.output_dir / f"predictions_{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        ("single", "--micro_batch_size 2"),
+        ("ddp", ""),
+        ("ddp", "--micro_batch_size 1 --num_workers 1"),
+        ("fsdp2", ""),
+        pytest.param("deepspeed_zero2", "", marks=pytest.mark.full),
+        pytest.param("deepspeed_zero3", "--micro_batch_size 2", marks=pytest.mark.full),
+    ],
+)
+def test_all_that_fit_can_be_told(tmp_path: Path, reference: Callable[..., Run], config: str, flags: str) -> None:
+    expected = reference(TOLD, COURSE)
+    run = fork(tmp_path / "run", config, TOLD, f"{COURSE} {flags}")
+    assert_same_result(run, expected)
+    assert largest_difference(run.column("train/accuracy"), expected.column("train/accuracy")) <= 1e-6
+    for name in ("seen", "new"):
+        found, wanted = predictions(run, name), predictions(expected, name)
+        assert [(row["predicted"], row["label"]) for row in found] == [(r["predicted"], r["label"]) for r in wanted]
+
+
+def test_records_and_predictions_are_right(reference: Callable[..., Run]) -> None:
+    run = reference(TOLD, COURSE)
+    rows = predictions(run, "new")
+    assert [row["sample"] for row in rows] == list(range(23))
+    right = sum(row["predicted"] == row["label"] for row in rows) / 23
+    assert run.column("eval/new/accuracy")[-1] == pytest.approx(right, abs=1e-12)
+    assert run.column("eval/new/loss")[-1] == pytest.approx(sum(row["loss"] for row in rows) / 23, rel=1e-9)
+    assert 0 < run.column("eval/seen/macro_f1")[-1] < 1 and not run.column("eval/seen/predicted")
+    assert len(run.column("train/accuracy")) == 6 and not run.column("train/label")
+    assert run.column("learning_rate") == [3e-2 * (1 - step / 12) for step in range(1, 12, 2)]
+    assert (run.output_dir / "model").is_dir()
+
+
+def test_sums_of_training_metrics_go_on_after_a_resume(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    expected = reference(TOLD, COURSE)  # a record at step 6 has the metrics of steps 5 and 6
+    path = expected.output_dir / "checkpoints" / "step_00000005"
+    run = fork(tmp_path / "run", "ddp", TOLD, f"{COURSE} --resume_from_checkpoint {path}")
+    assert largest_difference(run.column("train/accuracy"), expected.column("train/accuracy")[2:]) <= 1e-6
+    assert "another curve" not in run.stdout
+    alone = fork(tmp_path / "alone", "single", TOLD, f"{COURSE} --resume_from_checkpoint {path}")
+    assert alone.lasting_records == expected.lasting_records[-len(alone.records) :]
+
+
+def test_another_order_is_refused_and_another_schedule_is_said(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    path = reference(TOLD, COURSE).output_dir / "checkpoints" / "step_00000005"
+    flags = f"{COURSE} --resume_from_checkpoint {path}"
+    balanced = fork(tmp_path / "balanced", "single", TOLD, f"{flags} --order balanced", succeeds=False)
+    assert "was made with sampler" in refused(balanced)
+    bad = fork(tmp_path / "bad", "single", TOLD, f"{COURSE} --order bad", succeeds=False)
+    assert "the sampler returns ids from 0 to 50: expected 0 to 49" in refused(bad)
+    run = fork(tmp_path / "run", "single", TOLD, f"{flags} --power 2")
+    assert "the learning rate follows another curve than in the checkpoint" in run.stdout
+
+
+def test_a_sampler_may_repeat_samples(tmp_path: Path) -> None:
+    flags = "--max_steps 12 --order balanced --log_every 1"
+    one = fork(tmp_path / "one", "single", TOLD, flags)
+    assert one.records[0]["epoch"] == 1 / 8  # 64 ids, 8 steps
+    assert_same_result(fork(tmp_path / "two", "ddp", TOLD, flags), one)
+    assert_equal_to_the_last_bit(fork(tmp_path / "again", "single", TOLD, flags), one)

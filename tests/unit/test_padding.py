@@ -1,0 +1,32 @@
+"""Promise: `pad_to_longest` makes batches of samples with different lengths."""
+
+import torch
+
+from common.config import RunConfig
+from common.data import pad_to_longest
+from common.data.batches import Collated, batches
+
+SAMPLES = [
+    {"tokens": torch.tensor([5, 6, 7]), "labels": torch.tensor([1, 2, 3]), "score": 0.5, "name": "a"},
+    {"tokens": torch.tensor([8]), "labels": torch.tensor([4]), "score": 1.5, "name": "b"},
+]
+
+
+def test_pads_to_the_longest_and_adds_a_mask() -> None:
+    batch = pad_to_longest({"labels": -100})(SAMPLES)
+    assert batch["tokens"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["score"].tolist() == [0.5, 1.5] and batch["name"] == ["a", "b"]
+
+
+def test_pads_to_a_multiple_and_keeps_other_dimensions() -> None:
+    samples = [{"x": torch.ones(2, 3)}, {"x": torch.ones(5, 3)}]
+    batch = pad_to_longest(mask=None, multiple_of=4)(samples)
+    assert batch.keys() == {"x"} and batch["x"].shape == (2, 8, 3) and batch["x"].sum() == 21
+
+
+def test_a_dataset_with_a_function_of_its_own() -> None:
+    dataset = Collated(SAMPLES, pad_to_longest())  # type: ignore[arg-type]  # a list is a map-style dataset, too
+    (batch,) = batches(dataset, [(0, torch.tensor([1, 0]))], torch.device("cpu"), RunConfig())
+    assert batch["tokens"].tolist() == [[8, 0, 0], [5, 6, 7]]
