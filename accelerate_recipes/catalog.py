@@ -77,8 +77,10 @@ def show(as_json: bool) -> None:
             {"recipes": [asdict(recipe) for recipe in recipes], "configs": [asdict(config) for config in configs]}
         )
         return
-    for entry in (*recipes, *configs):
-        print_entry(asdict(entry))
+    for recipe in recipes:
+        print_entry(asdict(recipe))
+    for config in configs:
+        print_entry(asdict(config))
     print("Make a project of your own from a recipe: accelerate-recipes new mnist my_project --config ddp")
 
 
@@ -87,8 +89,8 @@ def read_recipe(path: Path) -> Recipe:
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     what, _, rest = text.partition("\n\n")
     command = re.search(r"^ +(accelerate launch .*)$", rest, re.MULTILINE)
-    labelled = {label: _paragraph(rest, f"{label}:") for label in ("Data", "Expect", "Time")}
-    return Recipe(path.stem, _one_line(what), *labelled.values(), command[1] if command else "")
+    data, expect, time = (_paragraph(rest, label) for label in ("Data:", "Expect:", "Time:"))
+    return Recipe(path.stem, _one_line(what), data, expect, time, command[1] if command else "")
 
 
 def read_config(path: Path, num_gpus: int) -> Config:

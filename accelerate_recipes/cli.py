@@ -104,6 +104,7 @@ def verify(
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="a config file of Accelerate")] = None,
     recipe: Annotated[Path | None, typer.Argument(help="the recipe to run with it")] = None,
+    flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, a config, and whether a recipe runs with it. Exit code 1 with findings.
@@ -112,7 +113,7 @@ def doctor(
     """
     from accelerate_recipes.doctor import check
 
-    sys.exit(check(config, recipe, as_json))
+    sys.exit(check(config, recipe, as_json, flags or []))
 
 
 @app.command()

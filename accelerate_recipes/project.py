@@ -96,12 +96,12 @@ def _write(project: Path, script: Path, configs: list[Path]) -> None:
         "name": name,
         "origin": f"{place} of accelerate-recipes {bundle.VERSION}",
     }
-    test = f"test_train{'_plain' * (script == PLAIN)}.py.template"
+    test = f"test_train{'_plain' * (script == PLAIN)}.py"
     readme = "README_plain.md" if script == PLAIN else "README.md"
     products = {readme: "README.md", "Makefile": "Makefile", "pyproject.toml": "pyproject.toml"}
     products |= {"gitignore": ".gitignore", test: "tests/test_train.py"}
     for template, product in products.items():
-        text = (_TEMPLATES / template).read_text(encoding="utf-8")
+        text = (_TEMPLATES / f"{template}.template").read_text(encoding="utf-8")
         for key, value in values.items():
             text = text.replace(f"<<{key}>>", value)
         (project / product).write_text(text, encoding="utf-8")

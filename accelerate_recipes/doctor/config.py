@@ -1,0 +1,122 @@
+"""A config file of Accelerate, as the rules see it: what `accelerate launch` makes of its values."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accelerate_recipes.doctor.machine import Machine
+from accelerate_recipes.errors import UsageError
+
+# Accelerate starts a single process for these, the processes of all other types through torchrun.
+ONE_PROCESS = ("NO", "MULTI_CPU")
+# {section: prefix that Accelerate adds to keys that lack it}
+PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
+SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A config file on a machine.
+
+    Attributes:
+        path: of the file.
+        values: its content.
+        machine: the machine to run it on.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    machine: Machine
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the file is for machines that the user starts, not for Amazon SageMaker."""
+        return self.values.get("compute_environment", "LOCAL_MACHINE") == "LOCAL_MACHINE"
+
+    @property
+    def kind(self) -> str:
+        """The distributed_type; empty if the file has none."""
+        kind = self.values.get("distributed_type")
+        return "NO" if kind is False else str(kind or "")  # an unquoted NO is false in YAML
+
+    @property
+    def precision(self) -> str:
+        """The mixed_precision: "no", "fp16", "bf16" or another word."""
+        fallback = "fp16" if self.values.get("fp16") is True else "no"  # a key of old files
+        return str(self.values.get("mixed_precision") or fallback)
+
+    @property
+    def num_machines(self) -> int:
+        return self._count("num_machines") or 1
+
+    @property
+    def num_processes(self) -> int | None:
+        """The number of processes on all machines; None if the file leaves it to the command line."""
+        return self._count("num_processes") or (1 if self.kind == "NO" else None)
+
+    @property
+    def num_local_processes(self) -> int | None:
+        """The number of processes on each machine."""
+        return None if self.num_processes is None else max(1, self.num_processes // self.num_machines)
+
+    @property
+    def starts_several(self) -> bool:
+        """Whether Accelerate starts the processes through torchrun."""
+        return self.kind not in (*ONE_PROCESS, "XLA", "")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes in parallelism_config; 1 for those that it does not set."""
+        given = self.section("parallelism_config")
+        sizes = {name: given.get(f"parallelism_config_{name}", 1) for name in SIZES}
+        return {name: size if is_count(size) else 1 for name, size in sizes.items()}
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The number of processes that take the same samples."""
+        sizes = self.sizes
+        return sizes["tp_size"] * sizes["cp_size"] * sizes["sp_size"]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of the file, with the prefixes that Accelerate adds; empty if there is none."""
+        given = self.values.get(name)
+        if not isinstance(given, dict):
+            return {}
+        prefix = PREFIXES.get(name, "")
+        return {str(key) if str(key).startswith(prefix[:-1]) else f"{prefix}{key}": given[key] for key in given}
+
+    def _count(self, name: str) -> int | None:
+        value = self.values.get(name)
+        return value if is_count(value) else None
+
+
+def read(path: Path, machine: Machine) -> Config:
+    """Reads a config file. Raises UsageError for a file that is no mapping."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}: type the path of a config file") from None
+    except (ValueError, yaml.YAMLError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise UsageError(f"{path}{line} is not YAML: compare it with the files in accelerate_configs/") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} has no keys: compare it with the files in accelerate_configs/")
+    return Config(path, values, machine)
+
+
+def is_count(value: Any) -> bool:
+    """Whether this is a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_true(value: Any) -> bool:
+    """Whether Accelerate takes this for true."""
+    return str(value).lower() in ("true", "1", "yes", "y", "t", "on")
+
+
+def as_yaml(value: Any) -> str:
+    """A value as it stands in a file."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,8 @@
+"""The rules. A rule is a function that yields findings; the rules of a module stand in its RULES."""
+
+from accelerate_recipes.doctor.rules import deepspeed, hardware, keys, launching, machine, pair, sharding
+
+MACHINE = machine.RULES
+MACHINE_WITHOUT_CONFIG = machine.RULES_WITHOUT_CONFIG
+CONFIG = (*keys.RULES, *launching.RULES, *sharding.RULES, *deepspeed.RULES, *hardware.RULES)
+PAIR = pair.RULES

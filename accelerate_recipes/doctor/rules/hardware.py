@@ -1,0 +1,124 @@
+"""Rules about a config on this machine: GPUs, packages, compiler, memory, limits."""
+
+from collections.abc import Iterator
+
+from accelerate_recipes.doctor.config import ONE_PROCESS, Config, is_true
+from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.machine import GIB
+
+# Measured with recipes/mnist.py on the CPU build of torch, which needs least: memory before the first batch, and open
+# files. gloo connects every process with every other.
+LAUNCHER_BYTES = 150 * 2**20
+PROCESS_BYTES = 225 * 2**20
+FP8_PACKAGES = ("torchao", "transformer-engine", "msamp")
+
+
+def processes(config: Config) -> Iterator[Finding]:
+    """More processes than GPUs."""
+    wanted, num_gpus = config.num_local_processes, len(config.machine.gpus)
+    if wanted is not None and 0 < num_gpus < wanted and config.starts_several:
+        gpus = f"{num_gpus} GPU" + "s" * (num_gpus > 1)
+        yield Finding(
+            f"num_processes asks for {wanted} processes on this machine, which has {gpus}",
+            "each process needs a GPU of its own",
+            f"--num_processes {num_gpus * config.num_machines} after accelerate launch, or CUDA_VISIBLE_DEVICES= "
+            "before the command to rehearse on the CPU",
+        )
+
+
+def bf16(config: Config) -> Iterator[Finding]:
+    """bf16 on a GPU that only emulates it."""
+    old = next((gpu.name for gpu in config.machine.gpus if not gpu.has_bf16), None)
+    if config.precision == "bf16" and old is not None:
+        yield Finding(
+            f"mixed_precision is bf16, but {old} has no bf16",
+            "torch emulates it there, which is slow",
+            "mixed_precision: fp16 (as in accelerate_configs/ddp_fp16.yaml), or 'no'",
+        )
+
+
+def offload_without_gpu(config: Config) -> Iterator[Finding]:
+    """Weights to move from a GPU that is not there."""
+    offloads = config.kind == "FSDP" and is_true(config.section("fsdp_config").get("fsdp_offload_params"))
+    if offloads and not config.machine.gpus:
+        yield Finding(
+            "fsdp_offload_params is true, and this machine has no GPU",
+            "the recipes refuse it: there is nothing to move weights from",
+            "fsdp_offload_params: false to rehearse",
+        )
+
+
+def packages(config: Config) -> Iterator[Finding]:
+    """Packages that the config needs and this environment lacks."""
+    versions = config.machine.versions
+    if config.kind == "DEEPSPEED":
+        for name in ("deepspeed", "transformers"):  # Accelerate's code for DeepSpeed reads transformers' version
+            if name not in versions:
+                yield Finding(f"{name} is not installed", "this config needs it", "pip install -e '.[deepspeed]'")
+    if config.section("mpirun_config") and config.kind in ONE_PROCESS and config.machine.mpirun is None:
+        yield Finding(
+            "mpirun is not installed",
+            "accelerate launch starts the processes with it",
+            "apt-get install openmpi-bin (Debian); or distributed_type: MULTI_GPU without mpirun_config",
+        )
+    if config.precision == "fp8" and not any(name in versions for name in FP8_PACKAGES):
+        yield Finding(
+            "mixed_precision is fp8, but torchao, Transformer Engine and MS-AMP are not installed",
+            "accelerate launch refuses it: FP8 is not available on this machine",
+            "mixed_precision: bf16",
+        )
+
+
+def compiler(config: Config) -> Iterator[Finding]:
+    """What DeepSpeed needs to compile an extension on first use, on a CPU or with offload."""
+    machine, section = config.machine, config.section("deepspeed_config")
+    offloads = "cpu" in (section.get("offload_optimizer_device"), section.get("offload_param_device"))
+    if config.kind != "DEEPSPEED" or (machine.gpus and not offloads):
+        return
+    why = "DeepSpeed compiles a part of itself on first use, on a CPU and with offload"
+    if machine.ninja is None:
+        yield Finding("ninja is not on the PATH", why, "pip install ninja, in the environment that you activate")
+    if machine.compiler is None:
+        yield Finding("there is no C++ compiler", why, "apt-get install g++ (Debian), or set CXX to its path")
+    if machine.python_header is None:
+        yield Finding("Python's headers are not installed", why, "apt-get install python3-dev (Debian)")
+
+
+def memory(config: Config) -> Iterator[Finding]:
+    """Less free memory than the processes take before they have a model."""
+    wanted, free = config.num_local_processes, config.machine.free_memory
+    needed = LAUNCHER_BYTES + (wanted or 1) * PROCESS_BYTES
+    if free < needed:
+        yield Finding(
+            f"{free / GIB:.1f} GiB of memory are free, for {wanted or 1} processes",
+            f"they take {needed / GIB:.1f} GiB before the model and the data: the system would kill one",
+            "--num_processes with a smaller number, or end other programs",
+        )
+
+
+def open_files(config: Config) -> Iterator[Finding]:
+    """A limit of open files below what the connections between the processes take."""
+    limit, needed = config.machine.open_files, 16 + 3 * (config.num_processes or 1)
+    if limit is not None and limit < needed:
+        yield Finding(
+            f"a process may open {limit} files, for {config.num_processes or 1} processes",
+            f"the connections between them take about {needed}: the run fails at its start, or waits for ever",
+            f"ulimit -n {max(1024, 2 * needed)}",
+        )
+
+
+def locked_memory(config: Config) -> Iterator[Finding]:
+    """A limit of locked memory on a machine with RDMA, in a run on several machines.
+
+    Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
+    """
+    machine = config.machine
+    if config.num_machines > 1 and machine.gpus and machine.has_infiniband and machine.locked_memory is not None:
+        yield Finding(
+            f"a process may lock {machine.locked_memory // 1024} KiB of memory, on a machine with InfiniBand",
+            "NCCL locks the memory that the network reads; where it cannot, the run fails at its first collective",
+            "ulimit -l unlimited (docker run --ulimit memlock=-1)",
+        )
+
+
+RULES = (processes, bf16, offload_without_gpu, packages, compiler, memory, open_files, locked_memory)

@@ -1,0 +1,225 @@
+"""Rules about what starts: the distributed_type, processes, machines, addresses, precision."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from ipaddress import ip_address
+
+from accelerate_recipes.doctor.config import ONE_PROCESS, Config, as_yaml, is_count
+from accelerate_recipes.doctor.finding import Finding
+
+KINDS = (
+    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED"),
+    *("FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON"),
+)
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+OTHER_DEVICES = ("XLA", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
+PLACEHOLDER = re.compile(
+    r".*[<>{}$\[\]*?\s].*|.*\bx+\b.*"  # <ip>, $MASTER_ADDR, xxx, 192.168.x.x
+    r"|(your|my|the|main|master|head|first)?[_-]?(machine|process|node|server)?[_-]?"
+    r"(ip|addr|address|ip[_-]?addr|ip[_-]?address|host|host[_-]?name)"
+    r"|todo|change[_-]?me|replace[_-]?me|none|null",
+    re.IGNORECASE,
+)
+LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0", re.IGNORECASE)
+
+
+def sagemaker(config: Config) -> Iterator[Finding]:
+    """A file for Amazon SageMaker, which is another kind of file."""
+    if not config.is_local:
+        yield Finding(
+            f"compute_environment is {config.values['compute_environment']}",
+            "these recipes run on machines that you start yourself",
+            "compute_environment: LOCAL_MACHINE, with the keys of a file in accelerate_configs/",
+        )
+
+
+def unknown_kind(config: Config) -> Iterator[Finding]:
+    """No distributed_type, or one that Accelerate does not know."""
+    if config.kind in KINDS or not config.is_local:
+        return
+    near = difflib.get_close_matches(config.kind.upper(), KINDS, n=1)
+    yield Finding(
+        f"distributed_type is {config.kind}" if config.kind else "the file has no distributed_type",
+        f"accelerate launch ends with an error; it knows {', '.join(KINDS)}",
+        f"distributed_type: {near[0] if near else 'MULTI_GPU'}",
+    )
+
+
+def unsupported_kind(config: Config) -> Iterator[Finding]:
+    """A distributed_type for hardware or libraries that these recipes do not use."""
+    if config.kind in OTHER_DEVICES:
+        yield Finding(
+            f"distributed_type is {config.kind}",
+            "these recipes run on CPUs and on GPUs of NVIDIA, AMD (both MULTI_GPU), Intel (MULTI_XPU) and Ascend "
+            "(MULTI_NPU)",
+            "distributed_type: MULTI_GPU",
+        )
+    if config.kind == "MEGATRON_LM":
+        yield Finding(
+            "distributed_type is MEGATRON_LM",
+            "Megatron-LM trains models of its own in a loop of its own; these recipes divide any model without it",
+            "--config_file accelerate_configs/tensor_parallel.yaml, or accelerate_configs/pipeline_parallel.yaml",
+        )
+
+
+def unquoted_no(config: Config) -> Iterator[Finding]:
+    """mixed_precision: no, which YAML reads as false."""
+    value = config.values.get("mixed_precision")
+    if isinstance(value, bool):
+        yield Finding(
+            f"mixed_precision is the YAML value {as_yaml(value)}, not a word",
+            "YAML reads an unquoted no as false; accelerate launch ends with 'bool' object has no attribute 'lower'",
+            "mixed_precision: 'no'",
+        )
+
+
+def unknown_precision(config: Config) -> Iterator[Finding]:
+    """A precision that Accelerate does not know."""
+    value = config.values.get("mixed_precision")
+    if value is None or isinstance(value, bool) or str(value).lower() in PRECISIONS:
+        return
+    known = {"float32": "no", "fp32": "no", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+    yield Finding(
+        f"mixed_precision is {value}",
+        f"accelerate launch ends with an error; it knows {', '.join(PRECISIONS)}",
+        f"mixed_precision: {known.get(str(value).lower(), 'no')!r}",
+    )
+
+
+def one_process(config: Config) -> Iterator[Finding]:
+    """Several processes asked for, under a distributed_type for which Accelerate starts one."""
+    several = (config.num_processes or 1) > 1 or config.num_machines > 1
+    if config.kind not in ONE_PROCESS or not several or config.section("mpirun_config"):
+        return
+    asked = f"num_processes: {config.num_processes}" if config.num_machines == 1 else "several machines"
+    yield Finding(
+        f"distributed_type is {config.kind}, with {asked}",
+        f"accelerate launch starts one process under {config.kind}, and says nothing; the recipes refuse to train "
+        "alone",
+        "distributed_type: MULTI_GPU (without a GPU its processes run on the CPU), or num_processes: 1",
+    )
+
+
+def counts(config: Config) -> Iterator[Finding]:
+    """Numbers of processes and machines that are no numbers, or do not divide."""
+    for key in ("num_processes", "num_machines"):
+        value = config.values.get(key)
+        if value is not None and not is_count(value) and not (key == "num_processes" and value == -1):
+            yield Finding(
+                f"{key} is {value!r}",
+                "accelerate launch needs a whole number above 0",
+                f"{key}: {value if str(value).isdigit() and int(value) else 1}",
+            )
+    num_processes, num_machines = config.num_processes, config.num_machines
+    if num_processes is not None and num_machines > 1 and num_processes % num_machines:
+        below = max(1, num_processes // num_machines) * num_machines
+        yield Finding(
+            f"num_processes is {num_processes}, the total over {num_machines} machines, which it does not divide by",
+            f"accelerate launch starts {num_processes // num_machines} on each machine, and says nothing",
+            f"num_processes: {below}",
+        )
+
+
+def machine_rank(config: Config) -> Iterator[Finding]:
+    """A rank that no machine has."""
+    rank = config.values.get("machine_rank")
+    if isinstance(rank, int) and config.num_machines > 1 and not 0 <= rank < config.num_machines:
+        yield Finding(
+            f"machine_rank is {rank}, with num_machines: {config.num_machines}",
+            "the machines count from 0: one of them would be missing, and the others wait for it",
+            f"machine_rank: 0 on the first machine, up to {config.num_machines - 1} on the last",
+        )
+
+
+def address(config: Config) -> Iterator[Finding]:
+    """A placeholder as main_process_ip, or an address that only the first machine itself can use.
+
+    A file without this key is fine: as in accelerate_configs/multi_node_ddp.yaml, the command line has the address.
+    """
+    if config.num_machines == 1 or "main_process_ip" not in config.values:
+        return
+    given = config.values["main_process_ip"]
+    text = "" if given is None else str(given).strip()
+    advice = "main_process_ip: the address of the first machine, such as 10.0.0.1, or its name"
+    if not text or PLACEHOLDER.fullmatch(text) or _is_wrong_number(text):
+        yield Finding(
+            f"main_process_ip is {text or 'empty'}, which is no address",
+            "accelerate launch refuses it, or the machines wait for each other and fail",
+            f"{advice}; or remove the key, and type --main_process_ip after accelerate launch",
+        )
+    elif LOOPBACK.fullmatch(text):
+        yield Finding(
+            f"main_process_ip is {text}, with num_machines: {config.num_machines}",
+            "this is every machine's own address: the others would wait for themselves",
+            advice,
+        )
+
+
+def _is_wrong_number(text: str) -> bool:
+    """Whether these are digits and dots, but no IP address."""
+    if not re.fullmatch(r"[\d.]+", text):
+        return False
+    try:
+        ip_address(text)
+    except ValueError:
+        return True
+    return False
+
+
+def port(config: Config) -> Iterator[Finding]:
+    """Port 0 on several machines: each would choose another one."""
+    if config.num_machines > 1 and config.values.get("main_process_port") == 0:
+        yield Finding(
+            f"main_process_port is 0, with num_machines: {config.num_machines}",
+            "each machine chooses a free port of its own, so they do not meet",
+            "main_process_port: 29500, or another port that is free on the first machine",
+        )
+
+
+def gpu_ids(config: Config) -> Iterator[Finding]:
+    """gpu_ids that are too few, or that Accelerate cannot read."""
+    given = config.values.get("gpu_ids")
+    if given in (None, "all"):
+        return
+    if not isinstance(given, str):
+        yield Finding(
+            f"gpu_ids is {given!r}, not a text",
+            "accelerate launch ends with: object has no attribute 'split'",
+            f"gpu_ids: '{','.join(map(str, given)) if isinstance(given, list) else given}'",
+        )
+        return
+    num_ids, wanted = len(given.split(",")), config.num_local_processes
+    if wanted is not None and num_ids < wanted and config.starts_several:
+        yield Finding(
+            f"gpu_ids is {given}, for {wanted} processes on this machine",
+            "each process needs a GPU of its own",
+            f"gpu_ids: all, or num_processes: {num_ids * config.num_machines}",
+        )
+
+
+def dynamo(config: Config) -> Iterator[Finding]:
+    """torch.compile through Accelerate, which the recipes refuse."""
+    backend = config.section("dynamo_config").get("dynamo_backend", config.values.get("dynamo_backend", "no"))
+    if backend is not False and str(backend).lower() != "no":
+        yield Finding(
+            f"dynamo_backend is {backend}",
+            "the recipes refuse it: they compile the model themselves, so that its weights keep their names",
+            "remove it, and type --compile after the recipe",
+        )
+
+
+RULES = (
+    sagemaker,
+    unknown_kind,
+    unsupported_kind,
+    unquoted_no,
+    unknown_precision,
+    one_process,
+    counts,
+    machine_rank,
+    address,
+    port,
+    gpu_ids,
+    dynamo,
+)
