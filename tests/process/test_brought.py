@@ -66,7 +66,8 @@ def test_shape_is_checked_under_each_config(tmp_path: Path, config: str, case: s
 
 def test_mistake_in_a_worker_is_one_line(tmp_path: Path) -> None:
     line = refused_before_training(tmp_path, "single", "--case unequal --num_workers 2")
-    assert line == 'error: "x" has shape (5,) in one sample and (6,) in another: pad them to one shape'
+    problem = 'error: "x" has shape (5,) in one sample and (6,) in another: pad them to one shape, or type '
+    assert line == problem + "collate_fn=pad_to_longest() in the call of fit"
 
 
 @pytest.mark.parametrize("config", ["single", "ddp"])
