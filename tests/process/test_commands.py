@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from common.records.run_card import read_card
 from support.launching import accelerate, accelerate_forked, execute, fork
-from support.recipes import LINEAR
+from support.recipes import LINEAR, MNIST
 from support.runs import ROOT
 from support.small_mnist import write_mnist
 from support.small_model import write_model
@@ -62,6 +63,12 @@ def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
     (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
     for name in ("file.txt", "tinyshakespeare.txt"):
         (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
+    (tmp_path / "path" / "to" / "run.yaml").write_text("batch_size: 32\nmax_steps: 20\n")
+    if "--predict" in command:
+        picture = Image.new("L", (60, 80), "white")
+        picture.paste(0, (25, 10, 35, 70))
+        picture.save(tmp_path / "path" / "to" / "digit.png")
+        fork(tmp_path / "outputs" / "mnist", "single", MNIST, "--max_steps 1")
     if "--model_name_or_path" in command:
         write_model(tmp_path / "path" / "to" / "model", num_positions=64)
     if "recipes/transformer.py" in command:  # 2,000 steps and evaluations would take minutes
@@ -81,6 +88,6 @@ def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
         return
     assert run.exit_code == 0, run.stdout + run.stderr
     expected = {"python": (1, "no parallelism"), "torchrun": (2, "DDP")}  # without accelerate launch
-    if "recipes/mnist.py" in words and words[0] in expected and "--help" not in words:
+    if "recipes/mnist.py" in words and words[0] in expected and not {"--help", "--predict"} & set(words):
         card = read_card(tmp_path / "outputs" / "mnist")
         assert (card["num_processes"], card["parallelism"]) == expected[words[0]]
