@@ -125,7 +125,8 @@ def main(config: Config) -> None:
         return predict(config.predict, config)
     accelerator = start(config)
     train_set, eval_set = load_images(config.data)
-    model = NETWORKS[config.model](train_set.image_shape, train_set.num_classes)
+    network = NETWORKS[config.model]
+    model = network(train_set.image_shape, train_set.num_classes)
     optimizer_class = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
     optimizer = optimizer_class(parameter_groups(model, config.weight_decay), config.learning_rate)
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config)

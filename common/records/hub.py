@@ -2,7 +2,8 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from common.errors import RunError
 from common.records.run_card import read_card, replace_card
 
 TIMEOUT_S = 60.0  # longest silence of the Hub within a request
+# Longest upload: hf_xet, which sends large files, was seen to wait 20 minutes for a silent server.
+LONGEST_S, SLOWEST = 600.0, 1e6  # seconds, and bytes a second
 
 _finished: list[RunConfig] | None = None  # runs that `uploads` has to upload; None outside of it
 
@@ -58,7 +61,7 @@ def _upload(config: RunConfig) -> None:
     _note(output_dir, 0, {"name": name, "url": None, "error": "the upload did not finish"})
     try:
         with FileLock(output_dir / ".lock", timeout=0):  # no other run may replace model/ now
-            url = _send(output_dir, name)
+            url = _within(_longest(model), lambda: _send(output_dir, name))
     except Exception as error:  # the library and its network stack raise dozens of types
         later = shlex.join(["hf", "upload", name, str(model), "--private"])
         line = f"the run is done, but its model did not get to {name} on the Hub ({_reason(error)}): type {later}"
@@ -66,6 +69,19 @@ def _upload(config: RunConfig) -> None:
         raise UploadError(line) from None
     _note(output_dir, 0, {"name": name, "url": url, "error": None})
     print(f"uploaded: {url}", flush=True)
+
+
+def _longest(model: Path) -> float:
+    """Seconds after which an upload of the folder counts as failed."""
+    return LONGEST_S + sum(path.stat().st_size for path in model.iterdir()) / SLOWEST
+
+
+def _within(seconds: float, work: Callable[[], str]) -> str:
+    """The result of `work`. Raises TimeoutError after `seconds`; then the work goes on until the process ends."""
+    try:
+        return ThreadPoolExecutor(1).submit(work).result(seconds)
+    except TimeoutError:
+        raise TimeoutError(f"no end after {seconds:.0f} s") from None
 
 
 def _send(output_dir: Path, name: str) -> str:

@@ -76,6 +76,12 @@ FAILURES = [
     pytest.param({}, {"HF_TOKEN": "wrong"}, "401: Invalid username or password.", id="wrong token"),
     pytest.param({"status": 500, "fails_at": "/create"}, {}, "500: as the test asked for", id="500"),
     pytest.param({"status": "silence", "fails_at": "/create"}, {"TIMEOUT_S": "3"}, "ReadTimeout", id="silence"),
+    pytest.param(
+        {"status": "silence", "fails_at": "/xet/"},
+        {"HF_HUB_DISABLE_XET": "0", "LONGEST_S": "4"},
+        "TimeoutError: no end after 4 s",
+        id="silence of the storage",
+    ),
     pytest.param({"status": 403, "fails_at": "/commit/main"}, {}, "403", id="no rights", marks=pytest.mark.full),
     pytest.param({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "ConnectError", id="no Hub", marks=pytest.mark.full),
 ]
@@ -89,6 +95,8 @@ def test_failed_upload_loses_nothing(
     with FakeHub(**behaviour) as hub:
         run = upload(tmp_path / "run", hub, f"{SHORT} --push_to_hub me/line", **variables)
         assert not hub.files
+        if "fails_at" in behaviour:
+            assert any(behaviour["fails_at"] in request for request in hub.requests)
     assert time.monotonic() - started < 60
     (line,) = (line for line in run.stderr.splitlines() if line.startswith("not uploaded: "))
     assert f"the run is done, but its model did not get to me/line on the Hub ({reason}" in line
@@ -97,7 +105,7 @@ def test_failed_upload_loses_nothing(
     assert run.exit_code == 4 and (run.card["status"], run.card["exit_code"]) == ("done", 4)
     assert run.card["upload"]["error"] == line.removeprefix("not uploaded: ")
     assert run.weights.keys() == {"weight", "bias"} and len(run.column("train/loss")) == 4
-    if behaviour.get("status") == "silence":  # the other process has ended without waiting for the upload
+    if reason == "ReadTimeout":  # the other process has ended without waiting for the upload
         ended, given_up = ((tmp_path / name).stat().st_mtime for name in ("ended_1", "run/run.json"))
         assert given_up - ended > 1
         again = f"{SHORT} --push_to_hub me/line --resume_from_checkpoint latest"

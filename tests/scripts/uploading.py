@@ -1,5 +1,6 @@
 """Runs the recipe $RECIPE with the variables of huggingface_hub read again, because a fork has imported it before they
-were set. $TIMEOUT_S is the longest silence of the Hub. A process that ends leaves a file beside the output folder."""
+were set. $TIMEOUT_S and $LONGEST_S are those of common/records/hub.py. A process that ends leaves a file beside the
+output folder."""
 
 import atexit
 import importlib
@@ -13,7 +14,8 @@ from huggingface_hub import constants
 from common.records import hub
 
 importlib.reload(constants)
-hub.TIMEOUT_S = float(os.environ.get("TIMEOUT_S", hub.TIMEOUT_S))
+for name in ("TIMEOUT_S", "LONGEST_S"):
+    setattr(hub, name, float(os.environ.get(name, getattr(hub, name))))
 output_dir = Path(sys.argv[sys.argv.index("--output_dir") + 1])
 atexit.register(lambda: (output_dir.parent / f"ended_{os.environ.get('RANK', 0)}").touch())
 sys.argv[0] = os.environ["RECIPE"]

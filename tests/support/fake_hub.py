@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
@@ -53,7 +54,7 @@ class FakeHub:
         self.server.server_close()
 
     def variables(self) -> dict[str, str]:
-        """The environment of a process that uploads here. Only without Xet does it speak plain HTTP."""
+        """The environment of a process that uploads here. Without Xet, because the fake does not store that way."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_TOKEN": TOKEN,
@@ -102,6 +103,16 @@ class _Handler(BaseHTTPRequestHandler):
             )
         else:
             self._answer({"error": "no such address"}, 404)
+
+    def do_GET(self) -> None:
+        self.fake.requests.append(f"GET {self.path}")
+        if self._fails():
+            return
+        if "/xet-write-token/" not in self.path:
+            self._answer({"error": "no such address"}, 404)
+            return
+        expires = int(time.time()) + 3600
+        self._answer({"casUrl": f"{self.fake.url}/xet", "exp": expires, "accessToken": "of the storage"})
 
     def do_PUT(self) -> None:
         length = self.headers["Content-Length"]
