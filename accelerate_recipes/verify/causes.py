@@ -82,12 +82,13 @@ def likely_cause(found: dict[str, Any], difference: Difference) -> str:
         ),
         (
             found["dropout"],
-            f"dropout ({_some(found['dropout'])}) draws other numbers in each process, so losses agree on average "
-            "only: set its probability to 0 to verify the rest",
+            f"dropout ({_some(found['dropout'])}) draws its masks for each micro-batch, and the sizes of micro-batches "
+            "differ between these runs: set its probability to 0 to verify the rest",
         ),
         (
             found["random_loss"],
-            "forward_step draws random numbers, other ones in each process: remove the noise to verify the rest",
+            "forward_step draws random numbers for each micro-batch, and the sizes of micro-batches differ between "
+            "these runs: remove the noise to verify the rest",
         ),
         (
             losses,

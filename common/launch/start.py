@@ -9,6 +9,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 
 import torch
+import torch.distributed.nn  # before a process group exists: else its default arguments keep the group for ever
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,

@@ -518,7 +518,7 @@ def _luminance(colour: str) -> float:
 
 def test_the_report_judges_as_the_loop_does() -> None:
     assert summary._LOWER_IS_BETTER == LOWER_IS_BETTER
-    assert set(summary._NOT_COMPARED) == set(common_config._NOT_REPEATED)
+    assert set(summary._NOT_COMPARED) == set(common_config.NOT_REPEATED)
 
 
 @pytest.mark.parametrize(
