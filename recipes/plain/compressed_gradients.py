@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -57,31 +58,14 @@ def sample_ids(step: int, num_samples: int, seed: int) -> Tensor:
 def make_net(num_pixels: int, seed: int) -> nn.Module:
     """The net of many tutorials."""
     torch.manual_seed(seed)
-    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(10, 10))
+    return nn.Sequential(nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
-def main() -> None:
-    """Trains two nets side by side, one with the hook and one without; each process runs this."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hook", choices=["none", "bf16", "fp16", "powersgd"], default="bf16")
-    parser.add_argument("--matrix_rank", type=int, default=1, help="columns of PowerSGD's thin matrices")
-    parser.add_argument("--powersgd_start", type=int, default=10, help="steps without compression, at least 2")
-    arguments = parser.parse_args()
-    size, rank, local_rank = (int(os.environ.get(name, 0)) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    if size == 0 or BATCH_SIZE % size:
-        parser.error(f"start with torchrun, with a number of processes that divides {BATCH_SIZE} (now {size})")
-    if arguments.matrix_rank < 1 or arguments.powersgd_start < 2:
-        parser.error("--matrix_rank must be at least 1, and --powersgd_start at least 2")
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
     images, labels, test_images, test_labels = load_data(arguments.data)
     nets = [make_net(images.shape[1], arguments.seed).to(device) for _ in ("with the hook", "plain")]
-    ddp_nets = [DistributedDataParallel(net, device_ids=[local_rank] if on_gpu else None) for net in nets]
+    ddp_nets = [DistributedDataParallel(net, [device] if device.type == "cuda" else None) for net in nets]
     optimizers = [torch.optim.SGD(net.parameters(), LEARNING_RATE) for net in nets]
     if arguments.hook == "powersgd":  # the epsilon prevents 0 / 0 = NaN where a gradient is zero
         state = PowerSGDState(None, arguments.matrix_rank, arguments.powersgd_start, orthogonalization_epsilon=1e-8)
@@ -91,7 +75,7 @@ def main() -> None:
         hook = getattr(default_hooks, name)
         # The lambda hides the name: DDP refuses bf16_compress_hook without NCCL, although gloo can sum bf16.
         ddp_nets[0].register_comm_hook(None, lambda group, bucket: hook(group, bucket))
-    gradient_bytes = sum(weight.nbytes for weight in nets[1].parameters())
+    whole = sum(weight.nbytes for weight in nets[1].parameters())
     for step in range(arguments.steps):
         ids = sample_ids(step, len(images), arguments.seed).chunk(size)[rank]
         losses = [F.cross_entropy(net(images[ids].to(device)), labels[ids].to(device)) for net in ddp_nets]
@@ -101,19 +85,35 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        num_bytes = sum(call.args[0].nbytes for call in all_reduce.call_args_list)
-        mean = torch.stack(losses).detach() / size
-        dist.all_reduce(mean)
+        sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list)
+        all_reduce.reset_mock()  # it keeps the process group
+        dist.all_reduce(mean := torch.stack(losses).detach() / size)
         if rank == 0:
-            print(f"step {step + 1}  loss {mean[0]:.7f}  plain {mean[1]:.7f}  ", end="")
-            print(f"bytes {num_bytes}  plain {gradient_bytes}", flush=True)
+            print(f"step {step + 1}  loss {mean[0]:.7f}  plain {mean[1]:.7f}  bytes {sent}  plain {whole}", flush=True)
     if rank == 0:
-        with torch.no_grad():
-            accuracy, plain = ((net.cpu()(test_images).argmax(1) == test_labels).float().mean() for net in nets)
+        accuracy, plain = ((net.cpu()(test_images).argmax(1) == test_labels).float().mean() for net in nets)
         print(f"accuracy {accuracy:.4f}  plain {plain:.4f}", flush=True)
-    del ddp_nets  # before the group: else DDP, its last owner, destroys it under Python's lock, and gloo may deadlock
-    dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hook", choices=["none", "bf16", "fp16", "powersgd"], default="bf16")
+    parser.add_argument("--matrix_rank", type=int, default=1, help="columns of PowerSGD's thin matrices")
+    parser.add_argument("--powersgd_start", type=int, default=10, help="steps without compression, at least 2")
+    arguments = parser.parse_args()
+    size = int(os.environ.get("WORLD_SIZE", 0))
+    if size == 0 or BATCH_SIZE % size:
+        parser.error(f"start with torchrun, with a number of processes that divides {BATCH_SIZE} (now {size})")
+    if arguments.matrix_rank < 1 or arguments.powersgd_start < 2:
+        parser.error("--matrix_rank must be at least 1, and --powersgd_start at least 2")
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    train(arguments, device)
+    dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort
 
 
 if __name__ == "__main__":

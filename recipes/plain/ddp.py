@@ -11,13 +11,13 @@ What people get wrong: they do not divide by the number of micro-batches; all ra
 """
 
 import argparse
-import gc
 import gzip
 import os
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -54,8 +54,7 @@ def sample_ids(step: int, num_samples: int, seed: int) -> Tensor:
 def make_net(num_pixels: int, seed: int) -> nn.Module:
     """The net of many tutorials."""
     torch.manual_seed(seed)
-    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(10, 10))
+    return nn.Sequential(nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
 def parse() -> argparse.Namespace:
@@ -77,19 +76,15 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    arguments = parse()
-    size, rank, local_rank = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
     images, labels, test_images, test_labels = load_data(arguments.data)
     net = make_net(images.shape[1], arguments.seed).to(device)
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
     tensors = load_file(arguments.checkpoint) if arguments.resume else net.state_dict()
     start = int(tensors.pop("step", 0))
     net.load_state_dict(tensors)
-    ddp_net = DistributedDataParallel(net, device_ids=[local_rank] if on_gpu else None)
+    ddp_net = DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
     for step in range(start, arguments.steps):
         own_ids = sample_ids(step, len(images), arguments.seed).chunk(size)[rank]
         mean = torch.zeros((), device=device)
@@ -110,10 +105,15 @@ def main() -> None:
     if rank == 0:  # evaluation.py divides this among the processes
         accuracy = (net(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean()
         print(f"accuracy {accuracy:.4f}", flush=True)
-    del ddp_net  # before the process group: the end of both at once may abort or hang
-    gc.collect()
-    dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parse()
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    train(arguments, device)
+    dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort
 
 
 if __name__ == "__main__":

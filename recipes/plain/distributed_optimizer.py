@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -58,30 +59,14 @@ def sample_ids(step: int, num_samples: int, seed: int) -> Tensor:
 def make_net(num_pixels: int, seed: int) -> nn.Module:
     """The net of many tutorials."""
     torch.manual_seed(seed)
-    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(10, 10))
+    return nn.Sequential(nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--momentum", type=float, default=0.0, help="without it SGD has no state to divide")
-    parser.add_argument("--save", type=Path, help="file for the weights and the whole optimizer state, at the end")
-    parser.add_argument("--resume", type=Path, help="continue from such a file")
-    arguments = parser.parse_args()
-    size, rank, local_rank = (int(os.environ.get(name, 0)) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    if size == 0 or BATCH_SIZE % size:
-        parser.error(f"start with torchrun, with a number of processes that divides {BATCH_SIZE} (now {size})")
-    if arguments.resume and not arguments.resume.is_file():
-        parser.error(f"--resume: no file {arguments.resume}")
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
     images, labels, test_images, test_labels = load_data(arguments.data)
     net = make_net(images.shape[1], arguments.seed).to(device)
-    ddp_net = DistributedDataParallel(net, device_ids=[local_rank] if on_gpu else None)
+    ddp_net = DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
     sgd = {"optimizer_class": torch.optim.SGD, "lr": LEARNING_RATE, "momentum": arguments.momentum}
     optimizer = ZeroRedundancyOptimizer(net.parameters(), **sgd)
     saved: dict[str, Any] = {"step": 0}
@@ -95,25 +80,40 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        mean = loss.detach() / size
-        dist.all_reduce(mean)
+        dist.all_reduce(mean := loss.detach() / size)
         if rank == 0:
             print(f"step {step + 1}  loss {mean.item():.7f}", flush=True)
-    held: list[int] = [0] * size
     own_state = optimizer.optim.state.values()  # `optim` is the local torch.optim.SGD
-    dist.all_gather_object(held, sum(value.numel() for state in own_state for value in state.values()))
+    dist.all_gather_object(held := [0] * size, sum(value.numel() for state in own_state for value in state.values()))
     if arguments.save:
         optimizer.consolidate_state_dict(to=0)  # all processes must call it
     if rank == 0:
         if arguments.save:
-            saved = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": arguments.steps}
-            torch.save(saved, arguments.save)
-        with torch.no_grad():
-            accuracy = (net(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean()
+            whole = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": arguments.steps}
+            torch.save(whole, arguments.save)
+        accuracy = (net(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean()
         print(f"accuracy {accuracy:.4f}  values of optimizer state in each process: {held}", flush=True)
-    del ddp_net  # before the group: else DDP, its last owner, destroys it under Python's lock, and gloo may deadlock
-    dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--momentum", type=float, default=0.0, help="without it SGD has no state to divide")
+    parser.add_argument("--save", type=Path, help="file for the weights and the whole optimizer state, at the end")
+    parser.add_argument("--resume", type=Path, help="continue from such a file")
+    arguments = parser.parse_args()
+    size = int(os.environ.get("WORLD_SIZE", 0))
+    if size == 0 or BATCH_SIZE % size:
+        parser.error(f"start with torchrun, with a number of processes that divides {BATCH_SIZE} (now {size})")
+    if arguments.resume and not arguments.resume.is_file():
+        parser.error(f"--resume: no file {arguments.resume}")
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    train(arguments, device)
+    dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort
 
 
 if __name__ == "__main__":

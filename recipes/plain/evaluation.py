@@ -18,6 +18,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -53,8 +54,7 @@ def sample_ids(step: int, num_samples: int, seed: int) -> Tensor:
 def make_net(num_pixels: int, seed: int) -> nn.Module:
     """The net of many tutorials."""
     torch.manual_seed(seed)
-    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(10, 10))
+    return nn.Sequential(nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
 @torch.no_grad()
@@ -72,17 +72,8 @@ def evaluate(net: nn.Module, images: Tensor, labels: Tensor, mistake: str | None
     return float(total[0] / total[1])
 
 
-def main() -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Trains the same net in each process, and evaluates it with all processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mistake", choices=["padded_evaluation", "last_batch_mean"])
-    arguments = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error("type torchrun --standalone --nproc_per_node 2 before the script, not python")
-    dist.init_process_group("gloo")
     images, labels, test_images, test_labels = load_data(arguments.data)
     net = make_net(images.shape[1], arguments.seed)
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
@@ -94,8 +85,20 @@ def main() -> None:
     accuracy = evaluate(net, test_images, test_labels, arguments.mistake)
     if dist.get_rank() == 0:
         print(f"accuracy {accuracy:.4f}", flush=True)
-    dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mistake", choices=["padded_evaluation", "last_batch_mean"])
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("type torchrun --standalone --nproc_per_node 2 before the script, not python")
+    dist.init_process_group("gloo")
+    train(arguments)
+    dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -52,17 +53,10 @@ def epoch_order(epoch: int, num_samples: int, seed: int) -> list[int]:
 def make_net(num_pixels: int, seed: int) -> nn.Module:
     """The net of many tutorials."""
     torch.manual_seed(seed)
-    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(10, 10))
+    return nn.Sequential(nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
-def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
-    """What each process does."""
-    on_gpu = torch.cuda.device_count() >= arguments.processes  # NCCL takes one process per GPU
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    torch.set_num_threads(1)
-    backend, address = "nccl" if on_gpu else "gloo", f"tcp://127.0.0.1:{port}"
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=arguments.processes)
+def train(rank: int, arguments: argparse.Namespace, device: torch.device) -> None:
     images, labels, test_images, test_labels = load_data(arguments.data)
     net = make_net(images.shape[1], arguments.seed + rank).to(device)
     if arguments.mistake != "unsynchronised_start":
@@ -75,9 +69,8 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
     while step < arguments.steps:
         if arguments.torch_order and arguments.mistake != "set_epoch":
             shuffled.set_epoch(epoch)
-        ordered = Subset(data, epoch_order(epoch, len(data), arguments.seed))
-        source: Any = data if arguments.torch_order else ordered
-        sampler = shuffled if arguments.torch_order else DistributedSampler(ordered, shuffle=False, drop_last=True)
+        source: Any = data if arguments.torch_order else Subset(data, epoch_order(epoch, len(data), arguments.seed))
+        sampler = shuffled if arguments.torch_order else DistributedSampler(source, shuffle=False, drop_last=True)
         own_batch = BATCH_SIZE // arguments.processes
         for own_images, own_labels in DataLoader(source, own_batch, sampler=sampler, drop_last=True):
             loss = F.cross_entropy(net(own_images.to(device)), own_labels.to(device))
@@ -97,8 +90,15 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
     if rank == 0:
         accuracy = (net(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean()
         print(f"accuracy {accuracy:.4f}", flush=True)
-    dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    dist.destroy_process_group()
+
+
+def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
+    on_gpu = torch.cuda.device_count() >= arguments.processes  # NCCL takes one process per GPU
+    torch.set_num_threads(1)
+    backend, address = "nccl" if on_gpu else "gloo", f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=arguments.processes)
+    train(rank, arguments, torch.device("cuda", rank) if on_gpu else torch.device("cpu"))
+    dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort
 
 
 def main() -> None:

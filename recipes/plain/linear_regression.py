@@ -19,6 +19,7 @@ import argparse
 import os
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -51,25 +52,13 @@ def closed_form(features: Tensor, targets: Tensor) -> Tensor:
     return torch.linalg.lstsq(with_ones, targets.double()).solution[:, 0]
 
 
-def main() -> None:
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
     """Trains, then compares with the closed form; each process runs this."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50, help="10 are an epoch")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mistake", choices=["mean_of_means"])
-    arguments = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error("type torchrun --standalone --nproc_per_node 2 before the script, not python")
-    size, rank, local_rank = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    if size > BATCH_SIZE:
-        parser.error(f"{size} processes: a batch has only {BATCH_SIZE} samples")
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    size, rank = dist.get_world_size(), dist.get_rank()
     features, targets = make_data(arguments.seed)
     torch.manual_seed(arguments.seed)
     model = nn.Linear(NUM_FEATURES, 1).to(device)
-    ddp_model = DistributedDataParallel(model, device_ids=[local_rank] if on_gpu else None)
+    ddp_model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     for step in range(arguments.steps):
         ids = sample_ids(step, NUM_SAMPLES, arguments.seed)[rank::size]
@@ -88,10 +77,24 @@ def main() -> None:
         fitted = torch.cat([model.weight[0], model.bias]).detach().cpu().double()
         best = closed_form(features, targets)
         print(f"distance to the closed form {((fitted - best).norm() / best.norm()).item():.6f}", flush=True)
-    # DDP holds the process group. If it is collected only when the interpreter ends, gloo sometimes aborts.
-    del ddp_model
-    dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50, help="10 are an epoch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mistake", choices=["mean_of_means"])
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("type torchrun --standalone --nproc_per_node 2 before the script, not python")
+    size = int(os.environ["WORLD_SIZE"])
+    if size > BATCH_SIZE:
+        parser.error(f"{size} processes: a batch has only {BATCH_SIZE} samples")
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    train(arguments, device)
+    dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort
 
 
 if __name__ == "__main__":

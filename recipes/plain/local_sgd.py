@@ -20,6 +20,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -55,37 +56,20 @@ def sample_ids(step: int, num_samples: int, seed: int) -> Tensor:
 def make_net(num_pixels: int, seed: int) -> nn.Module:
     """The net of many tutorials."""
     torch.manual_seed(seed)
-    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(10, 10))
+    return nn.Sequential(nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
 @torch.no_grad()
 def synchronise(net: nn.Module, shared: nn.Parameter, outer_optimizer: torch.optim.Optimizer) -> None:
     """One outer step: moves the shared weights towards the mean of the replicas. All replicas continue from them."""
-    mean = parameters_to_vector(net.parameters()) / dist.get_world_size()
-    dist.all_reduce(mean)
+    dist.all_reduce(mean := parameters_to_vector(net.parameters()) / dist.get_world_size())
     shared.grad = shared - mean  # a step of SGD with learning rate 1 and no momentum ends at the mean
     outer_optimizer.step()
     vector_to_parameters(shared.clone(), net.parameters())  # a clone, because the weights become views of it
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sync_every", type=int, default=10, help="H, the steps between synchronisations")
-    parser.add_argument("--outer_momentum", type=float, default=0.0, help="DiLoCo takes 0.9")
-    parser.add_argument("--outer_learning_rate", type=float, default=1.0, help="DiLoCo takes 0.7")
-    arguments = parser.parse_args()
-    size, rank, local_rank = (int(os.environ.get(name, 0)) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    if size == 0 or BATCH_SIZE % size:
-        parser.error(f"start with torchrun, with a number of processes that divides {BATCH_SIZE} (now {size})")
-    if arguments.sync_every < 1:
-        parser.error("--sync_every must be at least 1")
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
     images, labels, test_images, test_labels = load_data(arguments.data)
     net = make_net(images.shape[1], arguments.seed).to(device)
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
@@ -98,22 +82,38 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        is_sync_step = (step + 1) % arguments.sync_every == 0 or step + 1 == arguments.steps
-        if is_sync_step:
+        if is_sync_step := (step + 1) % arguments.sync_every == 0 or step + 1 == arguments.steps:
             synchronise(net, shared, outer_optimizer)
         weights = parameters_to_vector(net.parameters()).detach()
-        extremes = torch.stack([weights, -weights])  # only to print how far the replicas are apart
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        dist.all_reduce(extremes := torch.stack([weights, -weights]), dist.ReduceOp.MAX)  # only for `spread`
         dist.all_reduce(mean := loss.detach() / size)
         if rank == 0:
             print(f"step {step + 1}  loss {mean.item():.7f}  bytes {shared.nbytes * is_sync_step}", end="  ")
             print(f"spread {extremes.sum(0).max().item():.1e}", flush=True)
     if rank == 0:
-        with torch.no_grad():
-            accuracy = (net(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean()
+        accuracy = (net(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean()
         print(f"accuracy {accuracy:.4f}", flush=True)
-    dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sync_every", type=int, default=10, help="H, the steps between synchronisations")
+    parser.add_argument("--outer_momentum", type=float, default=0.0, help="DiLoCo takes 0.9")
+    parser.add_argument("--outer_learning_rate", type=float, default=1.0, help="DiLoCo takes 0.7")
+    arguments = parser.parse_args()
+    size = int(os.environ.get("WORLD_SIZE", 0))
+    if size == 0 or BATCH_SIZE % size:
+        parser.error(f"start with torchrun, with a number of processes that divides {BATCH_SIZE} (now {size})")
+    if arguments.sync_every < 1:
+        parser.error("--sync_every must be at least 1")
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    train(arguments, device)
+    dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort
 
 
 if __name__ == "__main__":

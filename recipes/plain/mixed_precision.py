@@ -20,6 +20,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -54,12 +55,10 @@ def sample_ids(step: int, num_samples: int, seed: int) -> Tensor:
 def make_net(num_pixels: int, seed: int) -> nn.Module:
     """The net of many tutorials."""
     torch.manual_seed(seed)
-    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(10, 10))
+    return nn.Sequential(nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
 def parse() -> argparse.Namespace:
-    """The flags; checks that they fit together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="digits", help="digits, or a folder with MNIST's IDX files")
     parser.add_argument("--steps", type=int, default=60)
@@ -79,10 +78,7 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    arguments = parse()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if arguments.on_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if arguments.on_gpu else "gloo")
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     images, labels, test_images, test_labels = load_data(arguments.data)
     net = make_net(images.shape[1], arguments.seed).to(device)
@@ -91,7 +87,7 @@ def main() -> None:
     dtype = torch.float16 if arguments.precision == "fp16" else torch.bfloat16
     autocast = torch.autocast(device.type, dtype, enabled=arguments.precision != "fp32")
     scaler = torch.amp.GradScaler(device.type, arguments.initial_scale, enabled=arguments.precision == "fp16")
-    ddp_net = DistributedDataParallel(net, device_ids=[device] if arguments.on_gpu else None)
+    ddp_net = DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
     for step in range(arguments.steps):
         ids = sample_ids(step, len(images), arguments.seed).chunk(size)[rank]
         with autocast:  # the forward pass only; the backward pass uses the types of the forward pass
@@ -103,17 +99,21 @@ def main() -> None:
         nn.utils.clip_grad_norm_(net.parameters(), arguments.max_grad_norm)
         scaler.step(optimizer)  # skips the update if a gradient is inf or nan, in all processes alike
         scaler.update()
-        mean = loss.detach() / size
-        dist.all_reduce(mean)
+        dist.all_reduce(mean := loss.detach() / size)
         if rank == 0:
             print(f"step {step + 1}  loss {mean.item():.7f}", flush=True)
     with torch.no_grad(), autocast:
         accuracy = (net(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean()
     if rank == 0:
         print(f"{arguments.precision} on {device.type}, loss scale {scaler.get_scale():g}\naccuracy {accuracy:.4f}")
-    del ddp_net, loss  # before the process group: the end of both at once may abort or hang
-    dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parse()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if arguments.on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if arguments.on_gpu else "gloo")
+    train(arguments, device)
+    dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort
 
 
 if __name__ == "__main__":

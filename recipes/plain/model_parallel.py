@@ -21,6 +21,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -57,8 +58,7 @@ def sample_ids(step: int, num_samples: int, seed: int) -> Tensor:
 def make_net(num_pixels: int, seed: int) -> nn.Module:
     """The net of many tutorials."""
     torch.manual_seed(seed)
-    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(10, 10))
+    return nn.Sequential(nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
 def forward(half: nn.Module, images: Tensor, stage: int, num_stages: int) -> tuple[Tensor, Tensor]:
@@ -126,14 +126,8 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
     """Trains and evaluates; each process runs this."""
-    arguments = parse()
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
     replicas = arguments.data_parallel
     num_stages = dist.get_world_size() // replicas
     # Rank = copy * num_stages + stage: the halves of a copy are neighbours, on one machine where there are several.
@@ -176,8 +170,17 @@ def main() -> None:
     dist.all_reduce(num_correct)
     if dist.get_rank() == 0:
         print(f"accuracy {num_correct.item() / len(test_labels):.4f}", flush=True)
-    dist.barrier()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parse()
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    train(arguments, device)
+    dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort
 
 
 if __name__ == "__main__":

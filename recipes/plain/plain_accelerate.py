@@ -25,6 +25,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
 from accelerate import Accelerator, DistributedType, PartialState
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -60,8 +61,7 @@ def sample_ids(step: int, num_samples: int, seed: int) -> Tensor:
 def make_net(num_pixels: int, seed: int) -> nn.Module:
     """The net of many tutorials."""
     torch.manual_seed(seed)
-    hidden = nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(10, 10))
+    return nn.Sequential(nn.Linear(num_pixels, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
 
 def learning_rate_factor(schedule: str, step: int, num_steps: int, warmup_steps: int) -> float:
@@ -148,10 +148,8 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
+def train(arguments: argparse.Namespace, accelerator: Accelerator) -> None:
     """Trains, evaluates and exports; each process runs this."""
-    arguments = parse_arguments()
-    accelerator = start(arguments.accumulate, arguments.max_grad_norm)
     images, labels, test_images, test_labels = load_data(arguments.data)
     net = make_net(images.shape[1], arguments.seed)
     net._no_split_modules = ["Linear"]  # type: ignore[assignment]  # the layers that FSDP gathers one at a time
@@ -192,11 +190,15 @@ def main() -> None:
     accelerator.print(f"accuracy {evaluate(accelerator, net, test_loader):.4f}", flush=True)
     if arguments.output_dir is not None:
         accelerator.save_model(net, str(arguments.output_dir))  # model.safetensors, also from sharded weights
-    # Otherwise DDP holds the process group until the interpreter ends, where gloo sometimes aborts.
-    del net, optimizer, loader, scheduler
-    accelerator.free_memory()
-    accelerator.wait_for_everyone()  # else a thread of gloo may still hold a tensor when Python ends, and abort
-    accelerator.end_training()  # destroys the process group
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    accelerator = start(arguments.accumulate, arguments.max_grad_norm)
+    train(arguments, accelerator)
+    accelerator.free_memory()  # it holds the net and the optimizer, too
+    # Destroys the process group. What `train` made is freed, so gloo's threads end here; later they may abort.
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,15 @@ from support.launching import execute
 from support.runs import ROOT, Run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+# Runs a script as the only process of its group, then prints the threads that are left.
+THEN_PRINT_THREADS = """
+import runpy, sys, torch
+from pathlib import Path
+torch.multiprocessing.spawn = lambda work, arguments, nprocs: work(0, *arguments)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+print("threads left:", *(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))
+"""
 
 
 def plain(folder: Path, script: str, arguments: str = "", num_processes: int | None = None) -> Run:
@@ -17,6 +26,16 @@ def plain(folder: Path, script: str, arguments: str = "", num_processes: int | N
     run = execute(command, folder, folder, {"OMP_NUM_THREADS": "1"})
     assert run.exit_code == 0, run.stdout + run.stderr
     return run
+
+
+def threads_left(folder: Path, script: str, arguments: str) -> list[str]:
+    """The names of the threads at the end of a script of one process."""
+    command = [sys.executable, "-c", THEN_PRINT_THREADS, str(ROOT / "recipes" / "plain" / script), *arguments.split()]
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
+    run = execute(command, folder, folder, variables)
+    assert run.exit_code == 0, run.stdout + run.stderr
+    return run.stdout.splitlines()[-1].removeprefix("threads left: ").split()
 
 
 def losses(run: Run) -> list[float]:
