@@ -28,7 +28,7 @@ def doctor(folder: Path, *words: str) -> Run:
 @pytest.mark.parametrize(
     ("name", "script", "flags"),
     [
-        ("mnist cnn", MNIST, []),
+        pytest.param("mnist cnn", MNIST, [], marks=pytest.mark.full),
         pytest.param("mnist mlp", MNIST, ["--model", "mlp"], marks=pytest.mark.full),
         pytest.param("linear regression", LINEAR, [], marks=pytest.mark.full),
         ("transformer", TRANSFORMER, ["--pipeline_stages", "2"]),

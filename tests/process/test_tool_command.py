@@ -118,9 +118,8 @@ def test_no_cause_is_found_where_there_is_none() -> None:
         at_fit(MUTANT, ["--mistke", "none"], "accelerate_recipes.verify.causes:evidence")
 
 
-@pytest.mark.parametrize(
-    "mistake", [pytest.param(name, marks=[] if name == "learning_rate" else pytest.mark.full) for name in CAUSES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", CAUSES)
 def test_a_wrong_recipe_fails_with_the_cause(tmp_path: Path, mistake: str) -> None:
     run, certificate = verified(tmp_path / "c", MUTANT, "--config", "ddp", "--", "--mistake", mistake)
     assert run.exit_code == 1 and not certificate["is_same"]
