@@ -7,10 +7,10 @@ for it. The script divides its batch by the number of processes, so the global b
 `load_state` keep all that a run needs to go on, and `skip_first_batches` finds the place in the data.
 
 Expect: the losses of one_process.py to 1e-6, with any number of processes, any `--accumulate` and each config below.
-`--steps 3000` reaches 87 % on the digits. After `--resume` the losses are those of the uninterrupted run, digit for
-digit. Verified on CPU processes only: single.yaml, ddp.yaml (2 and 4 processes), fsdp2.yaml and deepspeed_zero2.yaml
-(2 processes; DeepSpeed first compiles an extension, which takes minutes). On a CPU, Accelerate needs the lines in
-`start` for the last three. Nothing was verified on a GPU.
+`--steps 3000` reaches 87 % on the digits. After `--resume` the losses are those of the uninterrupted run: with two
+processes digit for digit, with four to 1e-5. Verified on CPU processes only: single.yaml, ddp.yaml and fsdp2.yaml (2
+and 4 processes) and deepspeed_zero2.yaml (2 processes; DeepSpeed first compiles an extension, which takes minutes). On
+a CPU, Accelerate needs the lines in `start` for the last three. Nothing was verified on a GPU.
 
 What people get wrong: they launch on a machine without a GPU, and each process trains alone, without an error; they
 leave the batch size as it is, so the global batch grows with the number of processes; a prepared schedule steps once
