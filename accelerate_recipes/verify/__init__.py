@@ -136,7 +136,11 @@ class _Verification:
     def _kill(self, launch: Launch) -> None:
         """Kills a run under this config and resumes it; the reference is the run that was not killed."""
         undisturbed = Finished(self.scratch / launch.config.stem)
-        step, resumed = launch.run_killed(self.scratch / "killed", self.steps)
+        try:
+            step, resumed = launch.run_killed(self.scratch / "killed", self.steps)
+        except UsageError as error:  # it must not cost the rows before
+            self.table.add(Row(f"{launch.config.stem}, killed", None, note=f"not killed: {error}"))
+            return
         self._add(f"{launch.config.stem}, killed at step {step}, resumed", resumed, undisturbed)
 
     def _add(self, name: str, run: Finished, reference: Finished) -> bool:
