@@ -11,17 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from support.plain import losses, plain
-from support.runs import ROOT, Run, largest_difference
+from support.plain import PLAIN, losses, plain
+from support.runs import Run, largest_difference
 
-pytestmark = pytest.mark.full
-
-FOLDER = ROOT / "recipes" / "plain"
-ONE_PROCESS = runpy.run_path(str(FOLDER / "one_process.py"), run_name="one_process")
+ONE_PROCESS = runpy.run_path(str(PLAIN / "one_process.py"), run_name="one_process")
 NUM_STEPS = 12  # 11 steps are an epoch
 GRADIENT_BYTES = 4 * 870
-TWO_AND_FOUR = [2, 4]
-ALL_SIZES = [1, *TWO_AND_FOUR]
+# The number of processes; make test runs the first.
+TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.full)]
+ALL_SIZES = [*TWO_AND_FOUR, pytest.param(1, marks=pytest.mark.full)]
 
 
 def local_steps(num_replicas: int, sync_every: int, momentum: float = 0.0, outer_momentum: float = 0.0) -> list[float]:
@@ -62,6 +60,7 @@ def test_divided_optimizer_gives_the_same_losses(tmp_path: Path, num_processes: 
     assert largest_difference(losses(run), local_steps(1, 1)) <= 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_processes", [1, 4])
 def test_divided_state_resumes_on_another_number_of_processes(tmp_path: Path, num_processes: int) -> None:
     expected = local_steps(1, 1, momentum=0.9)
@@ -88,6 +87,7 @@ def test_synchronisation_at_each_step_is_ddp(tmp_path: Path, num_processes: int)
     assert column(run, "spread") == [0.0] * NUM_STEPS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("num_processes", "outer_momentum"), [(2, 0.9), (4, 0.0), (4, 0.9)])
 def test_replicas_are_identical_after_each_synchronisation(
     tmp_path: Path, num_processes: int, outer_momentum: float
@@ -101,7 +101,8 @@ def test_replicas_are_identical_after_each_synchronisation(
     assert column(run, "bytes") == [GRADIENT_BYTES * is_sync_step for is_sync_step in synchronised]
 
 
-@pytest.mark.parametrize("num_processes", TWO_AND_FOUR)
+@pytest.mark.full
+@pytest.mark.parametrize("num_processes", [2, 4])
 def test_hook_without_compression_is_ddp(tmp_path: Path, num_processes: int) -> None:
     run = plain(tmp_path, "compressed_gradients.py", f"--steps {NUM_STEPS} --hook none", num_processes)
     assert largest_difference(losses(run), local_steps(1, 1)) <= 1e-5
@@ -111,11 +112,11 @@ def test_hook_without_compression_is_ddp(tmp_path: Path, num_processes: int) -> 
 @pytest.mark.parametrize(
     ("hook", "compressed_bytes", "num_processes"),
     [
-        ("bf16", GRADIENT_BYTES // 2, 2),
         # One column and one row for each matrix (10 × 64, 10 × 10, 10 × 10), and three whole biases of 10.
         ("powersgd --powersgd_start 4", 4 * (74 + 20 + 20 + 30), 2),
-        ("fp16", GRADIENT_BYTES // 2, 2),
-        ("powersgd --powersgd_start 4", 576, 4),
+        pytest.param("powersgd --powersgd_start 4", 576, 4, marks=pytest.mark.full),
+        pytest.param("bf16", GRADIENT_BYTES // 2, 2, marks=pytest.mark.full),
+        pytest.param("fp16", GRADIENT_BYTES // 2, 2, marks=pytest.mark.full),
     ],
 )
 def test_compression_sends_less_and_changes_the_losses_little(
@@ -130,6 +131,7 @@ def test_compression_sends_less_and_changes_the_losses_little(
     assert largest_difference(losses(run), plain_losses) <= (1e-3 if num_whole else 1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "arguments", "size", "message"),
     [
@@ -155,6 +157,6 @@ def test_bad_combination_ends_with_one_line(
     else:
         monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(FOLDER / script), run_name="__main__")
+        runpy.run_path(str(PLAIN / script), run_name="__main__")
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]

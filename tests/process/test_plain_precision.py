@@ -7,20 +7,14 @@ from pathlib import Path
 import pytest
 
 from support.launching import execute
-from support.plain import accuracy, losses, plain
-from support.runs import ROOT, largest_difference
-
-pytestmark = pytest.mark.full
+from support.plain import PLAIN, accuracy, losses, one_process, plain
+from support.runs import largest_difference
 
 NUM_STEPS = 1500  # the loss falls from 2.32 to 1.44; in 60 steps it falls by 0.3 %, less than the tolerance
 MIXED_PRECISION, MODEL_PARALLEL = "mixed_precision.py", "model_parallel.py"
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(plain(tmp_path_factory.mktemp("one"), "one_process.py", f"--steps {NUM_STEPS}"))
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "num_processes"),
     [
@@ -31,28 +25,32 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         ("fp16", 4),
     ],
 )
-def test_mixed_precision(tmp_path: Path, expected: list[float], precision: str, num_processes: int) -> None:
+def test_mixed_precision(tmp_path: Path, precision: str, num_processes: int) -> None:
     run = plain(tmp_path, MIXED_PRECISION, f"--steps {NUM_STEPS} --precision {precision}", num_processes)
+    expected = losses(one_process(NUM_STEPS))
     # Not below 1e-6: that would be float32.
     assert 1e-6 < largest_difference(losses(run), expected) <= 0.005
     assert expected[-1] < 0.7 * expected[0]
 
 
-def test_float32_and_the_default(tmp_path: Path, expected: list[float]) -> None:
+@pytest.mark.full
+def test_float32_and_the_default(tmp_path: Path) -> None:
     run = plain(tmp_path, MIXED_PRECISION, "--precision fp32", 2)
-    assert largest_difference(losses(run), expected[:60]) <= 1e-5
+    assert largest_difference(losses(run), losses(one_process(60))) <= 1e-5
     assert "bf16 on cpu" in plain(tmp_path, MIXED_PRECISION, "--steps 1", 1).stdout
 
 
-def test_scaler_skips_steps_that_overflow(tmp_path: Path, expected: list[float]) -> None:
+@pytest.mark.full
+def test_scaler_skips_steps_that_overflow(tmp_path: Path) -> None:
     """Each skipped step halves the scale. Steps that were skipped leave the weights as they were."""
     run = plain(tmp_path, MIXED_PRECISION, "--precision fp16 --initial_scale 1e12 --steps 60", 2)
     found = re.search(r"loss scale (\S+)", run.stdout)
     assert found is not None and float(found[1]) == pytest.approx(1e12 / 2**21, rel=1e-5)
-    assert largest_difference(losses(run)[:1], expected[:1]) <= 1e-5
-    assert largest_difference(losses(run), expected[:60]) > 1e-3
+    assert largest_difference(losses(run)[:1], losses(one_process(60))[:1]) <= 1e-5
+    assert largest_difference(losses(run), losses(one_process(60))) > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mistake", ["bf16_weights --precision bf16", "clip_scaled --precision fp16 --max_grad_norm 0.5"]
 )
@@ -65,21 +63,27 @@ def test_mistakes_in_precision(tmp_path: Path, mistake: str) -> None:
     ("arguments", "num_processes"),
     [
         ("", 2),
-        ("--pipeline", 2),
-        ("--pipeline --data_parallel 2", 4),
-        ("", 1),
-        ("--pipeline", 1),
-        ("--data_parallel 2", 2),
-        ("--data_parallel 2", 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("--pipeline", 2),
+                ("--pipeline --data_parallel 2", 4),
+                ("", 1),
+                ("--pipeline", 1),
+                ("--data_parallel 2", 2),
+                ("--data_parallel 2", 4),
+            ]
+        ),
     ],
 )
-def test_halves_of_a_net(tmp_path: Path, expected: list[float], arguments: str, num_processes: int) -> None:
+def test_halves_of_a_net(tmp_path: Path, arguments: str, num_processes: int) -> None:
     run = plain(tmp_path, MODEL_PARALLEL, arguments, num_processes)
-    assert largest_difference(losses(run), expected[:60]) <= 1e-5
+    assert largest_difference(losses(run), losses(one_process(60))) <= 1e-5
     copies = 2 if "data_parallel" in arguments else 1
     assert ("[870]" if num_processes == copies else "[650, 220]") in run.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "arguments", "num_processes", "message"),
     [
@@ -90,7 +94,7 @@ def test_halves_of_a_net(tmp_path: Path, expected: list[float], arguments: str, 
     ],
 )
 def test_bad_combinations(tmp_path: Path, script: str, arguments: str, num_processes: int, message: str) -> None:
-    command = [sys.executable, str(ROOT / "recipes" / "plain" / script), *arguments.split()]
+    command = [sys.executable, str(PLAIN / script), *arguments.split()]
     size = str(num_processes)  # the check comes before the processes meet, so one is enough
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     run = execute(command, tmp_path, tmp_path, variables)
