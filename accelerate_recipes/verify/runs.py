@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -81,10 +83,14 @@ class Launch:
         saves = ["--save_every", "1"]
         for _ in range(3):
             after = random.randint(2, max(2, num_steps // 2))
-            with self._start(folder, (*saves, "--overwrite_output_dir")) as process:
+            shutil.rmtree(folder, ignore_errors=True)
+            with self._start(folder, tuple(saves)) as process:
+                while process.poll() is None and not _card(folder):
+                    time.sleep(0.01)
+                processes = _tree(process.pid)  # now, because the search takes longer than steps of a small model
                 while process.poll() is None and _last_step(folder) < after:
                     time.sleep(0.001)
-                _kill_all(process.pid)
+                _kill(processes)
                 process.communicate()
             if (killed := _last_step(folder)) and _card(folder).get("status") == "running":
                 return killed, self.run(folder, *saves, "--resume_from_checkpoint", "latest")
@@ -132,16 +138,17 @@ def _last_step(folder: Path) -> int:
         return 0
 
 
-def _kill_all(pid: int) -> None:
-    """Kills a launcher and all its processes; torchrun starts each in a session of its own."""
+def _tree(pid: int) -> list[psutil.Process]:
+    """A launcher and all its processes; torchrun starts each in a session of its own."""
     try:
         parent = psutil.Process(pid)
-        processes = [*parent.children(recursive=True), parent]
+        return [*parent.children(recursive=True), parent]
     except psutil.NoSuchProcess:
-        return
+        return []
+
+
+def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(processes, timeout=30)

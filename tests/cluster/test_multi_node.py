@@ -43,7 +43,7 @@ def error_lines(run: Run) -> list[str]:
     [
         pytest.param("multi_node_ddp", "mnist mlp", marks=pytest.mark.full),  # the tests below use this config
         pytest.param("multi_node_ddp", "transformer", marks=pytest.mark.full),
-        ("multi_node_hsdp", "mnist mlp"),
+        pytest.param("multi_node_hsdp", "mnist mlp", marks=pytest.mark.full),
         pytest.param("multi_node_hsdp", "transformer", marks=pytest.mark.full),
         ("multi_node_deepspeed_zero3", "mnist mlp"),
     ],

@@ -71,15 +71,20 @@ def test_killed_run_goes_on_as_the_undisturbed_one(
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        ("ddp_bf16", ""),
-        ("fsdp2_bf16", ""),
         ("hsdp", ""),
         ("deepspeed_zero1", ""),
-        ("deepspeed_zero1", "--mixed_precision bf16"),
         ("deepspeed_zero2_bf16", ""),
         ("deepspeed_zero3", ""),
-        ("deepspeed_zero3", "--mixed_precision bf16"),
         ("deepspeed_zero3_offload", ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("ddp_bf16", ""),
+                ("fsdp2_bf16", ""),
+                ("deepspeed_zero1", "--mixed_precision bf16"),
+                ("deepspeed_zero3", "--mixed_precision bf16"),
+            ]
+        ),
     ],
 )
 def test_killed_run_goes_on_under_each_config(
@@ -102,7 +107,7 @@ def test_killed_anywhere(tmp_path: Path, undisturbed: Callable[[str, str], Run],
     assert_equal_to_the_last_bit(run, undisturbed(config, COURSE))
 
 
-@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2", "deepspeed_zero2"])
+@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2", pytest.param("deepspeed_zero2", marks=pytest.mark.full)])
 def test_steps_go_on_while_a_checkpoint_is_written(
     tmp_path: Path, undisturbed: Callable[[str, str], Run], config: str
 ) -> None:
