@@ -61,6 +61,9 @@ class RunConfig:
     )
     weight_decay: float = flag(0.0, "weight decay of matrices and kernels; not of biases, norms, embeddings", minimum=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0 does not clip", minimum=0)
+    exact_dropout: bool = flag(
+        False, "dropout masks that are the same for each number of processes and each --micro_batch_size"
+    )
     seed: int = flag(0, "seed of the initial weights, the sample order and all random numbers", minimum=0, below=2**31)
     num_workers: int = flag(0, "data-loading processes per training process, for datasets that decode", minimum=0)
     log_every: int = flag(10, "optimizer steps between training records", minimum=1)
@@ -92,6 +95,7 @@ class RunConfig:
     save_predictions: bool = flag(
         False, "write what forward_step returns for each evaluation sample to <output_dir>/predictions.jsonl"
     )
+    evaluate_only: bool = flag(False, "train nothing: evaluate the model that an earlier run exported to output_dir")
     report_to: str = flag(
         "", "trackers, separated by commas: tensorboard, trackio, wandb, ... (all that Accelerate supports)"
     )
@@ -153,13 +157,16 @@ GROUPS = {
     "data": ("data", "num_workers"),
     "optimisation": (
         *("epochs", "max_steps", "batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "lr_schedule"),
-        *("weight_decay", "max_grad_norm", "ema_decay", "early_stopping_patience", "seed"),
+        *("weight_decay", "max_grad_norm", "ema_decay", "early_stopping_patience", "exact_dropout", "seed"),
     ),
     "saving": (
         *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save", "stop_on_save_error"),
         *("resume_from_checkpoint", "metric_for_best_model", "push_to_hub"),
     ),
-    "records": ("log_every", "eval_every", "save_predictions", "report_to", "profile", "repeat", "flags"),
+    "records": (
+        *("log_every", "eval_every", "evaluate_only", "save_predictions"),
+        *("report_to", "profile", "repeat", "flags"),
+    ),
     "machine": (
         "pipeline_stages",
         "pipeline_schedule",
@@ -180,7 +187,10 @@ OF_THE_LAUNCHER = [
     "--num_processes",
 ]
 # Flags that --repeat leaves out: they belong to one run and do not change what it computes.
-NOT_REPEATED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "push_to_hub", "repeat", "flags")
+NOT_REPEATED = (
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "push_to_hub", "evaluate_only"),
+    *("repeat", "flags"),
+)
 
 
 def _script() -> str:

@@ -83,7 +83,7 @@ def likely_cause(found: dict[str, Any], difference: Difference) -> str:
         (
             found["dropout"],
             f"dropout ({_some(found['dropout'])}) draws its masks for each micro-batch, and the sizes of micro-batches "
-            "differ between these runs: set its probability to 0 to verify the rest",
+            "differ between these runs: add --exact_dropout to the recipe's flags",
         ),
         (
             found["random_loss"],

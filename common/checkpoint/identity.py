@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import nn
 
 from common.cpu_group import CpuGroup
 from common.parallel.trainer import Trainer
@@ -30,12 +31,14 @@ def described(layout: dict[str, Any]) -> str:
     return f"{processes} process{'es' * (processes > 1)}{groups}"
 
 
-def identity(plan: Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def identity(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The settings that a resumed run must share with its checkpoint."""
     config = asdict(plan.config)
     return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
         "num_samples": plan.num_samples,
         "optimizer": type(optimizer).__name__,
+        "base": getattr(getattr(model, "peft_adapter", None), "base_digest", None),
+        "exact_dropout": config["exact_dropout"] or None,  # None: as in checkpoints from before this flag
         "sampler": None if plan.sampler is None else _digest(plan.epoch_order(0).tolist()),
     }
 

@@ -50,9 +50,10 @@ def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         section.setdefault("zero_optimization", {}).setdefault(bucket, bucket_size)
     accelerator.gradient_accumulation_steps = plan.accumulation
-    # With offload and this flag, Accelerate replaces even other optimizers with DeepSpeed's CPU Adam.
+    # With offload and this flag, Accelerate replaces the optimizer with DeepSpeed's CPU Adam, whatever it was.
     is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-    section.setdefault("zero_force_ds_cpu_optimizer", is_adam)
+    lacks = any(group.get(name) for group in optimizer.param_groups for name in ("amsgrad", "maximize"))
+    section.setdefault("zero_force_ds_cpu_optimizer", is_adam and not lacks)
 
 
 def load_models_whole(accelerator: Accelerator) -> None:

@@ -16,9 +16,11 @@ from torch import distributed as dist
 from common.cpu_group import CpuGroup
 from common.data.batches import Batch, ForwardStep, MapDataset, fetch
 from common.errors import UsageError
+from common.parallel.tensor_parallel import tensor_parallel_size
 from common.plan import Plan
 
-# FSDP2 turns the weights into DTensors. On DTensors these optimizers fail in the first step (torch 2.13).
+# FSDP2 and tensor parallelism turn weights into DTensors. On DTensors these optimizers fail in the first step, hang or
+# give another result (torch 2.13).
 WHOLE_ONLY = ("Adafactor", "Muon", "Rprop")
 # The update of an element depends on the gradients of that element alone, so these optimizers can step on shards.
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -55,9 +57,10 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
         raise UsageError(f"{name} has a tensor as learning rate: give it a float")
     if accelerator.scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
         raise UsageError("fused=True hides the steps that the loss scaling of fp16 skips: remove it")
-    if accelerator.distributed_type == DistributedType.FSDP and name in WHOLE_ONLY:
+    who = "FSDP" if accelerator.distributed_type == DistributedType.FSDP else "tensor parallelism"
+    if name in WHOLE_ONLY and (who == "FSDP" or tensor_parallel_size(accelerator) > 1):
         raise UsageError(
-            f"{name} steps on whole weights only, but FSDP shards them: type --config_file accelerate_configs/ddp.yaml"
+            f"{name} steps on whole weights only, but {who} shards them: type --config_file accelerate_configs/ddp.yaml"
         )
     is_known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
     if accelerator.distributed_type == DistributedType.DEEPSPEED and not (
@@ -72,20 +75,26 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
 
 def say_what_depends_on_the_layout(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
     """Prints one line for each kind of layer that gives another result on another number of processes."""
-    if plan.micro_batch_size == plan.config.batch_size:
-        return
+    modules, is_cut = list(model.modules()), plan.micro_batch_size < plan.config.batch_size
     sees = (
         f"normalizes {plan.micro_batch_size} of {plan.config.batch_size} samples at a time: the result depends on the"
     )
-    modules = list(model.modules())
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules):
+    if is_cut and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules):
         accelerator.print(
             f"this model has BatchNorm, which {sees} number of processes; to avoid that, use GroupNorm or LayerNorm"
         )
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules):
+    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules)
+    if not drops or plan.config.exact_dropout:
+        return
+    if tensor_parallel_size(accelerator) > 1 or plan.config.pipeline_stages > 1:
+        accelerator.print(
+            "this model has dropout: processes that divide a layer or the chain of layers may draw other masks "
+            "than one process; --exact_dropout makes them the same for all"
+        )
+    elif is_cut:
         accelerator.print(
             f"this model has dropout: its masks depend on --micro_batch_size, here {plan.micro_batch_size}, not on the "
-            "number of processes"
+            "number of processes; --exact_dropout makes them the same for all"
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:  # the import takes 0.7 s
     from torch.distributed.tensor import DTensor
@@ -53,6 +53,15 @@ class Part:
     def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor], of_first: bool = False) -> "Part":
         """A part that is the whole tensor; `get` gathers it."""
         return cls(name, shape, (0,) * len(shape), shape, get, of_first)
+
+
+def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """{name: parameter or buffer} that checkpoints and exports hold: all, or the trained ones of a module with a
+    `peft_adapter`, whose other weights are those of a model that exists elsewhere."""
+    state = module.state_dict(keep_vars=True)
+    if getattr(module, "peft_adapter", None) is None:
+        return state
+    return {name: tensor for name, tensor in state.items() if tensor.requires_grad}
 
 
 def is_divided(tensor: Tensor) -> "TypeGuard[DTensor]":

@@ -1,6 +1,7 @@
 """Pipeline parallelism: each process holds a stage, a range of the layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,10 +109,16 @@ def keep_stage(model: "PreTrainedModel", index: int, num_stages: int, by: str) -
 
 
 def _model_arguments(forward_step: ForwardStep, batch: Batch) -> tuple[Any, ...]:
-    """The arguments with which `forward_step` calls the model. A stand-in records them and returns zero losses."""
+    """The arguments with which `forward_step` calls the model. A stand-in records them and returns zero losses. Raises
+    UsageError for arguments that the stages cannot pass on."""
     noted: list[tuple[Any, ...]] = []
 
-    def stand_in(*args: Any) -> Tensor:
+    def stand_in(*args: Any, **named: Any) -> Tensor:
+        if named:
+            raise UsageError(
+                f"a pipeline cannot pass on {', '.join(named)}: leave out the flag that adds it (--packing), or type "
+                "--config_file accelerate_configs/fsdp2.yaml"
+            )
         noted.append(args)
         return torch.zeros(len(args[0]), device=args[0].device)
 
@@ -165,6 +172,7 @@ class Pipeline(nn.Module):
         self.data_group = mesh.get_group("data") if plan.data_parallel_size > 1 else None
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[config.pipeline_schedule]
         stage = PipelineStage(self.stage, self.index, self.num_stages, self.device, group=self.group)
+        stage.forward_one_chunk = partial(self._forward_one, stage.forward_one_chunk)  # type: ignore[method-assign]
         self.schedule = schedule(stage, plan.accumulation, loss_fn=self._loss, scale_grads=False)
 
     def forward(self, *args: Tensor) -> Tensor:
@@ -181,17 +189,28 @@ class Pipeline(nn.Module):
         dist.broadcast(result, group_src=self.num_stages - 1, group=self.group)
         return result
 
-    def backward(self, forward_step: ForwardStep, micro_batches: Sequence[Batch], scale: Tensor) -> list[Tensor]:
+    def backward(
+        self, forward_step: ForwardStep, micro_batches: Sequence[Batch], scale: Tensor, seed: Callable[[int], None]
+    ) -> list[Tensor]:
         """Accumulates the gradient of scale × the sum of the losses.
+
+        Args:
+            forward_step: as for `fit`.
+            micro_batches: of this step.
+            scale: 0-dim.
+            seed: called before the forward pass of each micro-batch, with its index.
 
         Returns:
             The sum of the losses of each micro-batch, 0-dim, in the last stage; zeros in the others.
         """
-        self._forward_step, self._micro_batches, self._scale = forward_step, micro_batches, scale
+        self._forward_step, self._micro_batches, self._scale, self._seed = forward_step, micro_batches, scale, seed
         self._sums = [torch.zeros((), device=self.device) for _ in micro_batches]
         inputs, target = [], None
         if self.is_first:
-            inputs = [torch.cat([_model_arguments(forward_step, batch)[0] for batch in micro_batches])]
+            tokens = [_model_arguments(forward_step, batch)[0] for batch in micro_batches]
+            if len({one.shape for one in tokens}) > 1:
+                raise UsageError("a pipeline needs samples of one length: let the collate_fn pad all to the same")
+            inputs = [torch.cat(tokens)]
         if self.is_last:
             target = torch.arange(len(micro_batches))  # `_loss` takes the number of a micro-batch
         with self.autocast():
@@ -227,6 +246,16 @@ class Pipeline(nn.Module):
                     dist.recv(received, group_src=stage, group=self.group)
                     gathered[name] = received.cpu()
         return gathered
+
+    def _forward_one(self, forward: Callable[..., Any], index: int, *args: Any, **options: Any) -> Any:
+        """The stage's forward pass for micro-batch `index`. The passes of several micro-batches alternate."""
+        self._seed(index)
+        try:
+            return forward(index, *args, **options)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, UsageError):  # torch wraps it
+                raise error.__cause__ from None
+            raise
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         number = int(target)
@@ -271,8 +300,7 @@ class PipelineTrainer(Trainer):
     def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         max_norm = self.plan.config.max_grad_norm
         scale, weight = self._loss_scale(micro_batches)
-        self._seed(number, 0)  # the passes of several micro-batches alternate
-        losses = self.pipeline.backward(self.forward_step, micro_batches, scale)
+        losses = self.pipeline.backward(self.forward_step, micro_batches, scale, partial(self._seed, number))
         grad_norm = self.pipeline.clip(max_norm or torch.inf) if max_norm or wants_norm else None
         self.optimizer.optimizer.step()
         self.optimizer.optimizer.zero_grad()

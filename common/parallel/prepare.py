@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from common.data.batches import ForwardStep
 from common.parallel import deepspeed
 from common.parallel.accelerate_trainer import AccelerateTrainer
+from common.parallel.exact_dropout import ExactDropout
 from common.parallel.guards import (
     check_optimizer,
     check_weights,
@@ -40,6 +41,7 @@ def prepare(
     freeze_what_is_not_trained(accelerator, model, optimizer)
     check_weights(accelerator, model)
     say_what_depends_on_the_layout(accelerator, model, plan)
+    exact_dropout = ExactDropout(accelerator, model, plan) if plan.config.exact_dropout else None
     forward_step = checked(forward_step, plan.micro_batch_size)
     if accelerator.distributed_type == DistributedType.FSDP:
         choose_wrapped_layers(accelerator, model)
@@ -53,7 +55,7 @@ def prepare(
             _compile(accelerator, pipeline.stage)
         prepared = accelerator.prepare_optimizer(optimizer)
         _choose_fused_kernels(accelerator, optimizer)
-        return PipelineTrainer(accelerator, pipeline, prepared, forward_step, plan)
+        return PipelineTrainer(accelerator, pipeline, prepared, forward_step, plan, exact_dropout)
     if plan.config.compile:
         _compile(accelerator, model)
     if tensor_parallel_size(accelerator) > 1:
@@ -61,9 +63,9 @@ def prepare(
     model, prepared = _hand_to_accelerate(accelerator, model, optimizer)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         deepspeed.load_models_whole(accelerator)
-        return deepspeed.DeepSpeedTrainer(accelerator, model, prepared, forward_step, plan)
+        return deepspeed.DeepSpeedTrainer(accelerator, model, prepared, forward_step, plan, exact_dropout)
     _choose_fused_kernels(accelerator, optimizer)
-    return AccelerateTrainer(accelerator, model, prepared, forward_step, plan)
+    return AccelerateTrainer(accelerator, model, prepared, forward_step, plan, exact_dropout)
 
 
 def _hand_to_accelerate(

@@ -153,6 +153,11 @@ def _check_heads(model: nn.Module, size: int) -> None:
 def _check_width(name: str, module: nn.Module, style: str, size: int) -> None:
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise UsageError(f"tp_plan: {name} is {type(module).__name__}: expected Linear or Embedding")
+    if computed := sorted({key for key, _ in module.named_parameters()} - {"weight", "bias"}):
+        raise UsageError(
+            f"tp_plan: {name} computes its weight from {computed[0]}, as weight_norm does, and cannot be sharded: "
+            f"leave {name} out of tp_plan"
+        )
     out_features, in_features = module.weight.shape
     width = in_features if style.startswith("rowwise") else out_features
     if width % size:

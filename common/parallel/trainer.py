@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from common.data.batches import Batch, ForwardStep
 from common.errors import UsageError
 from common.parallel.ema import EMA
-from common.parallel.parts import Part, TensorReader, is_divided, parts_of, placed_like
+from common.parallel.exact_dropout import ExactDropout
+from common.parallel.parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
 from common.plan import Plan
 from common.seeds import seed_forward
 
@@ -56,9 +57,10 @@ class Trainer(ABC):
         optimizer: AcceleratedOptimizer,
         forward_step: ForwardStep,
         plan: Plan,
+        exact_dropout: ExactDropout | None,
     ):
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.forward_step, self.plan = forward_step, plan
+        self.forward_step, self.plan, self._exact_dropout = forward_step, plan, exact_dropout
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -80,14 +82,18 @@ class Trainer(ABC):
         The step uses the gradient of the mean loss over the global batch, weighted by "weight" if the
         batch has one. The number of processes and micro-batches does not change it.
         """
-        result = self._step(number, micro_batches, wants_norm)
+        with self._exact_dropout or nullcontext():
+            result = self._step(number, micro_batches, wants_norm)
         if self.ema is not None and not result.skipped:
             self.ema.update()
         return result
 
     def _seed(self, number: int, index: int) -> None:
         """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
-        seed_forward(self.plan.config.seed, number, self.plan.row(index), self.accelerator.device)
+        row = self.plan.row(index)
+        seed_forward(self.plan.config.seed, number, row, self.accelerator.device)
+        if self._exact_dropout is not None:
+            self._exact_dropout.at(number, row)
 
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""
@@ -114,7 +120,7 @@ class Trainer(ABC):
         """{name: parameter or buffer} of the module, with the same parameter objects as the optimizer."""
         # Not named_parameters: after an evaluation FSDP2 returns gathered weights there and frees their memory when
         # it shards again. state_dict shards again first.
-        return self.module.state_dict(keep_vars=True)
+        return kept_tensors(self.module)
 
     def parts(self) -> list[Part]:
         """This process's parts of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
@@ -185,7 +191,9 @@ class Trainer(ABC):
             return self._mean_scale, plan.config.batch_size / plan.data_parallel_size
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
         # Processes with the same samples count equally often in num_processes and in the sum.
-        return self.accelerator.num_processes / self.accelerator.reduce(weight, "sum"), weight
+        total = self.accelerator.reduce(weight, "sum")
+        # A total of 0 has losses of 0; divided by it, they would not be numbers.
+        return self.accelerator.num_processes / total.where(total > 0, 1), weight
 
 
 def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:
