@@ -1,6 +1,9 @@
 """The mean of each metric over the evaluation set; a run records it and exports the best weights."""
 
+import json
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -8,9 +11,12 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import Subset
 
-from common.checkpoint.export import export_model
+from common.checkpoint.export import export_model, load_exported_into
+from common.cpu_group import CpuGroup
 from common.data.batches import Collated, ForwardStep, MapDataset, batches, resident
-from common.errors import UsageError
+from common.errors import StoppedError, UsageError
+from common.parallel.guards import check_same_start
+from common.parallel.prepare import prepare
 from common.parallel.trainer import Trainer, is_metric
 from common.plan import Plan
 from common.records.predictions import write_predictions
@@ -61,7 +67,7 @@ class Evaluation:
         name = trainer.plan.config.metric_for_best_model
         if name is not None:
             firsts = {key: _first(eval_set) for key, eval_set in eval_sets.items()}
-            metrics = self._metrics(firsts, poll=lambda: False)
+            metrics = self.measure(firsts, poll=lambda: False)
             assert metrics is not None
             if name not in metrics:
                 raise UsageError(
@@ -76,7 +82,7 @@ class Evaluation:
         trainer, state, config = self.trainer, self.state, self.trainer.plan.config
         state.evaluation_due = True
         with recorder.paused(), trainer.ema_weights():
-            metrics = self._metrics(self.eval_sets, self.watch.poll)
+            metrics = self.measure(self.eval_sets, self.watch.poll)
             self.watch.settle()
             if metrics is None:
                 return
@@ -87,7 +93,8 @@ class Evaluation:
         recorder.evaluation(metrics)
         self.metrics = metrics
 
-    def _metrics(self, eval_sets: Mapping[str, MapDataset], poll: Callable[[], bool]) -> Metrics | None:
+    def measure(self, eval_sets: Mapping[str, MapDataset], poll: Callable[[], bool]) -> Metrics | None:
+        """The metrics of these sets with the model's weights; None if `poll` ended the evaluation."""
         trainer, config = self.trainer, self.trainer.plan.config
         keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
@@ -118,6 +125,43 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(f'summarize returned "{name}" as {type(value).__name__}: expected a number') from None
+
+
+def evaluate_exported(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    forward_step: ForwardStep,
+    train_set: MapDataset,
+    eval_sets: Mapping[str, MapDataset],
+    plan: Plan,
+    summarize: Callable[[Metrics], Metrics],
+    examples: Callable[[Examples], Metrics] | None,
+    group: CpuGroup,
+) -> Metrics:
+    """Evaluates the exported model of an earlier run, for `--evaluate_only`. The arguments are those of `fit`.
+
+    Prints the metrics and writes them to `<output_dir>/evaluation.json`. The other files of the run stay as they are.
+
+    Raises:
+        UsageError: no exported model in `<output_dir>/model/`, or one of another model.
+        StoppedError: a signal ended the evaluation.
+    """
+    config = plan.config
+    load_exported_into(model, config.output_dir)
+    check_same_start(model, train_set, eval_sets, group)
+    with Watch(accelerator, plan, group) as watch:
+        trainer = prepare(accelerator, model, optimizer, forward_step, plan)
+        evaluation = Evaluation(trainer, eval_sets, summarize, examples, TrainState(), watch)
+        metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
+        watch.settle()
+    if metrics is None:
+        raise StoppedError("during the evaluation: the same command starts again")
+    if accelerator.is_main_process:
+        print("  ".join(f"eval/{name} {value:.6g}" for name, value in metrics.items()), flush=True)
+        found = {"metrics": metrics, "config": asdict(config)}
+        (config.output_dir / "evaluation.json").write_text(json.dumps(found, indent=2, default=str) + "\n")
+    return metrics
 
 
 def evaluate(
@@ -189,7 +233,7 @@ def _evaluate(
     num_replicas = accelerator.num_processes // plan.data_parallel_size  # processes with the same samples
     gathered = {name: accelerator.reduce(whole, "sum").cpu() for name, whole in examples.items()}
     examples = {name: _divided(whole, num_replicas) for name, whole in gathered.items()}
-    return {name: mean / total for name, mean in zip(sums, means)}, examples
+    return {name: mean / (total or math.nan) for name, mean in zip(sums, means)}, examples
 
 
 def _exact(value: torch.Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ from common.checkpoint.save import Saver
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
 from common.data.batches import CollateFn, ForwardStep, MapDataset, batches, checked_datasets
-from common.evaluation import Evaluation, Examples, Metrics
+from common.evaluation import Evaluation, Examples, Metrics, evaluate_exported
 from common.parallel.guards import check_same_start
 from common.parallel.layout import data_parallel_size_and_rank
 from common.parallel.prepare import prepare
@@ -73,7 +73,10 @@ def fit(
     """
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
     plan = Plan.of(config, len(train_set), *data_parallel_size_and_rank(accelerator, config), schedule, sampler)
-    group, this_run = CpuGroup(config.hang_timeout), identity(plan, optimizer)
+    group, this_run = CpuGroup(config.hang_timeout), identity(plan, model, optimizer)
+    if config.evaluate_only:
+        given = accelerator, model, optimizer, forward_step, train_set, eval_sets
+        return evaluate_exported(*given, plan, summarize, examples, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
         checkpoint = find_checkpoint(plan, this_run, model, optimizer, group)
         state = checkpoint.state

@@ -12,7 +12,10 @@ from accelerate_recipes.report.runs import CARD, Curve, Run
 # As --metric_for_best_model has it.
 _LOWER_IS_BETTER = ("loss", "perplexity", "error")
 # Flags that belong to one run and do not change what it computes. `--repeat` leaves them out, too.
-_NOT_COMPARED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "push_to_hub", "repeat", "flags")
+_NOT_COMPARED = (
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "push_to_hub", "evaluate_only"),
+    *("repeat", "flags"),
+)
 _FACTS = {
     "parallelism": "parallelism",
     "precision": "precision",

@@ -11,6 +11,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from common.errors import UsageError
+from common.parallel.parts import kept_tensors
+
 FORMAT = "accelerate-recipes checkpoint, version 2"
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"shard_\d{5,}\.safetensors")
@@ -31,3 +36,14 @@ def digest_of_file(path: Path) -> str:
 
 def digest_of_json(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_same_model(folder: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
+    """Raises UsageError unless the weights in a folder, given as {name: shape}, are those of `model`."""
+    own = kept_tensors(model)
+    if shapes.keys() != own.keys():
+        name = min(shapes.keys() ^ own.keys())
+        raise UsageError(f"{folder} is of another model: only one of the two has {name}")
+    for name, shape in shapes.items():
+        if shape != list(own[name].shape):
+            raise UsageError(f"{folder} is of another model: {name} is {shape} there, {list(own[name].shape)} here")

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint.format import MANIFEST, DamagedError
+from common.checkpoint.format import MANIFEST, DamagedError, check_same_model
 from common.checkpoint.identity import curve, described, layout, num_replicas
 from common.checkpoint.reader import Reader
 from common.config import RunConfig
@@ -42,21 +42,14 @@ class Checkpoint:
 
     def load_weights(self, model: nn.Module) -> None:
         """Loads the weights into the bare module, before `prepare`. Raises UsageError if the model differs."""
-        own = model.state_dict()
         shapes = {
             name.removeprefix("model."): tensor["shape"]
             for name, tensor in self.reader.tensors.items()
             if name.startswith("model.")
         }
-        if shapes.keys() != own.keys():
-            name = min(shapes.keys() ^ own.keys())
-            raise UsageError(f"{self.path} is of another model: only one of the two has {name}")
-        for name, shape in shapes.items():
-            if shape != list(own[name].shape):
-                raise UsageError(
-                    f"{self.path} is of another model: {name} is {shape} there, {list(own[name].shape)} here"
-                )
-        model.load_state_dict({name: self.reader.tensor(f"model.{name}") for name in shapes})
+        check_same_model(self.path, shapes, model)
+        # Not strict: a checkpoint of adapters holds them alone.
+        model.load_state_dict({name: self.reader.tensor(f"model.{name}") for name in shapes}, strict=False)
 
     def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
         """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and

@@ -149,7 +149,7 @@ class Recorder:
         record = {
             "step": state.step,
             "epoch": round(state.step / self.plan.steps_per_epoch, 4),
-            **{f"train/{name}": total / weight_sum for name, total in zip(("loss", *metrics), totals)},
+            **{f"train/{name}": total / (weight_sum or math.nan) for name, total in zip(("loss", *metrics), totals)},
             "learning_rate": self._learning_rate,
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "samples_per_second": round(samples_per_second, 1),

@@ -1,6 +1,8 @@
 """Promise: what a recipe tells `fit` works under every config, with the result of one process."""
 
+import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,3 +80,30 @@ def test_a_sampler_may_repeat_samples(tmp_path: Path) -> None:
     assert one.records[0]["epoch"] == 1 / 8  # 64 ids, 8 steps
     assert_same_result(fork(tmp_path / "two", "ddp", TOLD, flags), one)
     assert_equal_to_the_last_bit(fork(tmp_path / "again", "single", TOLD, flags), one)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "ddp",
+        *(pytest.param(config, marks=pytest.mark.full) for config in ("single", "fsdp2", "deepspeed_zero3")),
+    ],
+)
+def test_evaluate_only(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    """It gives the metrics of the last evaluation, and changes no file of the run."""
+    expected = reference(TOLD, COURSE)
+    shutil.copytree(expected.output_dir, tmp_path / "run", dirs_exist_ok=True)
+    files = [path for path in sorted(tmp_path.glob("run/**/*")) if path.is_file() and path.name != ".lock"]
+    before = {path: hashlib.sha256(path.read_bytes()).digest() for path in files if "predictions" not in path.name}
+    run = fork(tmp_path / "run", config, TOLD, f"{COURSE} --evaluate_only")
+    last = expected.records[-1]
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["metrics"]
+    assert {f"eval/{name}" for name in found} == last.keys() - {"step"}
+    assert all(abs(value - last[f"eval/{name}"]) <= 1e-6 for name, value in found.items())
+    assert "eval/new/accuracy" in run.stdout and "done in" not in run.stdout
+    assert all(hashlib.sha256(path.read_bytes()).digest() == digest for path, digest in before.items())
+
+
+def test_evaluate_only_without_a_model(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "single", TOLD, f"{COURSE} --evaluate_only", succeeds=False)
+    assert "no exported model in" in refused(run) and "train first" in refused(run)
