@@ -1,11 +1,13 @@
 """Datasets of the Hub, and data files in the scikit-learn package."""
 
+import hashlib
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-
+from common.data.mapped import cache_folder, first_process_first
+from common.data.streams import convert_stream
 from common.errors import UsageError
 
 
@@ -16,35 +18,79 @@ def sklearn_file(name: str) -> Path:
     return Path(package.submodule_search_locations[0]) / "datasets" / "data" / name
 
 
-def load_splits(data: str, advice: str) -> list[Any]:
+def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[Any]:
     """The training split and, if there is one, the evaluation split of a dataset, each a `datasets.Dataset`.
 
     Args:
-        data: Hub id, or a folder in the Hub's layout.
+        data: Hub id, or a folder in the Hub's layout, or a .jsonl or .parquet file.
         advice: end of the error message: what to type instead.
+        max_samples: read so many rows of each split as a stream, without downloading the rest, and keep them on disk.
 
     Raises:
         UsageError: no data, no network, or no training split.
     """
-    # The first process of each machine downloads and converts. The others then read the cache.
-    with PartialState().local_main_process_first():
-        splits = _load_dataset(data, advice)
-    if "train" not in splits:
-        raise UsageError(f"--data {data}: expected a train split, found {', '.join(splits)}")
-    evaluation = next((name for name in ("test", "validation", "valid") if name in splits), None)
-    return [splits[name] for name in ("train", evaluation) if name]
+    if max_samples is not None:
+        splits = _streamed(data, advice, max_samples)
+    else:
+        # The first process of each machine downloads and converts. The others then read the cache.
+        with first_process_first():
+            splits = _loaded(data, advice, "load_dataset")
+    return [splits[name] for name in _names(data, splits)]
 
 
-def _load_dataset(data: str, advice: str) -> dict[str, Any]:
+def _names(data: str, splits: Iterable[str]) -> list[str]:
+    """The names of the training split and, if there is one, of the evaluation split. Raises UsageError."""
+    names = list(splits)
+    if "train" not in names:
+        raise UsageError(f"--data {data}: expected a train split, found {', '.join(names)}")
+    return ["train", *[name for name in ("test", "validation", "valid") if name in names][:1]]
+
+
+def read_file(path: Path) -> Any:
+    """A .csv, .json, .jsonl or .parquet file as a `datasets.Dataset`. Raises UsageError."""
+    import datasets  # not at the top: the import takes seconds
+
+    if not path.is_file():
+        raise UsageError(f"--data {path}: no such file")
+    datasets.disable_progress_bars()
+    kind = _kind(path)
+    try:
+        with first_process_first():  # it converts the file
+            return datasets.load_dataset(kind, data_files=str(path), split="train")
+    except Exception as error:  # the library raises dozens of types
+        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"--data {path} cannot be read as {kind} ({reason})") from None
+
+
+def _streamed(data: str, advice: str, max_samples: int) -> dict[str, Any]:
+    builder = _loaded(data, advice, "load_dataset_builder")
+    streams = builder.as_streaming_dataset()
+    folder = cache_folder("streams") / hashlib.sha256(builder.cache_dir.encode()).hexdigest()[:32]
+    return {
+        name: convert_stream(streams[name], folder / name, max_samples).with_format(None)
+        for name in _names(data, streams)
+    }
+
+
+def _loaded(data: str, advice: str, function: str) -> Any:
+    """What this function of `datasets` returns for the data. Raises UsageError."""
     import datasets  # not at the top: the import takes seconds
 
     datasets.disable_progress_bars()
+    path = Path(data).expanduser()
     try:
-        return datasets.load_dataset(data)
+        if path.is_file():
+            return getattr(datasets, function)(_kind(path), data_files=str(path))
+        return getattr(datasets, function)(str(path) if path.is_dir() else data)
     except Exception as error:  # the library and its network stack raise dozens of types
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        if Path(data).is_dir():
+        if path.exists():
             raise UsageError(f"--data {data}: the files cannot be read ({reason})") from None
         raise UsageError(
             f"--data {data}: no such folder, and loading from the Hub failed ({reason}); {advice}"
         ) from None
+
+
+def _kind(path: Path) -> str:
+    """The name that `datasets` gives to this kind of file."""
+    return {".csv": "csv", ".parquet": "parquet"}.get(path.suffix, "json")

@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -17,16 +18,18 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.data.text import IGNORED
+from common.environment import print_once
 from common.errors import UsageError
 
 
-def load_pretrained(name_or_path: str, context: int, attention: str) -> tuple[PreTrainedModel, Any]:
+def load_pretrained(name_or_path: str, context: int, attention: str, flag: str = "context") -> tuple[PreTrainedModel, Any]:
     """Loads a causal model in float32, and its tokenizer.
 
     Args:
         name_or_path: folder or Hub id.
         context: tokens per sequence.
         attention: transformers' `attn_implementation`: "sdpa", "eager", "flash_attention_2".
+        flag: the recipe's name for `context`.
 
     Raises:
         UsageError: no causal model or tokenizer there, or the model has fewer positions than `context`.
@@ -51,7 +54,7 @@ def load_pretrained(name_or_path: str, context: int, attention: str) -> tuple[Pr
         )
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and context > longest:
-        raise UsageError(f"--context {context} exceeds the model's {longest} positions: type --context {longest}")
+        raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: type --{flag} {longest}")
     num_embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > num_embeddings:
         raise UsageError(
@@ -72,27 +75,92 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
     return not torch.allclose(first, second, rtol=1e-3, atol=1e-5)
 
 
-def with_losses(model: PreTrainedModel) -> PreTrainedModel:
+def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0) -> PreTrainedModel:
     """Makes a causal model's forward return losses.
 
-    forward(tokens, labels), both int64 of shape (batch, context), returns the mean loss of each example,
+    forward(tokens, labels, positions=None), all int64 of shape (batch, context), returns the mean loss of each example,
     shape (batch,), over the labels that are not `IGNORED`. Losses are much smaller than logits, so mixed
     precision converts little and sharding gathers little. The parameters keep their names, and the exported
     model keeps its class.
+
+    Args:
+        model: a causal model of transformers.
+        packs: samples hold several documents, and the positions of each start at 0. Attention stays inside a document.
+        chunk: the most tokens whose logits are in memory at one time; the backward pass computes them again. 0: all.
+
+    Raises:
+        UsageError: with `packs`, the model lets a document see the one before it.
     """
 
     def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
-        each = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
-        return each.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+        return _mean_losses(_cross_entropy(logits, labels.flatten()), labels)
 
-    def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.losses(type(self).forward(self, input_ids=tokens, use_cache=False).logits, tokens, labels)
+    def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        given = {} if positions is None else {"position_ids": positions}
+        if chunk and labels.numel() > chunk:
+            hidden = self.base_model(input_ids=tokens, use_cache=False, **given)[0]
+            return _mean_losses(_in_chunks(self.get_output_embeddings(), hidden, labels, chunk), labels)
+        return self.losses(type(self).forward(self, input_ids=tokens, use_cache=False, **given).logits, tokens, labels)
 
-    _attend_without_mask(model)
+    if packs:
+        _check_documents_are_apart(model)
+    else:
+        _attend_without_mask(model)
+    if chunk and not _head_alone_makes_logits(model):
+        print_once(f"{type(model).__name__} changes its logits after its head: they are held for the whole batch")
+        chunk = 0
     # Methods: a deep copy of the model then calls its own layers.
     model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
     model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export
     return model
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each label, shape (labels,); 0 for `IGNORED`."""
+    return F.cross_entropy(logits.float().view(len(labels), -1), labels, ignore_index=IGNORED, reduction="none")
+
+
+def _mean_losses(losses: Tensor, labels: Tensor) -> Tensor:
+    return losses.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def _in_chunks(head: nn.Module, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """The loss of each label, shape (batch * context,). Only the logits of a chunk are in memory."""
+
+    def losses(hidden: Tensor, labels: Tensor) -> Tensor:
+        return _cross_entropy(head(hidden), labels)
+
+    parts = zip(hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk))
+    return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
+
+
+@torch.no_grad()
+def _head_alone_makes_logits(model: PreTrainedModel) -> bool:
+    """Whether the logits are the head's output for the hidden states; some models scale or cap them."""
+    tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
+    training = model.training
+    expected = model.eval()(input_ids=tokens, use_cache=False).logits
+    found = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False)[0])
+    model.train(training)
+    return expected.shape == found.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def _check_documents_are_apart(model: PreTrainedModel) -> None:
+    """Raises UsageError if a document of a packed sample has other logits than alone."""
+    vocabulary, training = model.get_input_embeddings().num_embeddings, model.training
+    first, second = torch.arange(14).remainder(vocabulary).split([6, 8])
+    positions = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
+    pair = torch.stack([torch.cat([first, second]), torch.cat([first.flip(0), second])])
+    reason = "lets a conversation see the one before it"
+    try:
+        packed = model.eval()(input_ids=pair, position_ids=positions.expand(2, -1), use_cache=False).logits[:, 6:]
+        alone = model(input_ids=second.unsqueeze(0), use_cache=False).logits.expand_as(packed)
+    except TypeError:
+        packed, alone, reason = torch.ones(1), torch.zeros(1), "takes no positions"
+    model.train(training)
+    if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-5):
+        raise UsageError(f"--packing: {type(model).__name__} {reason}: leave out --packing")
 
 
 def _attend_without_mask(model: PreTrainedModel) -> None:

@@ -1,5 +1,6 @@
 """Promise: the commands in the README and in docs/ work."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,7 +14,7 @@ from support.launching import accelerate, accelerate_forked, execute, fork
 from support.recipes import LINEAR, MNIST
 from support.runs import ROOT
 from support.small_mnist import write_mnist
-from support.small_model import write_model
+from support.small_model import write_encoder, write_model
 
 # Commands for set-up, and commands that run these tests.
 NOT_RUN = ("make ", "pip install", "git clone", "cd ", "python -m venv", "source ")
@@ -44,7 +45,8 @@ def launched_once(commands: list[str]) -> list[Any]:
 
 PAGES = {path.name: commands_of(path.read_text()) for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 FIRST = PAGES.pop("README.md") + PAGES.pop("recipes.md")
-PAGES.pop("your-model.md")  # test_your_model.py follows it
+for page in ("your-model.md", "several-models.md"):  # test_your_model.py and test_two_models.py follow them
+    PAGES.pop(page)
 COMMANDS = launched_once(list(dict.fromkeys(FIRST)))
 # Only in `make test-full`, because test_one_result.py runs their configs, too.
 COMMANDS += [pytest.param(command, True, marks=pytest.mark.full) for page in PAGES.values() for command in page]
@@ -61,15 +63,21 @@ def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
     write_mnist(tmp_path / "path" / "to" / "mnist")
     rows = [f"{x},{x * x % 7},{x + 1}" for x in range(100)]
     (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
+    texts = [f"{word} {word},{word}" for word in ("good", "bad", "fair")] * 30
+    (tmp_path / "path" / "to" / "texts.csv").write_text("\n".join(["review,stars", *texts]))
+    chat = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]}
+    (tmp_path / "path" / "to" / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 40))
     for name in ("file.txt", "tinyshakespeare.txt"):
         (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
     (tmp_path / "path" / "to" / "run.yaml").write_text("batch_size: 32\nmax_steps: 20\n")
-    if "--predict" in command:
+    if "--predict" in command or "--evaluate_only" in command:
         picture = Image.new("L", (60, 80), "white")
         picture.paste(0, (25, 10, 35, 70))
         picture.save(tmp_path / "path" / "to" / "digit.png")
         fork(tmp_path / "outputs" / "mnist", "single", MNIST, "--max_steps 1")
-    if "--model_name_or_path" in command:
+    if "path/to/encoder" in command:
+        write_encoder(tmp_path / "path" / "to" / "encoder")
+    elif "--model_name_or_path" in command:
         write_model(tmp_path / "path" / "to" / "model", num_positions=64)
     if "recipes/transformer.py" in command:  # 2,000 steps and evaluations would take minutes
         command += " --max_steps 4" + " --data path/to/file.txt" * ("fsdp2" in command)

@@ -49,6 +49,7 @@ class Net(nn.Module):
     """Two layers, plus the layers or weights that a case adds."""
 
     _no_split_modules = ["Linear"]
+    tp_plan = {"body": "colwise", "head": "rowwise"}
 
     def __init__(self, case: str = "plain"):
         super().__init__()

@@ -10,9 +10,11 @@ MODULES = """
     accelerate.commands.launch
     accelerate.utils.deepspeed
     common.data.images
+    common.data.labelled_texts
     common.data.tables
     common.data.text
     common.models.causal_lm
+    common.models.encoder
     deepspeed.launcher.runner
     deepspeed.ops.adam
     deepspeed.ops.op_builder.all_ops
@@ -23,6 +25,7 @@ MODULES = """
     torch.distributed.run
     torch.distributed.tensor
     torch.utils.cpp_extension
+    transformers.models.bert.modeling_bert
     transformers.models.llama.modeling_llama
 """
 

@@ -5,6 +5,8 @@ from support.runs import ROOT
 MNIST = "recipes/mnist.py"
 LINEAR = "recipes/linear_regression.py"
 TRANSFORMER = "recipes/transformer.py"
+TEXT_CLASSIFICATION = "recipes/text_classification.py"
+FINETUNE = "recipes/finetune.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
 FOREACH = "tests/scripts/foreach.py"
@@ -34,17 +36,21 @@ TEXT = f"--data {ROOT / 'LICENSE'} --context 32 --batch_size 16 --num_layers 2 -
 # At three times this rate and with other texts, a weight with a gradient of nearly zero differed by 1.4e-5: Adam
 # amplifies such a gradient together with its rounding error.
 TEXT += " --learning_rate 1e-3"
+CLASSES = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
+CHATS = "--max_length 96 --batch_size 16 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
 RECIPES = {
     "mnist cnn": (MNIST, STEPS),
     "mnist mlp": (MNIST, STEPS + "--model mlp"),
     "linear regression": (LINEAR, STEPS),
     "transformer": (TRANSFORMER, STEPS + TEXT),
+    "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
+    "finetune": (FINETUNE, STEPS + CHATS),
 }
 # Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
 DIVIDED = {
-    "tensor_parallel": ("mnist mlp", "transformer"),
-    "fsdp2_tensor_parallel": ("mnist mlp", "transformer"),
-    "pipeline_parallel": ("transformer",),
+    "tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune"),
+    "fsdp2_tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune"),
+    "pipeline_parallel": ("transformer", "finetune"),
 }
 FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # flags that a config needs beside its file
 

@@ -78,8 +78,15 @@ def weight_distance(run: Run, reference: Run) -> float:
     distances = []
     for name, expected in reference.weights.items():
         assert run.weights[name].shape == expected.shape and run.weights[name].dtype == expected.dtype
-        distances.append(float((run.weights[name] - expected).norm() / expected.norm()))
+        distances.append(_distance(run.weights[name], expected))
     return max(distances)
+
+
+def _distance(weight: torch.Tensor, expected: torch.Tensor) -> float:
+    if torch.equal(weight, expected):
+        return 0.0
+    weight, expected = weight.to(torch.complex128), expected.to(torch.complex128)  # buffers have any type
+    return float((weight - expected).norm() / expected.norm())
 
 
 def largest_difference(values: list[float], expected: list[float]) -> float:

@@ -24,3 +24,16 @@ def write_model(folder: Path, num_positions: int, vocab_size: int = 5, num_layer
         **shape,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_encoder(folder: Path) -> None:
+    """Writes a small BERT without a head for classes, and a tokenizer of words."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    from common.models.encoder import word_tokenizer
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=16, **shape)).save_pretrained(folder)
+    word_tokenizer(["good bad fair good bad fair"], 16).save_pretrained(folder)

@@ -1,0 +1,236 @@
+"""Conversations: which of their tokens a model learns to write, each alone or packed into blocks."""
+
+import itertools
+import random
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from common.data.sources import load_splits, read_file
+from common.data.text import IGNORED
+from common.errors import UsageError
+
+Messages = list[dict[str, str]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
+HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
+ADVICE = "type --data rules for the embedded conversations, or the path of a .jsonl file"
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Encoded conversations.
+
+    Attributes:
+        rows: for each, {"tokens": ids without those beyond the limit, "trained": for each of them whether the model
+            learns to write it, "length": the number of ids before the cut}. A list, or a `datasets.Dataset` whose rows
+            stay on disk.
+        messages: the messages of the conversation with an index.
+    """
+
+    rows: Any
+    messages: Callable[[int], Messages]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def facts(self, max_length: int) -> str:
+        """How much of it is trained, and what was cut, for the terminal."""
+        lengths = self.rows["length"] if not isinstance(self.rows, list) else [row["length"] for row in self.rows]
+        num_tokens = num_trained = 0
+        for row in self.rows:
+            num_tokens += len(row["tokens"])
+            num_trained += sum(row["trained"])
+        num_cut = sum(length > max_length for length in lengths)
+        return (
+            f"{100 * num_trained / num_tokens:.0f} % of tokens trained; longest {max(lengths):,}; {num_cut:,} of "
+            f"{len(self):,} too long (cut)"
+        )
+
+
+class ChatDataset(Dataset):
+    """One conversation a sample: {"tokens": int64 of shape (length,), "labels": int64 of shape (length,), "weight":
+    float}. A label is the next token, or `IGNORED` if it is not trained. The weight is the number of trained labels."""
+
+    def __init__(self, chats: Chats):
+        self.rows = chats.rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens, labels = _shifted(self.rows[index])
+        return {"tokens": tokens, "labels": labels, "weight": float((labels != IGNORED).sum())}
+
+
+class PackedDataset(Dataset):
+    """Several conversations a sample, packed into a block of a fixed length: {"tokens", "labels", "positions": int64 of
+    shape (length,), "weight": float}. Positions start at 0 for each conversation, and for the padding at the end.
+
+    Args:
+        chats: conversations of at most `length` + 1 tokens.
+        length: tokens of a block.
+    """
+
+    def __init__(self, chats: Chats, length: int):
+        self.rows, self.length = chats.rows, length
+        self.blocks = packed([len(row["tokens"]) - 1 for row in self.rows], length)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        documents = [_shifted(self.rows[row]) for row in self.blocks[index]]
+        if missing := self.length - sum(len(tokens) for tokens, _ in documents):
+            documents.append((torch.zeros(missing, dtype=torch.int64), torch.full((missing,), IGNORED)))
+        labels = torch.cat([labels for _, labels in documents])
+        return {
+            "tokens": torch.cat([tokens for tokens, _ in documents]),
+            "labels": labels,
+            "positions": torch.cat([torch.arange(len(tokens)) for tokens, _ in documents]),
+            "weight": float((labels != IGNORED).sum()),
+        }
+
+
+def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Packs items into blocks of `size`, the longest first, each into the fullest block that has room for it.
+
+    Returns:
+        For each block the numbers of its items, in their own order.
+    """
+    blocks: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (free, block), sorted
+    for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
+        place = bisect_left(rooms, (lengths[item], -1))
+        free, block = rooms.pop(place) if place < len(rooms) else (size, len(blocks))
+        if block == len(blocks):
+            blocks.append([])
+        blocks[block].append(item)
+        insort(rooms, (free - lengths[item], block))
+    return [sorted(block) for block in blocks]
+
+
+def _shifted(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    tokens, trained = torch.tensor(row["tokens"]), torch.tensor(row["trained"])
+    return tokens[:-1], tokens[1:].masked_fill(~trained[1:], IGNORED)
+
+
+def load_chats(data: str, tokenizer: Any, max_length: int, column: str) -> tuple[Chats, Chats]:
+    """Loads conversations and encodes them with the tokenizer's chat template.
+
+    Args:
+        data: "rules" (questions with answers by rules); a .jsonl or .parquet file; or a Hub id.
+        tokenizer: a fast tokenizer of transformers with a chat template.
+        max_length: tokens beyond this number are cut.
+        column: name of the column with lists of messages. If there is none, the columns "prompt" and "completion".
+
+    Returns:
+        (training conversations, evaluation conversations). If the source has only one part, one conversation in twenty
+        is held out.
+
+    Raises:
+        UsageError: no data, no such column, messages or a template that cannot be used.
+    """
+    if data == "rules":
+        chats = by_rules()
+        parts = [chats[len(chats) // HELD_OUT :], chats[: len(chats) // HELD_OUT]]
+        return tuple(_of_list(part, tokenizer, max_length) for part in parts)  # type: ignore[return-value]
+    path = Path(data).expanduser()
+    splits = [read_file(path)] if path.suffix in (".json", ".jsonl", ".parquet") else load_splits(data, ADVICE)
+    if len(splits) == 1:
+        if len(splits[0]) < 2:
+            raise UsageError(f"--data {data} has {len(splits[0])} conversations: expected 2 or more")
+        held_out = max(1, len(splits[0]) // HELD_OUT)
+        order = torch.randperm(len(splits[0]), generator=torch.Generator().manual_seed(0)).tolist()
+        splits = [splits[0].select(sorted(order[held_out:])), splits[0].select(sorted(order[:held_out]))]
+    return tuple(_of_split(data, one, tokenizer, max_length, column) for one in splits)  # type: ignore[return-value]
+
+
+def _of_list(chats: list[Messages], tokenizer: Any, max_length: int) -> Chats:
+    return Chats([encode(messages, tokenizer, max_length) for messages in chats], chats.__getitem__)
+
+
+def _of_split(data: str, split: Any, tokenizer: Any, max_length: int, column: str) -> Chats:
+    from accelerate import PartialState
+
+    names = split.column_names
+    if column not in names and not {"prompt", "completion"} <= {*names}:
+        raise UsageError(
+            f"--data {data} has neither {column} nor prompt and completion: type --messages_column with one of "
+            f"{', '.join(names)}"
+        )
+
+    def messages(row: dict[str, Any]) -> Messages:
+        if column in row:
+            return row[column]
+        return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+
+    def encoded(row: dict[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return encode(messages(row), tokenizer, max_length)
+        except UsageError as error:
+            raise UsageError(f"--data {data}, conversation {index + 1}: {error}") from None
+
+    with PartialState().local_main_process_first():  # the others read its cache
+        rows = split.map(encoded, with_indices=True, remove_columns=names, desc="encode conversations")
+    return Chats(rows, lambda index: messages(split[index]))
+
+
+def encode(messages: Messages, tokenizer: Any, max_length: int) -> dict[str, Any]:
+    """Encodes a conversation: a row of `Chats`.
+
+    The model learns to write what the template puts after the beginning of each answer of the assistant, up to its end
+    mark. Raises UsageError.
+    """
+    text, spans = _render(messages, tokenizer), []
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = _render(messages[:turn], tokenizer, add_generation_prompt=True)
+            after = _render(messages[: turn + 1], tokenizer)
+            if not (text.startswith(before) and text.startswith(after)):
+                raise UsageError(
+                    "the chat template changes earlier turns when a turn follows, so that the tokens to train on are "
+                    "unknown: give the tokenizer another chat_template"
+                )
+            spans.append(range(len(before), len(after)))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+    trained = [any(start in span for span in spans) for start in starts]
+    if len(tokens) < 2:
+        raise UsageError("it has fewer than two tokens: remove it")
+    return {"tokens": tokens[:max_length], "trained": trained[:max_length], "length": len(tokens)}
+
+
+def _render(messages: Messages, tokenizer: Any, **options: bool) -> str:
+    if not messages:  # many templates need a message
+        return ""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # templates are programs, and raise what they like
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"the chat template refuses it ({reason})") from None
+
+
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October")
+MONTHS += ("November", "December")
+
+
+def by_rules() -> list[Messages]:
+    """1,000 conversations of one to three questions, whose answers follow rules, in a fixed random order."""
+    answers = {f"{word} of {one} and {two}?": str(choose(one, two))
+               for word, choose in (("Larger", max), ("Smaller", min))
+               for one, two in itertools.permutations(range(10), 2)}  # fmt: skip
+    for names in (DAYS, MONTHS):
+        for one, two in itertools.pairwise([*names, names[0]]):
+            answers |= {f"After {one}?": two, f"Before {two}?": one}
+    generator, chats = random.Random(0), []
+    for _ in range(1000):
+        turns = generator.sample(sorted(answers), generator.choice((1, 2, 3)))
+        pairs = [({"role": "user", "content": q}, {"role": "assistant", "content": answers[q]}) for q in turns]
+        chats.append([message for pair in pairs for message in pair])
+    return chats

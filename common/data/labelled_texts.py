@@ -1,0 +1,134 @@
+"""Texts with a class each: embedded, in a file, or on the Hub."""
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from common.data.sources import load_splits, read_file
+from common.errors import UsageError
+
+# Packages that every Python has, without parts that a distribution may leave out.
+PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "unittest")
+LINES_PER_TEXT = 4
+HELD_OUT = 5  # one text in so many is for evaluation, if the source has no evaluation part
+ADVICE = "type --data stdlib for the embedded texts, or the path of a .csv, .jsonl or .parquet file"
+
+
+@dataclass
+class LabelledTexts:
+    """Texts and their classes.
+
+    Attributes:
+        texts: the texts.
+        labels: the position of each text's class in `classes`.
+        classes: names of the classes.
+    """
+
+    texts: list[str]
+    labels: list[int]
+    classes: list[str]
+
+    def weights(self) -> list[float]:
+        """For each class, the factor that gives all classes the same weight; the mean over the texts is 1."""
+        counts = torch.bincount(torch.tensor(self.labels), minlength=len(self.classes)).clamp(min=1)
+        return (len(self.labels) / len(self.classes) / counts).tolist()
+
+
+class EncodedTexts(Dataset):
+    """Samples {"input_ids": int64 of shape (length,), "label": int, "class_weight": float}.
+
+    Args:
+        source: the texts.
+        tokenizer: a tokenizer of transformers.
+        max_length: tokens beyond this number are left out.
+        class_weights: how much a text of each class counts in the loss.
+    """
+
+    def __init__(self, source: LabelledTexts, tokenizer: Any, max_length: int, class_weights: list[float]):
+        encoded = tokenizer(source.texts, truncation=True, max_length=max_length)["input_ids"]
+        self.tokens = [torch.tensor(tokens) for tokens in encoded]
+        self.labels, self.class_weights = source.labels, class_weights
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        label = self.labels[index]
+        return {"input_ids": self.tokens[index], "label": label, "class_weight": self.class_weights[label]}
+
+
+def load_labelled_texts(
+    data: str, text_column: str = "text", label_column: str = "label"
+) -> tuple[LabelledTexts, LabelledTexts]:
+    """Loads texts with their classes.
+
+    Args:
+        data: "stdlib" (lines of Python's standard library; the class is the package); a CSV, JSON-lines or parquet
+            file; or a Hub id.
+        text_column: name of the column with the texts.
+        label_column: name of the column with the classes.
+
+    Returns:
+        (training texts, evaluation texts). If the source has only one part, one text in five is held out.
+
+    Raises:
+        UsageError: no data, no such column, an empty part, or fewer than two classes.
+    """
+    parts = [_standard_library()] if data == "stdlib" else _load(data, text_column, label_column)
+    train, evaluation = parts if len(parts) == 2 else _divided(parts[0])
+    classes = sorted({label for part in (train, evaluation) for _, label in part})
+    if len(classes) < 2 or not train or not evaluation:
+        raise UsageError(
+            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation texts of {len(classes)} "
+            "classes: expected both, and two or more classes"
+        )
+    numbers = {name: number for number, name in enumerate(classes)}
+    first, second = (
+        LabelledTexts([text for text, _ in part], [numbers[label] for _, label in part], classes)
+        for part in (train, evaluation)
+    )
+    return first, second
+
+
+def _divided(rows: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    held_out = set(order[: len(rows) // HELD_OUT])
+    train, evaluation = (
+        [row for number, row in enumerate(rows) if (number in held_out) == held] for held in (False, True)
+    )
+    return train, evaluation
+
+
+def _standard_library() -> list[tuple[str, str]]:
+    """Consecutive lines of code, and the package that they are from."""
+    folder, rows = Path(sysconfig.get_path("stdlib")), []
+    for package in PACKAGES:
+        for path in sorted((folder / package).glob("*.py")):
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            starts = range(0, len(lines) - LINES_PER_TEXT + 1, LINES_PER_TEXT)
+            rows += [("\n".join(lines[start : start + LINES_PER_TEXT]), package) for start in starts]
+    return rows
+
+
+def _load(data: str, text_column: str, label_column: str) -> list[list[tuple[str, str]]]:
+    path = Path(data).expanduser()
+    splits = [read_file(path)] if path.suffix in (".csv", ".json", ".jsonl", ".parquet") else load_splits(data, ADVICE)
+    return [_rows(data, split, text_column, label_column) for split in splits]
+
+
+def _rows(data: str, split: Any, text_column: str, label_column: str) -> list[tuple[str, str]]:
+    names = list(split.column_names)
+    for flag, name in (("--text_column", text_column), ("--label_column", label_column)):
+        if name not in names:
+            raise UsageError(f"--data {data} has no column {name}: type {flag} with one of {', '.join(names)}")
+    name_of = getattr(split.features[label_column], "int2str", str)  # a class of `datasets` knows its names
+    texts, labels = split[text_column], split[label_column]
+    for row, (text, label) in enumerate(zip(texts, labels), start=1):
+        if not isinstance(text, str) or label is None:
+            missing = text_column if not isinstance(text, str) else label_column
+            raise UsageError(f"--data {data}: row {row} has no value in column {missing}: remove the row or fill it")
+    return [(text, name_of(label)) for text, label in zip(texts, labels)]

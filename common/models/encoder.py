@@ -1,0 +1,85 @@
+"""Encoders of transformers that classify texts, and a tokenizer whose tokens are words."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+
+from common.errors import UsageError
+
+# How tensor parallelism divides the layers of a BERT.
+BERT_TP_PLAN = {
+    **{f"bert.encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+    "bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+}
+PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
+
+
+def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -> tuple[nn.Module, Any]:
+    """Loads an encoder in float32 with a head for classes, and its tokenizer.
+
+    Args:
+        name_or_path: folder or Hub id. If the model has no head, or one for another number of classes, the head is new.
+        names: `id2label` and `label2id` of the classes.
+        max_length: tokens of the longest text.
+
+    Raises:
+        UsageError: no encoder or tokenizer there, no token for padding, or too few positions.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            name_or_path, dtype=torch.float32, ignore_mismatched_sizes=True, **names
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"--model_name_or_path {name_or_path}: no encoder there ({reason})") from None
+    if tokenizer.pad_token_id is None:
+        raise UsageError(
+            f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: type the path of an encoder"
+        )
+    longest = getattr(model.config, "max_position_embeddings", max_length)
+    if max_length > longest:
+        raise UsageError(
+            f"--max_length {max_length} exceeds the model's {longest} positions: type --max_length {longest}"
+        )
+    freeze_key_biases(model)
+    return model, tokenizer
+
+
+def freeze_key_biases(model: nn.Module) -> None:
+    """Freezes the key biases of a BERT. They add the same number to all scores of a query, so their gradient is zero
+    but for rounding. Adam would turn the rounding into steps, which differ between layouts."""
+    for name, weight in model.named_parameters():
+        if name.endswith("attention.self.key.bias"):
+            weight.requires_grad_(False)
+
+
+def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the most frequent words of `texts`, in lower case; a digit or a punctuation mark is
+    a word. The first token of a text is [CLS].
+
+    Args:
+        texts: the training texts.
+        num_tokens: size of the vocabulary, with three special tokens.
+    """
+    tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.WordLevelTrainer(
+            vocab_size=num_tokens, special_tokens=[PAD, UNKNOWN, FIRST], min_frequency=2, show_progress=False
+        ),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{FIRST} $A", special_tokens=[(FIRST, 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNKNOWN, cls_token=FIRST, model_max_length=10**6
+    )

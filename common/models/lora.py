@@ -1,0 +1,100 @@
+"""LoRA adapters (Hu et al. 2021) through PEFT: small trained matrices beside frozen weights."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from common.environment import print_once
+from common.errors import UsageError
+
+FILE = "adapter_model.safetensors"
+
+
+class Adapter:
+    """What a checkpoint and an export need to know about a model with adapters: they hold the adapters alone.
+
+    Args:
+        settings: PEFT's config of the adapters.
+        base_digest: of the frozen weights, so that a checkpoint is not loaded beside others.
+    """
+
+    def __init__(self, settings: Any, base_digest: str):
+        self.settings, self.base_digest = settings, base_digest
+
+    def write(self, weights: dict[str, Tensor], folder: Path) -> Path:
+        """Writes PEFT's two files. Returns the path of the one with the weights."""
+        save_file({_without_name(name): weight for name, weight in weights.items()}, folder / FILE, {"format": "pt"})
+        self.settings.save_pretrained(str(folder))
+        return folder / FILE
+
+    def read(self, folder: Path, names: list[str]) -> dict[str, Tensor]:
+        """{name in the model: weight} of what `write` wrote; `names` are those in the model. Raises OSError."""
+        own = {_without_name(name): name for name in names}
+        return {own.get(name, name): weight for name, weight in load_file(folder / FILE).items()}
+
+
+def _without_name(weight: str) -> str:
+    """A weight's name in PEFT's files, which leave out the adapter's name."""
+    return weight.replace(".default.", ".")
+
+
+def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.Module:
+    """Freezes a model and adds adapters to its linear layers.
+
+    Args:
+        model: from `with_losses`.
+        rank: of the adapters.
+        targets: "all-linear" for all layers but the head; or names of layers, separated by commas, such as
+            q_proj,v_proj.
+        base: folder or Hub id of the model.
+
+    Returns:
+        The model with an attribute `peft_adapter`.
+
+    Raises:
+        UsageError: PEFT is not installed, or no layer has such a name.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise UsageError("--lora_rank needs PEFT: type pip install peft") from None
+    digest = _digest(model)
+    names = targets if targets == "all-linear" else targets.split(",")
+    try:
+        adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+    except ValueError as error:
+        layers = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        raise UsageError(
+            f"--lora_targets {targets}: {str(error).splitlines()[0]}; type all-linear, or some of "
+            f"{','.join(sorted(layers))}"
+        ) from None
+    settings = adapted.peft_config["default"]
+    settings.base_model_name_or_path = base
+    settings.task_type = "CAUSAL_LM"  # not before: get_peft_model would give forward other arguments
+    adapted.peft_adapter = Adapter(settings, digest)
+    num_weights = sum(weight.numel() for weight in adapted.parameters())
+    num_trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    print_once(f"trainable: {num_trained:,} of {num_weights:,} weights ({100 * num_trained / num_weights:.2g} %)")
+    return adapted
+
+
+def _digest(model: nn.Module) -> str:
+    """A digest of up to 64 elements of each weight."""
+    found = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        flat = weight.flatten()
+        found.update(f"{name} {tuple(weight.shape)} {flat[:: max(1, len(flat) // 64)].tolist()}".encode())
+    return found.hexdigest()[:16]
+
+
+def write_merged(adapters: Path, folder: Path) -> None:
+    """Adds exported adapters to the weights of their base, and writes an ordinary model of transformers."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    AutoPeftModelForCausalLM.from_pretrained(str(adapters)).merge_and_unload().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(adapters).save_pretrained(folder)

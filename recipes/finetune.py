@@ -1,0 +1,125 @@
+"""Fine-tune a chat model: prompts masked, conversations packed, all weights or LoRA adapters.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/finetune.py
+
+Data: small conversations whose answers follow rules; or your own JSON-lines or parquet file, or a Hub id, with a column
+of messages, or with the columns prompt and completion.
+Expect: 49 of 50 held-out answers right, by the exported model of 0.8 M weights. Tokens are bytes.
+Time: a minute and a half on two CPU cores.
+
+To fine-tune a pretrained model on your own conversations, all weights or adapters alone:
+
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/finetune.py --data path/to/chats.jsonl \\
+        --model_name_or_path path/or/hub-id --learning_rate 1e-5 --packing --activation_checkpointing
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/finetune.py --data path/to/chats.jsonl \\
+        --model_name_or_path path/or/hub-id --learning_rate 2e-4 --lora_rank 8
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers.utils.logging import disable_progress_bar
+
+from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
+from common.data import Batch, pad_to_longest
+from common.data.chats import ChatDataset, Chats, PackedDataset, load_chats
+from common.data.text import IGNORED
+from common.models.causal_lm import load_pretrained, with_losses
+from common.models.chat import answer, small_chat_model, with_chat_template
+from common.models.lora import add_lora, write_merged
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    """The flags of this recipe, and its defaults for the shared flags."""
+
+    data: str = "rules"
+    epochs: int = 12
+    batch_size: int = 16
+    learning_rate: float = 3e-3
+    warmup_steps: int = 50
+    lr_schedule: Schedule = "cosine"
+    log_every: int = 50
+    messages_column: str = flag("messages", "name of the column with a list of messages")
+    max_length: int = flag(
+        256, "tokens of a conversation beyond this number are cut; with --packing of a block", minimum=2
+    )
+    packing: bool = flag(False, "pack conversations into blocks; attention stays inside each conversation")
+    lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
+    lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
+    merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
+    loss_chunk: int = flag(1024, "tokens whose logits are in memory at one time; 0: all of a micro-batch", minimum=0)
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = flag("sdpa", "implementation of attention")
+    activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
+    model_name_or_path: str | None = flag(None, "fine-tune this causal model with its tokenizer (folder or Hub id)")
+    num_answers: int = flag(100, "held-out questions for the exported model after training", minimum=0)
+
+
+def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The loss of each example: the mean over its trained tokens. The "weight" of the batch is their number."""
+    positions = {"positions": batch["positions"]} if "positions" in batch else {}
+    return {"loss": model(batch["tokens"], batch["labels"], **positions)}
+
+
+def summarize(means: dict[str, float]) -> dict[str, float]:
+    """Adds the perplexity of the trained tokens to the mean metrics of an evaluation."""
+    return means | {"perplexity": math.exp(min(means["loss"], 700))}
+
+
+def build(config: Config) -> tuple[nn.Module, Any]:
+    """Returns (model that returns losses, tokenizer). Raises UsageError for flags or a path that cannot be used."""
+    path = config.model_name_or_path
+    if path is None and config.lora_rank:
+        raise UsageError("--lora_rank adapts a pretrained model: type --model_name_or_path, too")
+    if config.merge and not config.lora_rank:
+        raise UsageError("--merge adds adapters to the weights: type --lora_rank, too")
+    if path is None:
+        model, tokenizer = small_chat_model(config.max_length, config.attention)
+    else:
+        model, tokenizer = load_pretrained(path, config.max_length, config.attention, "max_length")
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = with_losses(model, packs=config.packing, chunk=config.loss_chunk)
+    if path is not None and config.lora_rank:
+        return add_lora(model, config.lora_rank, config.lora_targets, path), with_chat_template(tokenizer)
+    return model, with_chat_template(tokenizer)
+
+
+def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
+    """Exports the tokenizer. Prints how many held-out questions the exported model answers right, and one answer."""
+    tokenizer.save_pretrained(config.output_dir / "model")
+    if config.merge:
+        write_merged(config.output_dir / "model", config.output_dir / "merged")
+    asked = [chats.messages(index) for index in range(min(config.num_answers, len(chats)))]
+    asked = [messages for messages in asked if messages[-1]["role"] == "assistant"]
+    if asked:
+        answers = answer(config.output_dir / "model", tokenizer, [one[:-1] for one in asked], config.max_length)
+        num_right = sum(found == one[-1]["content"] for found, one in zip(answers, asked))
+        print(f"{asked[0][-2]['content']} {answers[0]}\n{num_right} of {len(asked)} held-out answers are right")
+
+
+def main(config: Config) -> None:
+    """Trains, then lets the exported model answer held-out questions."""
+    disable_progress_bar()
+    accelerator = start(config)
+    model, tokenizer = build(config)
+    train_chats, eval_chats = load_chats(config.data, tokenizer, config.max_length, config.messages_column)
+    print_once(train_chats.facts(config.max_length))
+    # A pipeline needs micro-batches of one length.
+    multiple_of = config.max_length if config.pipeline_stages > 1 else 1
+    collate_fn = None if config.packing else pad_to_longest({"labels": IGNORED}, None, multiple_of)
+    train_set: Dataset = ChatDataset(train_chats)
+    eval_set: Dataset = ChatDataset(eval_chats)
+    if config.packing:
+        train_set, eval_set = (PackedDataset(chats, config.max_length) for chats in (train_chats, eval_chats))
+    optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
+    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, summarize, collate_fn=collate_fn)
+    accelerator.on_main_process(write_answers)(config, tokenizer, eval_chats)
+
+
+if __name__ == "__main__":
+    run(main, Config)

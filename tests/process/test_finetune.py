@@ -1,0 +1,140 @@
+"""Promise: fine-tuning gives one result under every config, packed or not, with all weights or with adapters."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.launching import fork
+from support.recipes import FINETUNE, RECIPES
+from support.runs import TOLERANCE, Run, largest_difference, refused, weight_distance
+
+SHORT = "--max_length 96 --batch_size 8 --max_steps 6 --log_every 1 --eval_every 6 --num_answers 0"
+LORA = f"{SHORT} --lora_rank 4 --learning_rate 1e-2 --save_every 3 --keep_checkpoints 9"
+SOME = ["ddp", *(pytest.param(one, marks=pytest.mark.full) for one in ("fsdp2", "deepspeed_zero2", "deepspeed_zero3"))]
+
+
+def assert_close(run: Run, expected: Run) -> None:
+    for name in ("train/loss", "eval/loss"):
+        assert run.column(name) and largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small chat model with its tokenizer."""
+    return fork(tmp_path_factory.mktemp("base") / "run", "single", FINETUNE, SHORT).output_dir / "model"
+
+
+@pytest.mark.parametrize("config", [*SOME, pytest.param("tensor_parallel", marks=pytest.mark.full)])
+def test_packed_conversations(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    expected = reference(FINETUNE, f"{SHORT} --packing")
+    run = fork(tmp_path / "run", config, FINETUNE, f"{SHORT} --packing --micro_batch_size 2 --loss_chunk 100")
+    assert_close(run, expected)
+    assert weight_distance(run, expected) <= TOLERANCE
+
+
+def test_evaluation_does_not_depend_on_packing(tmp_path: Path, base: Path) -> None:
+    """At a tiny learning rate, so that both evaluate the weights of `base`."""
+    runs = [
+        fork(tmp_path / f"run{flags}", "single", FINETUNE, f"{SHORT} --max_steps 1 --learning_rate 1e-30 "
+             f"--model_name_or_path {base}{flags}")
+        for flags in ("", " --packing")
+    ]  # fmt: skip
+    assert largest_difference(*(run.column("eval/loss") for run in runs)) <= 1e-6
+    assert runs[0].column("train/loss") != runs[1].column("train/loss")
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Run:
+    return fork(
+        tmp_path_factory.mktemp("lora") / "run", "single", FINETUNE, f"{LORA} --model_name_or_path {base} --merge"
+    )
+
+
+def adapters(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.output_dir / "model" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("config", SOME)
+def test_adapters(tmp_path: Path, base: Path, adapted: Run, config: str) -> None:
+    """The same adapters as in one process, also after a resume from the checkpoint of one process."""
+    path = adapted.output_dir / "checkpoints" / "step_00000003"
+    for flags, first in (("", 0), (f" --resume_from_checkpoint {path}", 3)):
+        run = fork(tmp_path / f"run{first}", config, FINETUNE, f"{LORA} --model_name_or_path {base}{flags}")
+        assert largest_difference(run.column("train/loss"), adapted.column("train/loss")[first:]) <= TOLERANCE
+        ours, theirs = adapters(run), adapters(adapted)
+        assert ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).abs().max() <= 1e-5 for name in ours)
+
+
+def test_checkpoints_and_exports_hold_adapters_alone(tmp_path: Path, base: Path, adapted: Run) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    size = (base / "model.safetensors").stat().st_size
+    shard = adapted.output_dir / "checkpoints" / "step_00000006" / "shard_00000.safetensors"
+    assert shard.stat().st_size < size / 4 and not (adapted.output_dir / "model" / "model.safetensors").exists()
+    assert "trainable: " in adapted.stdout
+    tokens = torch.arange(40, 80).unsqueeze(0)
+    with torch.no_grad():
+        alone = AutoModelForCausalLM.from_pretrained(base)(tokens).logits
+        beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapted.output_dir / "model")
+        merged = AutoModelForCausalLM.from_pretrained(adapted.output_dir / "merged")
+        assert (beside(tokens).logits - merged(tokens).logits).abs().max() <= 1e-5
+        assert (alone - merged(tokens).logits).abs().max() > 1e-2
+
+
+def test_adapters_of_another_base_are_refused(tmp_path: Path, adapted: Run) -> None:
+    other = fork(tmp_path / "other", "single", FINETUNE, f"{SHORT} --seed 1 --max_steps 1").output_dir / "model"
+    path = adapted.output_dir / "checkpoints" / "step_00000003"
+    flags = f"{LORA} --model_name_or_path {other} --resume_from_checkpoint {path}"
+    assert "was made with base " in refused(fork(tmp_path / "run", "single", FINETUNE, flags, succeeds=False))
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--lora_rank 4", "type --model_name_or_path, too"),
+        ("--merge", "type --lora_rank, too"),
+        (
+            "--max_length 96 --lora_rank 4 --lora_targets q_prog --model_name_or_path BASE",
+            "type all-linear, or some of down_proj,",
+        ),
+        ("--model_name_or_path BASE", "--max_length 256 exceeds the model's 96 positions: type --max_length 96"),
+        ("--data nowhere.jsonl", "--data nowhere.jsonl: no such file"),
+    ],
+)
+def test_flags_that_do_not_go_together(tmp_path: Path, base: Path, flags: str, line: str) -> None:
+    run = fork(tmp_path / "run", "single", FINETUNE, flags.replace("BASE", str(base)), succeeds=False)
+    assert line in refused(run) and run.exit_code == 2
+
+
+def test_a_step_may_have_no_trained_token(tmp_path: Path) -> None:
+    question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
+    rows = [{"messages": [question, answer] if number == 9 else [question]} for number in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = fork(tmp_path / "run", "single", FINETUNE, f"{SHORT} --batch_size 2 --data {tmp_path}/chats.jsonl")
+    found = [record["train/loss"] for record in run.records if "train/loss" in record]
+    assert None in found and run.card["status"] == "done"
+    assert all(weight.isfinite().all() for weight in load_file(run.output_dir / "model" / "model.safetensors").values())
+
+
+def test_pipelines_refuse_positions(tmp_path: Path) -> None:
+    flags = f"{SHORT} --packing --pipeline_stages 2"
+    run = fork(tmp_path / "run", "pipeline_parallel", FINETUNE, flags, succeeds=False)
+    assert "a pipeline cannot pass on positions: leave out the flag that adds it (--packing)" in refused(run)
+
+
+@pytest.mark.full
+def test_pretrained_model_is_fine_tuned(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    pretrained = reference(*RECIPES["transformer"]).output_dir / "model"
+    flags = f"{SHORT} --max_length 32 --num_answers 2 --model_name_or_path {pretrained}"
+    run = fork(tmp_path / "run", "ddp", FINETUNE, flags)
+    assert "it gets a plain one" in run.stdout and "of 2 held-out answers are right" in run.stdout
+
+
+def test_model_answers(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "single", FINETUNE, SHORT.replace("--num_answers 0", "--num_answers 3"))
+    assert "of 3 held-out answers are right" in run.stdout and "% of tokens trained; longest" in run.stdout

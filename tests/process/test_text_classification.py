@@ -1,0 +1,43 @@
+"""Promise: texts are classified well, and the exported model is one of transformers."""
+
+from pathlib import Path
+
+import pytest
+
+from support.launching import fork
+from support.recipes import RECIPES
+from support.runs import refused
+from support.small_model import write_encoder
+
+SCRIPT, ARGUMENTS = RECIPES["text classification"]
+
+
+def test_exported_model_classifies(tmp_path: Path) -> None:
+    from transformers import pipeline
+
+    rows = [f"{kind} day number {number},{kind}" for number in range(60) for kind in ("good", "bad")]
+    (tmp_path / "texts.csv").write_text("\n".join(["text,label", *rows]))
+    write_encoder(tmp_path / "encoder")
+    flags = f"--data {tmp_path}/texts.csv --batch_size 16 --max_steps 40 --learning_rate 1e-2 --balanced"
+    run = fork(tmp_path / "run", "ddp", SCRIPT, f"{flags} --model_name_or_path {tmp_path}/encoder --save_predictions")
+    assert run.column("eval/accuracy")[-1] == run.column("eval/macro_f1")[-1] == 1
+    classifier = pipeline("text-classification", model=str(run.output_dir / "model"))
+    assert [one["label"] for one in classifier(["good day number 99", "bad day number 99"])] == ["good", "bad"]
+    assert len((run.output_dir / "predictions.jsonl").read_text().splitlines()) == 24
+
+
+@pytest.mark.full
+def test_accuracy(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "ddp", SCRIPT)
+    assert run.column("eval/accuracy")[-1] > 0.87 and run.column("eval/macro_f1")[-1] > 0.85
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--num_heads 5", "--hidden_size 32 does not divide into 5 heads: type --hidden_size 30"),
+        ("--data nowhere.csv", "--data nowhere.csv: no such file"),
+    ],
+)
+def test_wrong_flags(tmp_path: Path, flags: str, line: str) -> None:
+    assert line in refused(fork(tmp_path / "run", "single", SCRIPT, f"{ARGUMENTS} {flags}", succeeds=False))

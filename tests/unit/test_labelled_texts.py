@@ -1,0 +1,81 @@
+"""Promise: texts and classes come from any table, and a broken one gets one line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.data.labelled_texts import EncodedTexts, load_labelled_texts
+from common.errors import UsageError
+from common.models.encoder import load_classifier, word_tokenizer
+from support.small_model import write_encoder, write_model
+
+NAMES = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+
+
+def write(path: Path, *rows: str) -> str:
+    path.write_text("\n".join(rows) + "\n")
+    return str(path)
+
+
+def test_standard_library() -> None:
+    train, evaluation = load_labelled_texts("stdlib")
+    assert train.classes == ["asyncio", "email", "logging", "multiprocessing", "unittest"]
+    assert len(train.texts) > 4 * len(evaluation.texts) - 4 > 4000
+    assert not {*train.texts} >= {*evaluation.texts}
+    counts = [train.labels.count(number) for number in range(5)]
+    assert sum(count * weight for count, weight in zip(counts, train.weights())) == pytest.approx(len(train.texts))
+
+
+def test_files(tmp_path: Path) -> None:
+    rows = [f"review {number},{'good' if number % 3 else 'bad'}" for number in range(50)]
+    train, evaluation = load_labelled_texts(write(tmp_path / "a.csv", "text,label", *rows))
+    assert (len(train.texts), len(evaluation.texts), train.classes) == (40, 10, ["bad", "good"])
+    json_rows = [f'{{"review": "a {number}", "stars": {number % 2}}}' for number in range(50)]
+    train, _ = load_labelled_texts(write(tmp_path / "a.jsonl", *json_rows), "review", "stars")
+    assert train.classes == ["0", "1"] and train.texts[0] == "a 0"
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        (["review,label", "a,b"], "has no column text: type --text_column with one of review, label"),
+        (["text,stars", "a,b"], "has no column label: type --label_column with one of text, stars"),
+        (
+            ["text,label", *["a,b"] * 9],
+            "8 training and 1 evaluation texts of 1 classes: expected both, and two or more",
+        ),
+        (["text,label", "a,b", "c,"], "row 2 has no value in column label: remove the row or fill it"),
+    ],
+)
+def test_broken_files(tmp_path: Path, rows: list[str], line: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(line)):
+        load_labelled_texts(write(tmp_path / "a.csv", *rows))
+    with pytest.raises(UsageError, match="no such file"):
+        load_labelled_texts(str(tmp_path / "b.csv"))
+
+
+def test_words() -> None:
+    tokenizer = word_tokenizer(["The cat, the dog", "the cat 42 42"], 100)
+    tokens = tokenizer("THE cat, 24 bird")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(tokens) == ["[CLS]", "the", "cat", "[UNK]", "2", "4", "[UNK]"]
+    assert tokenizer.pad_token_id == 0
+    train, _ = load_labelled_texts("stdlib")
+    train.texts, train.labels = train.texts[:5], train.labels[:5]
+    dataset = EncodedTexts(train, tokenizer, 6, [2.0, 1.0, 1.0, 1.0, 1.0])
+    assert len(dataset[0]["input_ids"]) == 6 and dataset[0]["class_weight"] == 2.0
+
+
+def test_pretrained_encoders(tmp_path: Path) -> None:
+    write_encoder(tmp_path / "encoder")
+    model, tokenizer = load_classifier(str(tmp_path / "encoder"), NAMES, 64)
+    assert model.config.id2label == NAMES["id2label"] and tokenizer.pad_token_id == 0
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    assert frozen == ["bert.encoder.layer.0.attention.self.key.bias"]
+    with pytest.raises(UsageError, match="--max_length 999 exceeds the model's 512 positions: type --max_length 512"):
+        load_classifier(str(tmp_path / "encoder"), NAMES, 999)
+    write_model(tmp_path / "causal", num_positions=64)
+    with pytest.raises(UsageError, match="has no token for padding"):
+        load_classifier(str(tmp_path / "causal"), NAMES, 64)
+    with pytest.raises(UsageError, match="no encoder there"):
+        load_classifier(str(tmp_path / "nowhere"), NAMES, 64)
