@@ -21,11 +21,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
-from common.data import Batch, pad_to_longest
+from common.data import Batch, MapDataset, pad_to_longest
 from common.data.chats import ChatDataset, Chats, PackedDataset, load_chats
 from common.data.text import IGNORED
 from common.models.causal_lm import load_pretrained, with_losses
@@ -112,8 +111,8 @@ def main(config: Config) -> None:
     # A pipeline needs micro-batches of one length.
     multiple_of = config.max_length if config.pipeline_stages > 1 else 1
     collate_fn = None if config.packing else pad_to_longest({"labels": IGNORED}, None, multiple_of)
-    train_set: Dataset = ChatDataset(train_chats)
-    eval_set: Dataset = ChatDataset(eval_chats)
+    train_set: MapDataset = ChatDataset(train_chats)
+    eval_set: MapDataset = ChatDataset(eval_chats)
     if config.packing:
         train_set, eval_set = (PackedDataset(chats, config.max_length) for chats in (train_chats, eval_chats))
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)

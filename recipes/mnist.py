@@ -37,6 +37,7 @@ class Config(RunConfig):
     lr_schedule: Schedule = "linear"
     model: Literal["cnn", "mlp"] = flag("cnn", "convolutional network, or an MLP with two hidden layers of 10")
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
+    max_samples: int | None = flag(None, "stream this many images of a data set and keep them, not all", minimum=1)
     predict: str | None = flag(None, "picture to classify with the model in --output_dir, instead of training")
 
 
@@ -124,7 +125,7 @@ def main(config: Config) -> None:
     if config.predict is not None:
         return predict(config.predict, config)
     accelerator = start(config)
-    train_set, eval_set = load_images(config.data)
+    train_set, eval_set = load_images(config.data, config.max_samples)
     network = NETWORKS[config.model]
     model = network(train_set.image_shape, train_set.num_classes)
     optimizer_class = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]

@@ -49,6 +49,7 @@ class Config(RunConfig):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "continue from this causal model and its tokenizer (folder or Hub id)")
+    max_samples: int | None = flag(None, "stream this many rows of a data set and keep them, not all", minimum=1)
     sample_tokens: int = flag(200, "tokens that the exported model generates after training", minimum=0)
 
 
@@ -105,7 +106,7 @@ def main(config: Config) -> None:
     disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)
-    train_set, eval_set = load_tokens(config.data, tokenizer, config.context)
+    train_set, eval_set = load_tokens(config.data, tokenizer, config.context, config.max_samples)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     groups = parameter_groups(model, config.weight_decay)
@@ -122,7 +123,7 @@ def main(config: Config) -> None:
         tokens_per_sample=config.context,
         flops_per_sample=flops_per_sample(model, config.context),
     )
-    prompt = eval_set.tokens[: max(1, config.context // 2)].long()
+    prompt = eval_set[0]["tokens"][: max(1, config.context // 2)]
     accelerator.on_main_process(write_sample)(config, tokenizer, prompt)
 
 

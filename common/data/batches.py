@@ -29,19 +29,35 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class InMemoryDataset(Dataset):
-    """A dataset whose samples are rows of tensors in memory. A batch is one indexing operation per tensor.
+class RowDataset(Dataset):
+    """A dataset that reads the samples of a batch in one call. It must not draw random numbers.
 
-    On a GPU, `batches` moves small datasets there as a whole, and large ones batch by batch, before `transform`.
+    Without `--num_workers`, `batches` calls `rows` on the CPU, and `transform` on the model's device.
     """
 
     @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
     def rows(self, ids: torch.Tensor) -> Batch:
-        """The samples of these ids as stored. `ids`: int64 of shape (batch,), on the device of the tensors."""
+        """The samples of these ids as stored. `ids`: int64 of shape (batch,), on the device of the data."""
 
     def transform(self, batch: Batch) -> Batch:
         """Turns the result of `rows` into what the model gets. Runs on the model's device, except in a worker."""
         return batch
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def __getitems__(self, ids: list[int]) -> Batch:
+        return self.transform(self.rows(torch.tensor(ids)))
+
+
+class InMemoryDataset(RowDataset):
+    """A dataset whose samples are rows of tensors in memory. A batch is one indexing operation per tensor.
+
+    On a GPU, `batches` moves small datasets there as a whole, and large ones batch by batch, before `transform`.
+    """
 
     def to(self, device: torch.device) -> Self:
         """A copy with its tensors on the device."""
@@ -61,12 +77,6 @@ class InMemoryDataset(Dataset):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-
-    def __getitem__(self, index: int) -> Batch:
-        return {name: values[0] for name, values in self.__getitems__([index]).items()}
-
-    def __getitems__(self, ids: list[int]) -> Batch:
-        return self.transform(self.rows(torch.tensor(ids)))
 
 
 class Collated(Dataset):
@@ -105,8 +115,8 @@ def _check(dataset: Any) -> None:
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise UsageError(
-            f"{kind} is not a map-style dataset: a run that resumes exactly needs "
-            "len(dataset) and dataset[index]; load it as one (for `datasets`: without streaming=True)"
+            f"{kind} is not a map-style dataset: a run that resumes exactly needs len(dataset) and dataset[index]; "
+            "load it without streaming=True, or type convert_stream(dataset, FOLDER), from common.data.streams"
         )
     if len(dataset) == 0:
         raise UsageError(f"{kind} is empty: training and evaluation need samples")
@@ -129,8 +139,8 @@ def batches(
     Raises:
         UsageError: samples are not dicts, or cannot be combined into a batch.
     """
-    if _gathers(dataset) and not config.num_workers:
-        return _from_memory(resident(dataset, device), (ids for _, ids in samples), device)
+    if _reads_rows(dataset) and not config.num_workers:
+        return _from_rows(resident(dataset, device), (ids for _, ids in samples), device)
     wanted = ((epoch, ids.tolist()) for epoch, ids in samples)
     fetched: Iterator[Batch]
     if config.num_workers:
@@ -150,21 +160,20 @@ def batches(
 
 def resident(dataset: Any, device: torch.device) -> Any:
     """The dataset on the device if it is small and in memory; else the dataset itself."""
-    if device.type == "cpu" or not _gathers(dataset) or dataset.num_bytes > MAX_BYTES_ON_DEVICE:
+    is_in_memory = isinstance(dataset, InMemoryDataset) and _reads_rows(dataset)
+    if device.type == "cpu" or not is_in_memory or dataset.num_bytes > MAX_BYTES_ON_DEVICE:
         return dataset
     return dataset.to(device)
 
 
-def _gathers(dataset: Any) -> TypeGuard[InMemoryDataset]:
+def _reads_rows(dataset: Any) -> TypeGuard[RowDataset]:
     """Whether `rows` and `transform` are all that makes a sample: a subclass may have overridden its indexing."""
     kind, names = type(dataset), ("__getitem__", "__getitems__")
-    return isinstance(dataset, InMemoryDataset) and all(
-        getattr(kind, name) is getattr(InMemoryDataset, name) for name in names
-    )
+    return isinstance(dataset, RowDataset) and all(getattr(kind, name) is getattr(RowDataset, name) for name in names)
 
 
-def _from_memory(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:
-    is_resident = dataset.device.type != "cpu"
+def _from_rows(dataset: RowDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:
+    is_resident = isinstance(dataset, InMemoryDataset) and dataset.device.type != "cpu"
     for ids in sample_ids:
         ids = _sent(ids, device) if is_resident else ids
         yield dataset.transform(_moved(dataset.rows(ids), device))

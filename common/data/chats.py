@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from common.data.mapped import first_process_first
 from common.data.sources import load_splits, read_file
 from common.data.text import IGNORED
 from common.errors import UsageError
@@ -27,8 +28,8 @@ class Chats:
 
     Attributes:
         rows: for each, {"tokens": ids without those beyond the limit, "trained": for each of them whether the model
-            learns to write it, "length": the number of ids before the cut}. A list, or a `datasets.Dataset` whose rows
-            stay on disk.
+            learns to write it, "num_trained", "length": the number of ids before the cut}. A list, or a
+            `datasets.Dataset` whose rows stay on disk.
         messages: the messages of the conversation with an index.
     """
 
@@ -40,11 +41,9 @@ class Chats:
 
     def facts(self, max_length: int) -> str:
         """How much of it is trained, and what was cut, for the terminal."""
-        lengths = self.rows["length"] if not isinstance(self.rows, list) else [row["length"] for row in self.rows]
-        num_tokens = num_trained = 0
-        for row in self.rows:
-            num_tokens += len(row["tokens"])
-            num_trained += sum(row["trained"])
+        rows = self.rows if isinstance(self.rows, list) else self.rows.select_columns(["length", "num_trained"])
+        lengths, num_trained = [row["length"] for row in rows], sum(row["num_trained"] for row in rows)
+        num_tokens = sum(min(length, max_length) for length in lengths)
         num_cut = sum(length > max_length for length in lengths)
         return (
             f"{100 * num_trained / num_tokens:.0f} % of tokens trained; longest {max(lengths):,}; {num_cut:,} of "
@@ -155,8 +154,6 @@ def _of_list(chats: list[Messages], tokenizer: Any, max_length: int) -> Chats:
 
 
 def _of_split(data: str, split: Any, tokenizer: Any, max_length: int, column: str) -> Chats:
-    from accelerate import PartialState
-
     names = split.column_names
     if column not in names and not {"prompt", "completion"} <= {*names}:
         raise UsageError(
@@ -175,7 +172,7 @@ def _of_split(data: str, split: Any, tokenizer: Any, max_length: int, column: st
         except UsageError as error:
             raise UsageError(f"--data {data}, conversation {index + 1}: {error}") from None
 
-    with PartialState().local_main_process_first():  # the others read its cache
+    with first_process_first():  # the others read its cache
         rows = split.map(encoded, with_indices=True, remove_columns=names, desc="encode conversations")
     return Chats(rows, lambda index: messages(split[index]))
 
@@ -202,7 +199,8 @@ def encode(messages: Messages, tokenizer: Any, max_length: int) -> dict[str, Any
     trained = [any(start in span for span in spans) for start in starts]
     if len(tokens) < 2:
         raise UsageError("it has fewer than two tokens: remove it")
-    return {"tokens": tokens[:max_length], "trained": trained[:max_length], "length": len(tokens)}
+    trained = trained[:max_length]
+    return {"tokens": tokens[:max_length], "trained": trained, "num_trained": sum(trained), "length": len(tokens)}
 
 
 def _render(messages: Messages, tokenizer: Any, **options: bool) -> str:
@@ -215,9 +213,11 @@ def _render(messages: Messages, tokenizer: Any, **options: bool) -> str:
         raise UsageError(f"the chat template refuses it ({reason})") from None
 
 
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October")
-MONTHS += ("November", "December")
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+MONTHS = [
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+]
 
 
 def by_rules() -> list[Messages]:
@@ -228,7 +228,8 @@ def by_rules() -> list[Messages]:
     for names in (DAYS, MONTHS):
         for one, two in itertools.pairwise([*names, names[0]]):
             answers |= {f"After {one}?": two, f"Before {two}?": one}
-    generator, chats = random.Random(0), []
+    generator = random.Random(0)
+    chats: list[Messages] = []
     for _ in range(1000):
         turns = generator.sample(sorted(answers), generator.choice((1, 2, 3)))
         pairs = [({"role": "user", "content": q}, {"role": "assistant", "content": answers[q]}) for q in turns]

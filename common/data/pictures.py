@@ -9,7 +9,7 @@ import numpy
 import torch
 from PIL import Image, ImageOps
 
-from common.data.images import ImageDataset
+from common.data.image_sets import Images
 from common.errors import UsageError
 
 NUM_LOOKED_AT = 1000  # training images, about
@@ -37,10 +37,11 @@ class ImageFormat:
     extent: float
 
     @classmethod
-    def of(cls, train_set: ImageDataset, network: str) -> Self:
+    def of(cls, train_set: Images, network: str) -> Self:
         """The format of the images of a training set."""
         every = max(1, len(train_set) // NUM_LOOKED_AT)
-        images = train_set.images[::every, 0].numpy() / numpy.float32(255)
+        looked_at = train_set.rows(torch.arange(0, len(train_set), every))
+        images = looked_at["image"][:, 0].numpy() / numpy.float32(255)
         dark = numpy.mean([_edge(image) < 0.5 for image in images])
         is_even = train_set.image_shape[0] == 1 and max(dark, 1 - dark) >= SHARE_OF_ONE_KIND
         background = "mixed" if not is_even else "dark" if dark > 0.5 else "light"

@@ -22,7 +22,9 @@ from common.environment import print_once
 from common.errors import UsageError
 
 
-def load_pretrained(name_or_path: str, context: int, attention: str, flag: str = "context") -> tuple[PreTrainedModel, Any]:
+def load_pretrained(
+    name_or_path: str, context: int, attention: str, flag: str = "context"
+) -> tuple[PreTrainedModel, Any]:
     """Loads a causal model in float32, and its tokenizer.
 
     Args:

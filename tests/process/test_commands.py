@@ -56,10 +56,8 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 20
 
 
-@pytest.mark.parametrize(("command", "is_launched"), COMMANDS)
-def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
-    for folder in ("recipes", "accelerate_configs", "benchmarks", "launchers"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
+def write_what_it_reads(command: str, tmp_path: Path) -> None:
+    """Writes the files that commands name: path/to/..., and what earlier runs left."""
     write_mnist(tmp_path / "path" / "to" / "mnist")
     rows = [f"{x},{x * x % 7},{x + 1}" for x in range(100)]
     (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
@@ -79,6 +77,13 @@ def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
         write_encoder(tmp_path / "path" / "to" / "encoder")
     elif "--model_name_or_path" in command:
         write_model(tmp_path / "path" / "to" / "model", num_positions=64)
+
+
+@pytest.mark.parametrize(("command", "is_launched"), COMMANDS)
+def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
+    for folder in ("recipes", "accelerate_configs", "benchmarks", "launchers"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    write_what_it_reads(command, tmp_path)
     if "recipes/transformer.py" in command:  # 2,000 steps and evaluations would take minutes
         command += " --max_steps 4" + " --data path/to/file.txt" * ("fsdp2" in command)
     words = shlex.split(command)
