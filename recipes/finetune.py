@@ -31,6 +31,8 @@ from common.models.causal_lm import load_pretrained, with_losses
 from common.models.chat import answer, small_chat_model, with_chat_template
 from common.models.lora import add_lora, write_merged
 
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
@@ -43,7 +45,11 @@ class Config(RunConfig):
     warmup_steps: int = 50
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
+    optimizer: Literal["adamw", "sgd", "adafactor"] = flag("adamw", "the last needs less memory, but whole weights")
     messages_column: str = flag("messages", "name of the column with a list of messages")
+    max_samples: int | None = flag(
+        None, "stream this many conversations of a data set and keep them, not all", minimum=1
+    )
     max_length: int = flag(
         256, "tokens of a conversation beyond this number are cut; with --packing of a block", minimum=2
     )
@@ -106,7 +112,9 @@ def main(config: Config) -> None:
     disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)
-    train_chats, eval_chats = load_chats(config.data, tokenizer, config.max_length, config.messages_column)
+    train_chats, eval_chats = load_chats(
+        config.data, tokenizer, config.max_length, config.messages_column, config.max_samples
+    )
     print_once(train_chats.facts(config.max_length))
     # A pipeline needs micro-batches of one length.
     multiple_of = config.max_length if config.pipeline_stages > 1 else 1
@@ -115,7 +123,8 @@ def main(config: Config) -> None:
     eval_set: MapDataset = ChatDataset(eval_chats)
     if config.packing:
         train_set, eval_set = (PackedDataset(chats, config.max_length) for chats in (train_chats, eval_chats))
-    optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
+    optimizer_class = OPTIMIZERS[config.optimizer]
+    optimizer = optimizer_class(parameter_groups(model, config.weight_decay), config.learning_rate)
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, summarize, collate_fn=collate_fn)
     accelerator.on_main_process(write_answers)(config, tokenizer, eval_chats)
 

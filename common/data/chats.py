@@ -5,7 +5,6 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from common.data.mapped import first_process_first
-from common.data.sources import load_splits, read_file
+from common.data.sources import load_splits
 from common.data.text import IGNORED
 from common.errors import UsageError
 
@@ -118,7 +117,9 @@ def _shifted(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return tokens[:-1], tokens[1:].masked_fill(~trained[1:], IGNORED)
 
 
-def load_chats(data: str, tokenizer: Any, max_length: int, column: str) -> tuple[Chats, Chats]:
+def load_chats(
+    data: str, tokenizer: Any, max_length: int, column: str, max_samples: int | None = None
+) -> tuple[Chats, Chats]:
     """Loads conversations and encodes them with the tokenizer's chat template.
 
     Args:
@@ -126,6 +127,7 @@ def load_chats(data: str, tokenizer: Any, max_length: int, column: str) -> tuple
         tokenizer: a fast tokenizer of transformers with a chat template.
         max_length: tokens beyond this number are cut.
         column: name of the column with lists of messages. If there is none, the columns "prompt" and "completion".
+        max_samples: read so many conversations of each part as a stream.
 
     Returns:
         (training conversations, evaluation conversations). If the source has only one part, one conversation in twenty
@@ -138,8 +140,7 @@ def load_chats(data: str, tokenizer: Any, max_length: int, column: str) -> tuple
         chats = by_rules()
         parts = [chats[len(chats) // HELD_OUT :], chats[: len(chats) // HELD_OUT]]
         return tuple(_of_list(part, tokenizer, max_length) for part in parts)  # type: ignore[return-value]
-    path = Path(data).expanduser()
-    splits = [read_file(path)] if path.suffix in (".json", ".jsonl", ".parquet") else load_splits(data, ADVICE)
+    splits = load_splits(data, ADVICE, max_samples)
     if len(splits) == 1:
         if len(splits[0]) < 2:
             raise UsageError(f"--data {data} has {len(splits[0])} conversations: expected 2 or more")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from common.data.sources import load_splits, read_file
+from common.data.sources import load_splits
 from common.errors import UsageError
 
 # Packages that every Python has, without parts that a distribution may leave out.
@@ -115,9 +115,7 @@ def _standard_library() -> list[tuple[str, str]]:
 
 
 def _load(data: str, text_column: str, label_column: str) -> list[list[tuple[str, str]]]:
-    path = Path(data).expanduser()
-    splits = [read_file(path)] if path.suffix in (".csv", ".json", ".jsonl", ".parquet") else load_splits(data, ADVICE)
-    return [_rows(data, split, text_column, label_column) for split in splits]
+    return [_rows(data, split, text_column, label_column) for split in load_splits(data, ADVICE)]
 
 
 def _rows(data: str, split: Any, text_column: str, label_column: str) -> list[tuple[str, str]]:

@@ -10,6 +10,9 @@ from common.data.mapped import cache_folder, first_process_first
 from common.data.streams import convert_stream
 from common.errors import UsageError
 
+# {end of a file's name: its kind for `datasets`}
+KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
 
 def sklearn_file(name: str) -> Path:
     """Path of a data file in the scikit-learn package: real data, no download, and no import of the package."""
@@ -22,7 +25,7 @@ def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[
     """The training split and, if there is one, the evaluation split of a dataset, each a `datasets.Dataset`.
 
     Args:
-        data: Hub id, or a folder in the Hub's layout, or a .jsonl or .parquet file.
+        data: Hub id, or a folder in the Hub's layout, or a .csv, .jsonl or .parquet file.
         advice: end of the error message: what to type instead.
         max_samples: read so many rows of each split as a stream, without downloading the rest, and keep them on disk.
 
@@ -46,22 +49,6 @@ def _names(data: str, splits: Iterable[str]) -> list[str]:
     return ["train", *[name for name in ("test", "validation", "valid") if name in names][:1]]
 
 
-def read_file(path: Path) -> Any:
-    """A .csv, .json, .jsonl or .parquet file as a `datasets.Dataset`. Raises UsageError."""
-    import datasets  # not at the top: the import takes seconds
-
-    if not path.is_file():
-        raise UsageError(f"--data {path}: no such file")
-    datasets.disable_progress_bars()
-    kind = _kind(path)
-    try:
-        with first_process_first():  # it converts the file
-            return datasets.load_dataset(kind, data_files=str(path), split="train")
-    except Exception as error:  # the library raises dozens of types
-        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"--data {path} cannot be read as {kind} ({reason})") from None
-
-
 def _streamed(data: str, advice: str, max_samples: int) -> dict[str, Any]:
     builder = _loaded(data, advice, "load_dataset_builder")
     streams = builder.as_streaming_dataset()
@@ -78,19 +65,16 @@ def _loaded(data: str, advice: str, function: str) -> Any:
 
     datasets.disable_progress_bars()
     path = Path(data).expanduser()
+    if path.suffix in KINDS and not path.is_file():
+        raise UsageError(f"--data {data}: no such file; {advice}")
     try:
         if path.is_file():
-            return getattr(datasets, function)(_kind(path), data_files=str(path))
+            return getattr(datasets, function)(KINDS.get(path.suffix, "json"), data_files=str(path))
         return getattr(datasets, function)(str(path) if path.is_dir() else data)
     except Exception as error:  # the library and its network stack raise dozens of types
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
         if path.exists():
             raise UsageError(f"--data {data}: the files cannot be read ({reason})") from None
         raise UsageError(
             f"--data {data}: no such folder, and loading from the Hub failed ({reason}); {advice}"
         ) from None
-
-
-def _kind(path: Path) -> str:
-    """The name that `datasets` gives to this kind of file."""
-    return {".csv": "csv", ".parquet": "parquet"}.get(path.suffix, "json")

@@ -47,6 +47,19 @@ def test_evaluation_does_not_depend_on_packing(tmp_path: Path, base: Path) -> No
     assert runs[0].column("train/loss") != runs[1].column("train/loss")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor"])
+def test_other_optimizers(tmp_path: Path, reference: Callable[..., Run], optimizer: str) -> None:
+    flags = f"{SHORT} --optimizer {optimizer}"
+    expected = reference(FINETUNE, flags)
+    assert_close(fork(tmp_path / "ddp", "ddp", FINETUNE, flags), expected)
+    sharded = fork(tmp_path / "fsdp2", "fsdp2", FINETUNE, flags, succeeds=optimizer == "sgd")
+    if optimizer == "sgd":
+        assert_close(sharded, expected)
+    else:
+        assert "Adafactor" in refused(sharded)
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Run:
     return fork(
