@@ -99,7 +99,7 @@ def test_other_optimizers_are_refused_under_deepspeed(tmp_path: Path, optimizer:
 
 
 @pytest.mark.parametrize("optimizer", ["Adafactor", "Muon", "Lion"])
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "tensor_parallel"])
 def test_other_optimizers_are_right_or_refused(
     tmp_path: Path, reference: Callable[..., Run], config: str, optimizer: str
 ) -> None:
@@ -228,6 +228,14 @@ def test_dropout_is_said_to_depend_on_the_micro_batch_size(tmp_path: Path) -> No
     alone, two = (fork(tmp_path / config, config, CASES, arguments) for config in ("single", "ddp"))
     assert (alone.stdout.count(line), two.stdout.count(line)) == (0, 1)
     assert largest_difference(two.column("train/loss"), alone.column("train/loss")) > 1e-5  # they do depend on it
+
+
+def test_dropout_is_said_to_differ_in_layers_that_are_divided(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    run = fork(tmp_path / "run", "tensor_parallel", CASES, f"{STEPS} --case dropout")
+    line = "processes that divide a layer or the chain of layers may draw other masks than one process"
+    assert run.stdout.count(line) == 1
+    expected = reference(CASES, f"{STEPS} --case dropout")
+    assert largest_difference(run.column("train/loss"), expected.column("train/loss")) > 1e-5
 
 
 @pytest.mark.parametrize(

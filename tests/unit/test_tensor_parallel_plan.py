@@ -2,6 +2,7 @@
 
 import pytest
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from common.errors import UsageError
 from common.parallel.tensor_parallel import check_plan
@@ -16,6 +17,12 @@ class Net(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
         self.tp_plan = {name.replace("_", "."): style for name, style in plan.items()}
+
+
+def with_weight_norm(name: str) -> nn.Module:
+    net = Net(**{name: "colwise"})
+    weight_norm(net.get_submodule(name))
+    return net
 
 
 def test_plan_names_modules_with_a_star_for_numbers() -> None:
@@ -39,6 +46,7 @@ def test_plan_names_modules_with_a_star_for_numbers() -> None:
         (Net(embedding="embedding_rowwise"), 5, "embedding is 12 wide"),
         (Net(**{"layers_0": "colwise"}), 2, r"layers.0 is Sequential: expected Linear or Embedding"),
         (Net(tied=True, head="colwise"), 2, "head shares its weight with embedding"),
+        (with_weight_norm("head"), 2, "head computes its weight from parametrizations.weight.original0"),
     ],
 )
 def test_plan_that_does_not_fit(net: Net, size: int, expected: str) -> None:

@@ -1,0 +1,116 @@
+"""Promise: a model and an optimizer have the result of one process under a config, or one line refuses them.
+
+`ZOO_TABLES=write pytest -m '' tests/process/test_zoo.py` runs all cells and writes the tables of docs/zoo.md.
+"""
+
+import os
+import re
+import runpy
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.launching import fork
+from support.recipes import FLAGS, FLOAT32_CONFIGS
+from support.runs import ROOT, Run, assert_same_result, refused
+
+ZOO, PAGE = "tests/scripts/zoo.py", ROOT / "docs" / "zoo.md"
+NAMES = runpy.run_path(str(ROOT / ZOO))
+MODELS, OPTIMIZERS = list(NAMES["MODELS"]), list(NAMES["OPTIMIZERS"])
+CONFIGS = [name for name in FLOAT32_CONFIGS if name not in ("single", "ddp_fp16")]
+# In `make test`: each model, optimizer and config at least once.
+DRAWN = {
+    ("tied", "adamw", "pipeline_parallel"),
+    ("called_twice", "sgd", "fsdp2"),
+    ("frozen", "rmsprop", "deepspeed_zero2"),
+    ("buffers", "sgd", "deepspeed_zero1"),
+    ("weight_norm", "sgd", "tensor_parallel"),
+    ("conv_lstm", "adamw", "deepspeed_zero3"),
+    ("encoder", "adafactor", "ddp"),
+    ("encoder_decoder", "adafactor", "fsdp2_tensor_parallel"),
+    ("experts", "amsgrad", "deepspeed_zero3_offload"),
+    ("dropout", "sgd", "hsdp"),
+}
+WRITES = os.environ.get("ZOO_TABLES") == "write"
+Cell = tuple[str, str, str]
+
+
+def cells() -> list[Any]:
+    every = product(MODELS, OPTIMIZERS, CONFIGS)
+    return [cell if cell in DRAWN else pytest.param(*cell, marks=pytest.mark.full) for cell in every]
+
+
+def pattern_of(title: str) -> re.Pattern[str]:
+    return re.compile(rf"^\| {title} \|.*?(?=\n\n)", re.MULTILINE | re.DOTALL)
+
+
+def table(title: str) -> dict[str, dict[str, str]]:
+    """{row: {config: cell}} of the table on the page whose first column has this title."""
+    text = pattern_of(title).search(PAGE.read_text())
+    assert text is not None
+    header, _, *rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in text[0].splitlines()]
+    return {row[0]: dict(zip(header[1:], row[1:])) for row in rows}
+
+
+def write(title: str, outcomes: dict[tuple[str, str], set[str]]) -> None:
+    """Writes a table. A row has "same" where one of its combinations has the same result."""
+    rows = dict.fromkeys(row for row, _ in outcomes)
+    lines = [[title, *(f"`{config}`" for config in CONFIGS)], ["---"] * (len(CONFIGS) + 1)]
+    for row in rows:
+        lines.append([f"`{row}`", *("same" if "same" in outcomes[row, config] else "refused" for config in CONFIGS)])
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    PAGE.write_text(pattern_of(title).sub(text, PAGE.read_text()))
+
+
+def check(cell: Cell, outcome: str) -> None:
+    """Compares with the page: a combination has the same result if its model and its optimizer have it."""
+    model, optimizer, config = cell
+    both = {table("model")[model][config], table("optimizer")[optimizer][config]}
+    assert outcome == ("same" if both == {"same"} else "refused"), cell
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[Callable[[Cell, str], None]]:
+    """report(cell, outcome) compares an outcome with the page; at the end of all tests, if they write the page."""
+    found: dict[Cell, str] = {}
+    yield found.__setitem__ if WRITES else check
+    if not WRITES:
+        return
+    for position, title in enumerate(("model", "optimizer")):
+        outcomes: dict[tuple[str, str], set[str]] = {}
+        for cell, outcome in found.items():
+            outcomes.setdefault((cell[position], cell[2]), set()).add(outcome)
+        write(title, outcomes)
+    for cell, outcome in found.items():
+        check(cell, outcome)
+
+
+def test_draw_has_each_model_optimizer_and_config() -> None:
+    assert [{cell[position] for cell in DRAWN} for position in range(3)] == [set(MODELS), set(OPTIMIZERS), set(CONFIGS)]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "config"), cells())
+def test_cell(
+    tmp_path: Path,
+    reference: Callable[..., Run],
+    report: Callable[[Cell, str], None],
+    model: str,
+    optimizer: str,
+    config: str,
+) -> None:
+    arguments = f"--model {model} --optimizer {optimizer} --hang_timeout 60"
+    run = fork(tmp_path / "run", config, ZOO, arguments + FLAGS.get(config, ""), succeeds=False)
+    if run.exit_code == 0:
+        assert_same_result(run, reference(ZOO, arguments))
+    else:
+        assert refused(run) and run.exit_code == 2 and not (run.output_dir / "model").exists(), run.stderr
+    report((model, optimizer, config), "same" if run.exit_code == 0 else "refused")
+
+
+@pytest.mark.skipif(WRITES, reason="the page is written after this test")
+def test_page_names_each_model_optimizer_and_config() -> None:
+    for title, names in (("model", MODELS), ("optimizer", OPTIMIZERS)):
+        assert list(table(title)) == names and all(list(row) == CONFIGS for row in table(title).values())
