@@ -16,6 +16,7 @@ def evidence(
     train_set: Any,
     eval_set: Any,
     config: Any,
+    *others: Any,
     **keywords: Any,
 ) -> dict[str, Any]:
     """Reads samples and runs `forward_step` a few times; takes the arguments of `fit`.
