@@ -7,7 +7,7 @@ from typing import Any
 from accelerate_recipes.verify.runs import Finished
 
 TOLERANCE = 1e-5  # float32; relative
-BF16_TOLERANCE = 5e-3  # bf16 keeps 8 bits, and configs round at different places
+BF16_TOLERANCE = 1e-2  # bf16 keeps 8 bits, and configs round at different places: up to 0.7 % for our recipes
 
 
 @dataclass(frozen=True)

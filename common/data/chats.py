@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from common.data.mapped import first_process_first
+from common.data.mapped import map_once
 from common.data.sources import load_splits
 from common.data.text import IGNORED
+from common.data.token_map import digest_of
 from common.errors import UsageError
 
 Messages = list[dict[str, str]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
+VERSION = 1  # of what `encode` returns: another number makes it work anew
 ADVICE = "type --data rules for the embedded conversations, or the path of a .jsonl file"
 
 
@@ -37,6 +39,10 @@ class Chats:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def part(self, indices: list[int]) -> "Chats":
+        """The conversations with these indices, which stay on disk."""
+        return Chats(self.rows.select(indices), lambda index: self.messages(indices[index]))
 
     def facts(self, max_length: int) -> str:
         """How much of it is trained, and what was cut, for the terminal."""
@@ -138,16 +144,17 @@ def load_chats(
     """
     if data == "rules":
         chats = by_rules()
-        parts = [chats[len(chats) // HELD_OUT :], chats[: len(chats) // HELD_OUT]]
-        return tuple(_of_list(part, tokenizer, max_length) for part in parts)  # type: ignore[return-value]
-    splits = load_splits(data, ADVICE, max_samples)
-    if len(splits) == 1:
-        if len(splits[0]) < 2:
-            raise UsageError(f"--data {data} has {len(splits[0])} conversations: expected 2 or more")
-        held_out = max(1, len(splits[0]) // HELD_OUT)
-        order = torch.randperm(len(splits[0]), generator=torch.Generator().manual_seed(0)).tolist()
-        splits = [splits[0].select(sorted(order[held_out:])), splits[0].select(sorted(order[:held_out]))]
-    return tuple(_of_split(data, one, tokenizer, max_length, column) for one in splits)  # type: ignore[return-value]
+        cut = len(chats) // HELD_OUT
+        return _of_list(chats[cut:], tokenizer, max_length), _of_list(chats[:cut], tokenizer, max_length)
+    parts = [_of_split(data, one, tokenizer, max_length, column) for one in load_splits(data, ADVICE, max_samples)]
+    if len(parts) == 1:
+        num_chats = len(parts[0])
+        if num_chats < 2:
+            raise UsageError(f"--data {data} has {num_chats} conversations: expected 2 or more")
+        held_out = max(1, num_chats // HELD_OUT)
+        order = torch.randperm(num_chats, generator=torch.Generator().manual_seed(0)).tolist()
+        parts = [parts[0].part(sorted(order[held_out:])), parts[0].part(sorted(order[:held_out]))]
+    return parts[0], parts[1]
 
 
 def _of_list(chats: list[Messages], tokenizer: Any, max_length: int) -> Chats:
@@ -155,6 +162,8 @@ def _of_list(chats: list[Messages], tokenizer: Any, max_length: int) -> Chats:
 
 
 def _of_split(data: str, split: Any, tokenizer: Any, max_length: int, column: str) -> Chats:
+    import datasets  # not at the top: the import takes seconds
+
     names = split.column_names
     if column not in names and not {"prompt", "completion"} <= {*names}:
         raise UsageError(
@@ -167,14 +176,21 @@ def _of_split(data: str, split: Any, tokenizer: Any, max_length: int, column: st
             return row[column]
         return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
 
-    def encoded(row: dict[str, Any], index: int) -> dict[str, Any]:
-        try:
-            return encode(messages(row), tokenizer, max_length)
-        except UsageError as error:
-            raise UsageError(f"--data {data}, conversation {index + 1}: {error}") from None
+    def encoded(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        found = []
+        for row, number in zip((dict(zip(batch, values)) for values in zip(*batch.values())), numbers):
+            try:
+                found.append(encode(messages(row), tokenizer, max_length))
+            except UsageError as error:
+                raise UsageError(f"--data {data}, conversation {number + 1}: {error}") from None
+        return {name: [row[name] for row in found] for name in found[0]}
 
-    with first_process_first():  # the others read its cache
-        rows = split.map(encoded, with_indices=True, remove_columns=names, desc="encode conversations")
+    number = datasets.Value("int64")
+    lists = {"tokens": datasets.List(number), "trained": datasets.List(datasets.Value("bool"))}
+    features = datasets.Features({**lists, "num_trained": number, "length": number})
+    key = f"chats {VERSION} {split._fingerprint} {digest_of(tokenizer)} {max_length} {column}"
+    title = f"encoding {len(split):,} conversations; later runs read them from the cache"
+    rows = map_once(split, encoded, features, key, split.data.nbytes, title)
     return Chats(rows, lambda index: messages(split[index]))
 
 

@@ -86,7 +86,7 @@ def tokenise(
 
     features = datasets.Features({"tokens": datasets.List(datasets.Value(dtype))})
     line = f"tokenising {title} ({num_bytes / 1e6:,.0f} MB); later runs read the tokens from the cache"
-    return TokenMap(map_once(rows, encode, features, f"tokens {VERSION} {key} {_digest(tokenizer)}", num_bytes, line))
+    return TokenMap(map_once(rows, encode, features, f"tokens {VERSION} {key} {digest_of(tokenizer)}", num_bytes, line))
 
 
 def is_bytewise(tokenizer: Any) -> bool:
@@ -103,7 +103,7 @@ def encoded(texts: list[str], tokenizer: Any, dtype: str) -> numpy.ndarray:
     return numpy.fromiter(chain.from_iterable(lists), dtype, sum(map(len, lists)))
 
 
-def _digest(tokenizer: Any) -> str:
+def digest_of(tokenizer: Any) -> str:
     """A digest of the tokenizer's files."""
     with TemporaryDirectory() as folder:
         paths = sorted(Path(path) for path in tokenizer.save_pretrained(folder))
