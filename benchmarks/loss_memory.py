@@ -29,7 +29,7 @@ def measure(chunk: int) -> dict[str, float]:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = with_losses(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)), chunk=chunk)
+    model = with_losses(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)), chunk=chunk, longest=CONTEXT)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model.to(device)
     tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT), device=device)

@@ -159,8 +159,10 @@ def evaluate_exported(
         raise StoppedError("during the evaluation: the same command starts again")
     if accelerator.is_main_process:
         print("  ".join(f"eval/{name} {value:.6g}" for name, value in metrics.items()), flush=True)
-        found = {"metrics": metrics, "config": asdict(config)}
-        (config.output_dir / "evaluation.json").write_text(json.dumps(found, indent=2, default=str) + "\n")
+        # JSON has no infinity and no NaN.
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        text = json.dumps({"metrics": finite, "config": asdict(config)}, indent=2, default=str)
+        (config.output_dir / "evaluation.json").write_text(text + "\n")
     return metrics
 
 

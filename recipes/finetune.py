@@ -27,7 +27,7 @@ from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups,
 from common.data import Batch, MapDataset, pad_to_longest
 from common.data.chats import ChatDataset, Chats, PackedDataset, load_chats
 from common.data.text import IGNORED
-from common.models.causal_lm import load_pretrained, with_losses
+from common.models.causal_lm import checkpoint_activations, load_pretrained, with_losses
 from common.models.chat import answer, small_chat_model, with_chat_template
 from common.models.lora import add_lora, write_merged
 
@@ -45,7 +45,7 @@ class Config(RunConfig):
     warmup_steps: int = 50
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
-    optimizer: Literal["adamw", "sgd", "adafactor"] = flag("adamw", "the last needs less memory, but whole weights")
+    optimizer: Literal["adamw", "sgd", "adafactor"] = flag("adamw", "adafactor needs less memory; not with shards")
     messages_column: str = flag("messages", "name of the column with a list of messages")
     max_samples: int | None = flag(
         None, "stream this many conversations of a data set and keep them, not all", minimum=1
@@ -58,10 +58,10 @@ class Config(RunConfig):
     lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
     merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
     loss_chunk: int = flag(1024, "tokens whose logits are in memory at one time; 0: all of a micro-batch", minimum=0)
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = flag("sdpa", "implementation of attention")
+    attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "fine-tune this causal model with its tokenizer (folder or Hub id)")
-    num_answers: int = flag(100, "held-out questions for the exported model after training", minimum=0)
+    num_answers: int = flag(50, "held-out questions for the exported model after training", minimum=0)
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -87,11 +87,12 @@ def build(config: Config) -> tuple[nn.Module, Any]:
     else:
         model, tokenizer = load_pretrained(path, config.max_length, config.attention, "max_length")
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model = with_losses(model, packs=config.packing, chunk=config.loss_chunk)
+        checkpoint_activations(model)
+    tokenizer = with_chat_template(tokenizer, model)
+    model = with_losses(model, config.packing, config.loss_chunk, config.max_length)
     if path is not None and config.lora_rank:
-        return add_lora(model, config.lora_rank, config.lora_targets, path), with_chat_template(tokenizer)
-    return model, with_chat_template(tokenizer)
+        return add_lora(model, config.lora_rank, config.lora_targets, path), tokenizer
+    return model, tokenizer
 
 
 def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
@@ -102,8 +103,8 @@ def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
     asked = [chats.messages(index) for index in range(min(config.num_answers, len(chats)))]
     asked = [messages for messages in asked if messages[-1]["role"] == "assistant"]
     if asked:
-        answers = answer(config.output_dir / "model", tokenizer, [one[:-1] for one in asked], config.max_length)
-        num_right = sum(found == one[-1]["content"] for found, one in zip(answers, asked))
+        answers = answer(config.output_dir / "model", tokenizer, asked, config.max_length)
+        num_right = sum(found.endswith(one[-1]["content"].strip()) for found, one in zip(answers, asked))
         print(f"{asked[0][-2]['content']} {answers[0]}\n{num_right} of {len(asked)} held-out answers are right")
 
 
@@ -126,7 +127,8 @@ def main(config: Config) -> None:
     optimizer_class = OPTIMIZERS[config.optimizer]
     optimizer = optimizer_class(parameter_groups(model, config.weight_decay), config.learning_rate)
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, summarize, collate_fn=collate_fn)
-    accelerator.on_main_process(write_answers)(config, tokenizer, eval_chats)
+    if not config.evaluate_only:
+        accelerator.on_main_process(write_answers)(config, tokenizer, eval_chats)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,13 @@ from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups,
 from common.data import Batch, pad_to_longest
 from common.data.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
 from common.evaluation import Examples, Metrics
-from common.models.encoder import BERT_TP_PLAN, freeze_key_biases, load_classifier, word_tokenizer
+from common.models.encoder import (
+    BERT_TP_PLAN,
+    exported_tokenizer,
+    freeze_key_biases,
+    load_classifier,
+    word_tokenizer,
+)
 
 
 @dataclass(kw_only=True)
@@ -72,7 +78,7 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 def macro_f1(examples: Examples) -> Metrics:
     """The mean over the classes of F1, the harmonic mean of precision and recall."""
     predicted, label = examples["predicted"], examples["label"]
-    classes = label.unique()
+    classes = torch.cat([label, predicted]).unique()
     hits = torch.stack([((predicted == one) & (label == one)).sum() for one in classes])
     sizes = torch.stack([(predicted == one).sum() + (label == one).sum() for one in classes])
     return {"macro_f1": float((2 * hits / sizes).mean())}
@@ -103,6 +109,8 @@ def build(config: Config, train_texts: LabelledTexts) -> tuple[nn.Module, Any]:
     model = BertForSequenceClassification(shape)
     model.tp_plan = BERT_TP_PLAN
     freeze_key_biases(model)
+    if config.evaluate_only:
+        return model, exported_tokenizer(config.output_dir / "model", classes)
     return model, word_tokenizer(train_texts.texts, config.vocabulary)
 
 
@@ -118,7 +126,8 @@ def main(config: Config) -> None:
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     padding = pad_to_longest({"input_ids": tokenizer.pad_token_id})
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, examples=macro_f1, collate_fn=padding)
-    accelerator.on_main_process(tokenizer.save_pretrained)(config.output_dir / "model")
+    if not config.evaluate_only:
+        accelerator.on_main_process(tokenizer.save_pretrained)(config.output_dir / "model")
 
 
 if __name__ == "__main__":

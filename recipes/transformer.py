@@ -26,7 +26,13 @@ from transformers.utils.logging import disable_progress_bar
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from common.data import Batch
 from common.data.text import load_tokens
-from common.models.causal_lm import byte_tokenizer, flops_per_sample, load_pretrained, with_losses
+from common.models.causal_lm import (
+    byte_tokenizer,
+    checkpoint_activations,
+    flops_per_sample,
+    load_pretrained,
+    with_losses,
+)
 
 
 @dataclass(kw_only=True)
@@ -108,7 +114,7 @@ def main(config: Config) -> None:
     model, tokenizer = build(config)
     train_set, eval_set = load_tokens(config.data, tokenizer, config.context, config.max_samples)
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     groups = parameter_groups(model, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, config.learning_rate, betas=(0.9, 0.99))
     fit(
@@ -124,7 +130,8 @@ def main(config: Config) -> None:
         flops_per_sample=flops_per_sample(model, config.context),
     )
     prompt = eval_set[0]["tokens"][: max(1, config.context // 2)]
-    accelerator.on_main_process(write_sample)(config, tokenizer, prompt)
+    if not config.evaluate_only:
+        accelerator.on_main_process(write_sample)(config, tokenizer, prompt)
 
 
 if __name__ == "__main__":

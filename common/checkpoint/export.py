@@ -43,9 +43,10 @@ def _write(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> Path:
     if adapter := getattr(module, "peft_adapter", None):
         return adapter.write(weights, folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})  # transformers needs it
-    config: Any = getattr(module, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(folder)
+    for part in ("config", "generation_config"):  # of a model of transformers
+        settings: Any = getattr(module, part, None)
+        if hasattr(settings, "save_pretrained"):
+            settings.save_pretrained(folder)
     return folder / "model.safetensors"
 
 

@@ -40,14 +40,31 @@ class Chats:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def lengths(self) -> list[int]:
+        """The number of tokens of each conversation, before the cut."""
+        return self._column("length")
+
+    def _column(self, name: str) -> list[int]:
+        rows = self.rows if isinstance(self.rows, list) else self.rows.select_columns([name])
+        return [row[name] for row in rows]
+
+    def check_trained(self, data: str) -> "Chats":
+        """Returns itself. Raises UsageError if no token is trained."""
+        if not any(self._column("num_trained")):
+            roles = sorted({one["role"] for one in self.messages(0)})
+            raise UsageError(
+                f"--data {data}: no token is trained: expected messages of the role assistant, found "
+                f"{', '.join(roles)}; or type a larger --max_length"
+            )
+        return self
+
     def part(self, indices: list[int]) -> "Chats":
         """The conversations with these indices, which stay on disk."""
         return Chats(self.rows.select(indices), lambda index: self.messages(indices[index]))
 
     def facts(self, max_length: int) -> str:
         """How much of it is trained, and what was cut, for the terminal."""
-        rows = self.rows if isinstance(self.rows, list) else self.rows.select_columns(["length", "num_trained"])
-        lengths, num_trained = [row["length"] for row in rows], sum(row["num_trained"] for row in rows)
+        lengths, num_trained = self.lengths(), sum(self._column("num_trained"))
         num_tokens = sum(min(length, max_length) for length in lengths)
         num_cut = sum(length > max_length for length in lengths)
         return (
@@ -76,13 +93,13 @@ class PackedDataset(Dataset):
     shape (length,), "weight": float}. Positions start at 0 for each conversation, and for the padding at the end.
 
     Args:
-        chats: conversations of at most `length` + 1 tokens.
+        chats: conversations that were cut at `length` tokens.
         length: tokens of a block.
     """
 
     def __init__(self, chats: Chats, length: int):
         self.rows, self.length = chats.rows, length
-        self.blocks = packed([len(row["tokens"]) - 1 for row in self.rows], length)
+        self.blocks = packed([min(size, length) - 1 for size in chats.lengths()], length)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -144,6 +161,8 @@ def load_chats(
     """
     if data == "rules":
         chats = by_rules()
+        if max_samples is not None:
+            raise UsageError("--max_samples reads a data set of the Hub or a file: type --data, too")
         cut = len(chats) // HELD_OUT
         return _of_list(chats[cut:], tokenizer, max_length), _of_list(chats[:cut], tokenizer, max_length)
     parts = [_of_split(data, one, tokenizer, max_length, column) for one in load_splits(data, ADVICE, max_samples)]
@@ -154,7 +173,7 @@ def load_chats(
         held_out = max(1, num_chats // HELD_OUT)
         order = torch.randperm(num_chats, generator=torch.Generator().manual_seed(0)).tolist()
         parts = [parts[0].part(sorted(order[held_out:])), parts[0].part(sorted(order[:held_out]))]
-    return parts[0], parts[1]
+    return parts[0].check_trained(data), parts[1].check_trained(data)
 
 
 def _of_list(chats: list[Messages], tokenizer: Any, max_length: int) -> Chats:
@@ -200,6 +219,10 @@ def encode(messages: Messages, tokenizer: Any, max_length: int) -> dict[str, Any
     The model learns to write what the template puts after the beginning of each answer of the assistant, up to its end
     mark. Raises UsageError.
     """
+    if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
+        raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
+    if messages and messages[0]["role"] == "assistant":
+        raise UsageError("it begins with an answer: remove it, or put a question before it")
     text, spans = _render(messages, tokenizer), []
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -214,6 +237,7 @@ def encode(messages: Messages, tokenizer: Any, max_length: int) -> dict[str, Any
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
     trained = [any(start in span for span in spans) for start in starts]
+    trained[:1] = [False] * len(trained[:1])  # no token comes before it
     if len(tokens) < 2:
         raise UsageError("it has fewer than two tokens: remove it")
     trained = trained[:max_length]

@@ -50,7 +50,7 @@ class EncodedTexts(Dataset):
 
     def __init__(self, source: LabelledTexts, tokenizer: Any, max_length: int, class_weights: list[float]):
         encoded = tokenizer(source.texts, truncation=True, max_length=max_length)["input_ids"]
-        self.tokens = [torch.tensor(tokens) for tokens in encoded]
+        self.tokens = [torch.tensor(tokens or [tokenizer.pad_token_id]) for tokens in encoded]
         self.labels, self.class_weights = source.labels, class_weights
 
     def __len__(self) -> int:
@@ -126,7 +126,9 @@ def _rows(data: str, split: Any, text_column: str, label_column: str) -> list[tu
     name_of = getattr(split.features[label_column], "int2str", str)  # a class of `datasets` knows its names
     texts, labels = split[text_column], split[label_column]
     for row, (text, label) in enumerate(zip(texts, labels), start=1):
-        if not isinstance(text, str) or label is None:
-            missing = text_column if not isinstance(text, str) else label_column
-            raise UsageError(f"--data {data}: row {row} has no value in column {missing}: remove the row or fill it")
+        if not isinstance(text, str) or label in (None, -1):  # -1 stands for no label in tests of the Hub
+            missing = (
+                f"text in column {text_column}" if not isinstance(text, str) else f"class in column {label_column}"
+            )
+            raise UsageError(f"--data {data}: row {row} has no {missing}: remove the row or fill it")
     return [(text, name_of(label)) for text, label in zip(texts, labels)]

@@ -77,7 +77,7 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
     return not torch.allclose(first, second, rtol=1e-3, atol=1e-5)
 
 
-def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0) -> PreTrainedModel:
+def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, longest: int = 0) -> PreTrainedModel:
     """Makes a causal model's forward return losses.
 
     forward(tokens, labels, positions=None), all int64 of shape (batch, context), returns the mean loss of each example,
@@ -89,6 +89,8 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0) -> 
         model: a causal model of transformers.
         packs: samples hold several documents, and the positions of each start at 0. Attention stays inside a document.
         chunk: the most tokens whose logits are in memory at one time; the backward pass computes them again. 0: all.
+        longest: the length of the longest sample, if there is a chunk. ZeRO needs the same number of chunks for shorter
+            ones.
 
     Raises:
         UsageError: with `packs`, the model lets a document see the one before it.
@@ -99,9 +101,9 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0) -> 
 
     def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         given = {} if positions is None else {"position_ids": positions}
-        if chunk and labels.numel() > chunk:
+        if chunk and (num_chunks := -(-len(labels) * longest // chunk)) > 1:
             hidden = self.base_model(input_ids=tokens, use_cache=False, **given)[0]
-            return _mean_losses(_in_chunks(self.get_output_embeddings(), hidden, labels, chunk), labels)
+            return _mean_losses(_in_chunks(self.get_output_embeddings(), hidden, labels, num_chunks), labels)
         return self.losses(type(self).forward(self, input_ids=tokens, use_cache=False, **given).logits, tokens, labels)
 
     if packs:
@@ -119,26 +121,28 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0) -> 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each label, shape (labels,); 0 for `IGNORED`."""
-    return F.cross_entropy(logits.float().view(len(labels), -1), labels, ignore_index=IGNORED, reduction="none")
+    return F.cross_entropy(logits.float().flatten(0, -2), labels, ignore_index=IGNORED, reduction="none")
 
 
 def _mean_losses(losses: Tensor, labels: Tensor) -> Tensor:
     return losses.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
-def _in_chunks(head: nn.Module, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def _in_chunks(head: nn.Module, hidden: Tensor, labels: Tensor, num_chunks: int) -> Tensor:
     """The loss of each label, shape (batch * context,). Only the logits of a chunk are in memory."""
 
     def losses(hidden: Tensor, labels: Tensor) -> Tensor:
         return _cross_entropy(head(hidden), labels)
 
-    parts = zip(hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk))
+    parts = zip(hidden.flatten(0, 1).tensor_split(num_chunks), labels.flatten().tensor_split(num_chunks))
     return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
 
 
 @torch.no_grad()
 def _head_alone_makes_logits(model: PreTrainedModel) -> bool:
     """Whether the logits are the head's output for the hidden states; some models scale or cap them."""
+    if getattr(model.config.get_text_config(), "final_logit_softcapping", None):  # it hardly changes small logits
+        return False
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
     training = model.training
     expected = model.eval()(input_ids=tokens, use_cache=False).logits
@@ -163,6 +167,14 @@ def _check_documents_are_apart(model: PreTrainedModel) -> None:
     model.train(training)
     if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-5):
         raise UsageError(f"--packing: {type(model).__name__} {reason}: leave out --packing")
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recomputes the activations of layers in the backward pass. Raises UsageError if the model cannot."""
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise UsageError(f"--activation_checkpointing: {error}: leave it out") from None
 
 
 def _attend_without_mask(model: PreTrainedModel) -> None:

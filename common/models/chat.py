@@ -8,26 +8,55 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from common.environment import print_once
+from common.errors import UsageError
 from common.models.causal_lm import byte_tokenizer
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + END }}{% endfor %}"
+    "{{ BEGIN }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + END }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SHORT_TEMPLATE = (  # for bytes: U question, A answer
     "{% for message in messages %}{{ message['role'][0].upper() + ' ' + message['content'] + '\x03' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A ' }}{% endif %}"
 )
+ANSWER = "answer"
+MORE_TOKENS = 16
 END = "\x03"  # "end of text" in ASCII, for a tokenizer without an end mark
 
 
-def with_chat_template(tokenizer: Any) -> Any:
-    """Gives a tokenizer a plain chat template if it has none, and says so."""
+def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
+    """Gives a tokenizer a plain chat template if it has none, and says so. Tells the model which token ends an answer.
+
+    Raises:
+        UsageError: the tokenizer cannot tell the place of its tokens in a text.
+    """
+    if not tokenizer.is_fast:
+        raise UsageError(
+            f"{type(tokenizer).__name__} does not tell the place of its tokens: type the path of a model with a fast "
+            "tokenizer (tokenizer.json)"
+        )
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = TEMPLATE.replace("END", "eos_token" if tokenizer.eos_token else repr(END))
+        begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+        template = TEMPLATE.replace("END", "eos_token" if tokenizer.eos_token else repr(END))
+        tokenizer.chat_template = template.replace("BEGIN", "bos_token" if begins else "''")
         print_once("the tokenizer has no chat template: it gets a plain one, which is exported with the model")
+    _end_answers(tokenizer, model)
     return tokenizer
+
+
+def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
+    """Adds the token that the template puts after an answer to those that end a generation."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(ANSWER)[2].strip()
+    except Exception:  # a template is a program; loading the conversations says what is wrong with it
+        return
+    ends = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+    known = model.generation_config.eos_token_id
+    ends += [] if known is None else known if isinstance(known, list) else [known]
+    if ends:
+        model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends))
 
 
 def small_chat_model(max_length: int, attention: str) -> tuple[PreTrainedModel, Any]:
@@ -57,16 +86,18 @@ def answer(folder: Path, tokenizer: Any, chats: Sequence[list[dict[str, str]]], 
     Args:
         folder: with the model, or with adapters whose base is found under its name.
         tokenizer: with a chat template.
-        chats: messages up to a question.
+        chats: conversations that end with the expected answer. The model may write a few tokens more than that has.
         max_length: of a conversation with its answer, in tokens.
     """
-    model, found = AutoModelForCausalLM.from_pretrained(folder).eval(), []
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
     for messages in chats:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
         tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         if tokens.shape[1] >= max_length:
             found.append("")
             continue
-        new = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_length=max_length, do_sample=False)
-        found.append(tokenizer.decode(new[0, tokens.shape[1] :], skip_special_tokens=True).split(END)[0])
+        expected = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+        longest = min(max_length, tokens.shape[1] + len(expected) + MORE_TOKENS)
+        new = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_length=longest, do_sample=False)
+        found.append(tokenizer.decode(new[0, tokens.shape[1] :], skip_special_tokens=True).split(END)[0].strip())
     return found

@@ -1,12 +1,13 @@
 """Encoders of transformers that classify texts, and a tokenizer whose tokens are words."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from common.errors import UsageError
 
@@ -43,7 +44,11 @@ def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -
         raise UsageError(
             f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: type the path of an encoder"
         )
-    longest = getattr(model.config, "max_position_embeddings", max_length)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    # RoBERTa has two positions more than it takes tokens; its tokenizer knows. XLNet has -1.
+    limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
+    longest = min((limit for limit in limits if limit and limit > 0), default=max_length)
     if max_length > longest:
         raise UsageError(
             f"--max_length {max_length} exceeds the model's {longest} positions: type --max_length {longest}"
@@ -83,3 +88,18 @@ def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizer
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNKNOWN, cls_token=FIRST, model_max_length=10**6
     )
+
+
+def exported_tokenizer(folder: Path, classes: list[str]) -> Any:
+    """The tokenizer beside an exported classifier. Raises UsageError if there is none, or if the classes differ."""
+    try:
+        found = AutoConfig.from_pretrained(folder).id2label
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise UsageError(
+            f"no exported classifier in {folder}: train first, or type the --output_dir of a run"
+        ) from None
+    there = [found[number] for number in sorted(found)]
+    if there != classes:
+        raise UsageError(f"the classes are {', '.join(there)} in {folder}, and {', '.join(classes)} in the data")
+    return tokenizer

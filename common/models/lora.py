@@ -4,6 +4,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -27,12 +29,22 @@ class Adapter:
 
     def write(self, weights: dict[str, Tensor], folder: Path) -> Path:
         """Writes PEFT's two files. Returns the path of the one with the weights."""
-        save_file({_without_name(name): weight for name, weight in weights.items()}, folder / FILE, {"format": "pt"})
+        facts = {"format": "pt", "base": self.base_digest}
+        save_file({_without_name(name): weight for name, weight in weights.items()}, folder / FILE, facts)
         self.settings.save_pretrained(str(folder))
         return folder / FILE
 
     def read(self, folder: Path, names: list[str]) -> dict[str, Tensor]:
-        """{name in the model: weight} of what `write` wrote; `names` are those in the model. Raises OSError."""
+        """{name in the model: weight} of what `write` wrote; `names` are those in the model.
+
+        Raises:
+            OSError: no such file.
+            UsageError: the adapters belong to another base.
+        """
+        with safe_open(folder / FILE, "pt") as file:
+            base = (file.metadata() or {}).get("base")
+        if base != self.base_digest:
+            raise UsageError(f"{folder} was made with base {base}, this run has {self.base_digest}")
         own = {_without_name(name): name for name in names}
         return {own.get(name, name): weight for name, weight in load_file(folder / FILE).items()}
 
@@ -63,23 +75,31 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
     except ImportError:
         raise UsageError("--lora_rank needs PEFT: type pip install peft") from None
     digest = _digest(model)
-    names = targets if targets == "all-linear" else targets.split(",")
-    try:
-        adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
-    except ValueError as error:
-        layers = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        raise UsageError(
-            f"--lora_targets {targets}: {str(error).splitlines()[0]}; type all-linear, or some of "
-            f"{','.join(sorted(layers))}"
-        ) from None
+    names = targets if targets == "all-linear" else _layers(model, targets)
+    adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
     settings = adapted.peft_config["default"]
-    settings.base_model_name_or_path = base
+    settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
     settings.task_type = "CAUSAL_LM"  # not before: get_peft_model would give forward other arguments
     adapted.peft_adapter = Adapter(settings, digest)
     num_weights = sum(weight.numel() for weight in adapted.parameters())
     num_trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
     print_once(f"trainable: {num_trained:,} of {num_weights:,} weights ({100 * num_trained / num_weights:.2g} %)")
     return adapted
+
+
+def _layers(model: PreTrainedModel, targets: str) -> list[str]:
+    """The names of layers in `--lora_targets`. Raises UsageError for a name that is no linear layer but the head."""
+    head = model.get_output_embeddings()
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    names = [name.strip() for name in targets.split(",") if name.strip()]
+    unknown = [name for name in names if not any(one == name or one.endswith(f".{name}") for one in linear)]
+    if unknown or not names:
+        last = sorted({name.rpartition(".")[2] for name in linear})
+        raise UsageError(
+            f"--lora_targets {targets}: no linear layer {', '.join(unknown)}; type all-linear, or some of "
+            f"{','.join(last)}"
+        )
+    return names
 
 
 def _digest(model: nn.Module) -> str:
@@ -96,5 +116,6 @@ def write_merged(adapters: Path, folder: Path) -> None:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoTokenizer
 
-    AutoPeftModelForCausalLM.from_pretrained(str(adapters)).merge_and_unload().save_pretrained(folder)
+    model = AutoPeftModelForCausalLM.from_pretrained(str(adapters), dtype=torch.float32)
+    model.merge_and_unload().save_pretrained(folder)
     AutoTokenizer.from_pretrained(adapters).save_pretrained(folder)

@@ -108,17 +108,21 @@ def keep_stage(model: "PreTrainedModel", index: int, num_stages: int, by: str) -
         model.lm_head = Absent()
 
 
+def _check_named(named: dict[str, Any]) -> None:
+    if named:
+        raise UsageError(
+            f"a pipeline cannot pass on {', '.join(named)}: leave out the flag that adds it (--packing), or type "
+            "--config_file accelerate_configs/fsdp2.yaml"
+        )
+
+
 def _model_arguments(forward_step: ForwardStep, batch: Batch) -> tuple[Any, ...]:
     """The arguments with which `forward_step` calls the model. A stand-in records them and returns zero losses. Raises
     UsageError for arguments that the stages cannot pass on."""
     noted: list[tuple[Any, ...]] = []
 
     def stand_in(*args: Any, **named: Any) -> Tensor:
-        if named:
-            raise UsageError(
-                f"a pipeline cannot pass on {', '.join(named)}: leave out the flag that adds it (--packing), or type "
-                "--config_file accelerate_configs/fsdp2.yaml"
-            )
+        _check_named(named)
         noted.append(args)
         return torch.zeros(len(args[0]), device=args[0].device)
 
@@ -175,8 +179,9 @@ class Pipeline(nn.Module):
         stage.forward_one_chunk = partial(self._forward_one, stage.forward_one_chunk)  # type: ignore[method-assign]
         self.schedule = schedule(stage, plan.accumulation, loss_fn=self._loss, scale_grads=False)
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, **named: Any) -> Tensor:
         """The losses of the model for these arguments, without a graph."""
+        _check_named(named)
         with torch.no_grad(), self.autocast():
             given = args[0]
             if not self.is_first:

@@ -103,6 +103,11 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
     Raises:
         UsageError: no plan, a plan that does not fit the model, or sizes that are not divisible.
     """
+    if getattr(model, "peft_adapter", None) is not None:
+        raise UsageError(
+            "tensor parallelism does not divide adapters (--lora_rank): type --config_file "
+            "accelerate_configs/fsdp2.yaml"
+        )
     plan = getattr(model, "tp_plan", None)
     if not plan:
         raise UsageError(

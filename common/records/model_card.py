@@ -54,12 +54,16 @@ def _front_matter(model: Path, config: dict[str, Any], metrics: list[str]) -> Mo
     writes = any(architecture.endswith("ForCausalLM") for architecture in architectures)
     is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", config["data"]) and not Path(config["data"]).exists()
     return ModelCardData(
-        library_name="transformers" if architectures else "pytorch",
+        library_name="peft" if _is_adapter(model) else "transformers" if architectures else "pytorch",
         pipeline_tag="text-generation" if writes else None,
         tags=["accelerate", "safetensors"],
         datasets=[config["data"]] if is_on_hub else None,
         metrics=metrics,
     )
+
+
+def _is_adapter(model: Path) -> bool:
+    return (model / "adapter_config.json").exists()
 
 
 def _architectures(model: Path) -> list[str]:
@@ -85,7 +89,12 @@ def _results(records: list[dict[str, Any]], metrics: list[str], config: dict[str
 
 def _usage(model: Path, name: str) -> str:
     kinds = _architectures(model)
-    if any(kind.endswith("ForCausalLM") for kind in kinds):
+    if _is_adapter(model):
+        code = (
+            "from peft import AutoPeftModelForCausalLM\n\n"
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")  # loads the base, too'
+        )
+    elif any(kind.endswith("ForCausalLM") for kind in kinds):
         code = f'from transformers import pipeline\n\ngenerator = pipeline("text-generation", model="{name}")'
     elif kinds:
         code = f'from transformers import {kinds[0]}\n\nmodel = {kinds[0]}.from_pretrained("{name}")'

@@ -1,6 +1,7 @@
 """Promise: fine-tuning gives one result under every config, packed or not, with all weights or with adapters."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def test_evaluation_does_not_depend_on_packing(tmp_path: Path, base: Path) -> No
     ]  # fmt: skip
     assert largest_difference(*(run.column("eval/loss") for run in runs)) <= 1e-6
     assert runs[0].column("train/loss") != runs[1].column("train/loss")
+
+
+@pytest.mark.parametrize(
+    "config", ["deepspeed_zero2", *(pytest.param(one, marks=pytest.mark.full) for one in ("fsdp2", "deepspeed_zero3"))]
+)
+def test_logits_of_some_tokens(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    """Micro-batches of different lengths take the same number of chunks, as ZeRO needs."""
+    flags = f"{SHORT} --micro_batch_size 2"
+    run = fork(tmp_path / "run", config, FINETUNE, f"{flags} --loss_chunk 40 --activation_checkpointing")
+    assert_close(run, reference(FINETUNE, flags))
 
 
 @pytest.mark.full
@@ -99,21 +110,33 @@ def test_checkpoints_and_exports_hold_adapters_alone(tmp_path: Path, base: Path,
         assert (alone - merged(tokens).logits).abs().max() > 1e-2
 
 
+def test_adapters_are_evaluated(tmp_path: Path, base: Path, adapted: Run) -> None:
+    shutil.copytree(adapted.output_dir, tmp_path / "run")
+    flags = f"{LORA} --model_name_or_path {base} --evaluate_only"
+    fork(tmp_path / "run", "ddp", FINETUNE, flags)
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["metrics"]["loss"]
+    assert abs(found - adapted.column("eval/loss")[-1]) <= 1e-6
+
+
 def test_adapters_of_another_base_are_refused(tmp_path: Path, adapted: Run) -> None:
     other = fork(tmp_path / "other", "single", FINETUNE, f"{SHORT} --seed 1 --max_steps 1").output_dir / "model"
     path = adapted.output_dir / "checkpoints" / "step_00000003"
     flags = f"{LORA} --model_name_or_path {other} --resume_from_checkpoint {path}"
+    assert "was made with base " in refused(fork(tmp_path / "run", "single", FINETUNE, flags, succeeds=False))
+    shutil.copytree(adapted.output_dir / "model", tmp_path / "run" / "model")
+    flags = f"{LORA} --model_name_or_path {other} --evaluate_only"
     assert "was made with base " in refused(fork(tmp_path / "run", "single", FINETUNE, flags, succeeds=False))
 
 
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
+        ("--max_samples 3", "--max_samples reads a data set of the Hub or a file: type --data, too"),
         ("--lora_rank 4", "type --model_name_or_path, too"),
         ("--merge", "type --lora_rank, too"),
         (
-            "--max_length 96 --lora_rank 4 --lora_targets q_prog --model_name_or_path BASE",
-            "type all-linear, or some of down_proj,",
+            "--max_length 96 --lora_rank 4 --lora_targets q_proj,vproj --model_name_or_path BASE",
+            "no linear layer vproj; type all-linear, or some of down_proj,",
         ),
         ("--model_name_or_path BASE", "--max_length 256 exceeds the model's 96 positions: type --max_length 96"),
         ("--data nowhere.jsonl", "--data nowhere.jsonl: no such file"),
@@ -126,7 +149,7 @@ def test_flags_that_do_not_go_together(tmp_path: Path, base: Path, flags: str, l
 
 def test_a_step_may_have_no_trained_token(tmp_path: Path) -> None:
     question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
-    rows = [{"messages": [question, answer] if number == 9 else [question]} for number in range(40)]
+    rows = [{"messages": [question, answer] if number % 4 == 0 else [question]} for number in range(40)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = fork(tmp_path / "run", "single", FINETUNE, f"{SHORT} --batch_size 2 --data {tmp_path}/chats.jsonl")
     found = [record["train/loss"] for record in run.records if "train/loss" in record]
@@ -136,8 +159,9 @@ def test_a_step_may_have_no_trained_token(tmp_path: Path) -> None:
 
 def test_pipelines_refuse_positions(tmp_path: Path) -> None:
     flags = f"{SHORT} --packing --pipeline_stages 2"
-    run = fork(tmp_path / "run", "pipeline_parallel", FINETUNE, flags, succeeds=False)
-    assert "a pipeline cannot pass on positions: leave out the flag that adds it (--packing)" in refused(run)
+    for more in ("", " --metric_for_best_model loss"):
+        run = fork(tmp_path / f"run{len(more)}", "pipeline_parallel", FINETUNE, f"{flags}{more}", succeeds=False)
+        assert "a pipeline cannot pass on positions: leave out the flag that adds it (--packing)" in refused(run)
 
 
 @pytest.mark.full

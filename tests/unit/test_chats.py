@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from common.data.chats import ChatDataset, Chats, PackedDataset, by_rules, encode, load_chats, packed
@@ -51,12 +52,12 @@ def test_packing_keeps_each_conversation_whole() -> None:
     blocks = packed([5, 9, 3, 7, 1, 10], 10)
     assert sorted(item for block in blocks for item in block) == list(range(6))
     assert blocks == [[5], [1, 4], [2, 3], [0]]
-    some = chats([QUESTION, ANSWER], [ANSWER], [QUESTION, ANSWER])
+    some = chats([QUESTION, ANSWER], [QUESTION], [QUESTION, ANSWER])
     dataset = PackedDataset(some, 48)
     assert len(dataset) == 1
     sample = dataset[0]
-    assert sample["positions"].tolist() == [*range(17), *range(10), *range(17), *range(4)]
-    assert sample["weight"] == 9 + 10 + 9 and sample["tokens"].shape == sample["labels"].shape == (48,)
+    assert sample["positions"].tolist() == [*range(17), *range(6), *range(17), *range(8)]
+    assert sample["weight"] == 9 + 0 + 9 and sample["tokens"].shape == sample["labels"].shape == (48,)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -94,7 +95,7 @@ def test_chunks_give_the_same_losses_and_gradients() -> None:
     labels[0, :15] = IGNORED
     found = []
     for chunk in (0, 7):
-        chunked = with_losses(copy.deepcopy(model), chunk=chunk)
+        chunked = with_losses(copy.deepcopy(model), chunk=chunk, longest=30)
         losses = chunked(tokens, labels)
         losses.sum().backward()
         found.append((losses.detach(), [weight.grad for weight in chunked.parameters()]))
@@ -111,6 +112,10 @@ def write(path: Path, *rows: dict) -> str:
     [
         ({"chat": [QUESTION, ANSWER]}, "has neither messages nor prompt and completion: type --messages_column with"),
         ({"messages": [{"role": "user"}]}, "conversation 1: the chat template refuses it"),
+        ({"messages": None}, "conversation 1: expected a list of messages"),
+        ({"messages": [{"from": "user", "value": "Why?"}]}, "conversation 1: expected a list of messages"),
+        ({"messages": [ANSWER, QUESTION]}, "conversation 1: it begins with an answer"),
+        ({"messages": [QUESTION, {"role": "bot", "content": "Yes."}]}, "no token is trained: expected messages of the"),
     ],
 )
 def test_bad_files(tmp_path: Path, row: dict, line: str) -> None:
@@ -120,7 +125,7 @@ def test_bad_files(tmp_path: Path, row: dict, line: str) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    tokenizer = with_chat_template(byte_tokenizer())
+    tokenizer = with_chat_template(byte_tokenizer(), small_chat_model(64, "sdpa")[0])
     prompts = write(tmp_path / "prompts.jsonl", *[{"prompt": "Why?", "completion": "Because."}] * 3)
     messages = write(tmp_path / "messages.jsonl", *[{"messages": [QUESTION, ANSWER]}] * 3)
     for path in (prompts, messages):
@@ -134,3 +139,12 @@ def test_template_that_changes_earlier_turns_is_refused() -> None:
     tokenizer.chat_template = "{{ messages | length }}{% for one in messages %}{{ one['content'] }}{% endfor %}"
     with pytest.raises(UsageError, match="the chat template changes earlier turns"):
         encode([QUESTION, ANSWER, QUESTION, ANSWER], tokenizer, 100)
+
+
+def test_plain_template_begins_and_ends_as_the_tokenizer_does() -> None:
+    tokenizer, model = byte_tokenizer(), small_chat_model(64, "sdpa")[0]
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    row = encode([QUESTION, ANSWER], with_chat_template(tokenizer, model), 100)
+    assert tokenizer.decode(row["tokens"]) == "<s><|user|>Why?</s><|assistant|>Because.</s>"
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == [257, 3]

@@ -45,7 +45,7 @@ def test_files(tmp_path: Path) -> None:
             ["text,label", *["a,b"] * 9],
             "8 training and 1 evaluation texts of 1 classes: expected both, and two or more",
         ),
-        (["text,label", "a,b", "c,"], "row 2 has no value in column label: remove the row or fill it"),
+        (["text,label", "a,b", "c,"], "row 2 has no class in column label: remove the row or fill it"),
     ],
 )
 def test_broken_files(tmp_path: Path, rows: list[str], line: str) -> None:
