@@ -38,13 +38,14 @@ def error_lines(run: Run) -> list[str]:
     return [line for line in run.stderr.splitlines() if re.match("(error|stopped): ", line)]
 
 
+@pytest.mark.full  # the tests below train on two machines, too
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [
-        pytest.param("multi_node_ddp", "mnist mlp", marks=pytest.mark.full),  # the tests below use this config
-        pytest.param("multi_node_ddp", "transformer", marks=pytest.mark.full),
-        pytest.param("multi_node_hsdp", "mnist mlp", marks=pytest.mark.full),
-        pytest.param("multi_node_hsdp", "transformer", marks=pytest.mark.full),
+        ("multi_node_ddp", "mnist mlp"),
+        ("multi_node_ddp", "transformer"),
+        ("multi_node_hsdp", "mnist mlp"),
+        ("multi_node_hsdp", "transformer"),
         ("multi_node_deepspeed_zero3", "mnist mlp"),
     ],
 )

@@ -73,16 +73,16 @@ def test_killed_run_goes_on_as_the_undisturbed_one(
     [
         ("hsdp", ""),
         ("deepspeed_zero1", ""),
-        ("deepspeed_zero2_bf16", ""),
         ("deepspeed_zero3", ""),
-        ("deepspeed_zero3_offload", ""),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [
                 ("ddp_bf16", ""),
                 ("fsdp2_bf16", ""),
                 ("deepspeed_zero1", "--mixed_precision bf16"),
+                ("deepspeed_zero2_bf16", ""),
                 ("deepspeed_zero3", "--mixed_precision bf16"),
+                ("deepspeed_zero3_offload", ""),
             ]
         ),
     ],

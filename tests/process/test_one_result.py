@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,11 +46,19 @@ def test_every_config_and_recipe_is_tested() -> None:
     assert {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py")} == {s for s, _ in RECIPES.values()}
 
 
-PAIRS = [
-    pytest.param(config, recipe, marks=pytest.mark.quick if config == "ddp" else [])
-    for config in FLOAT32_CONFIGS
-    for recipe in DIVIDED.get(config, RECIPES)
-]
+# The other configs divide these models like those of the recipes before them; `make test-full` runs all.
+SLOW = ("text classification", "finetune")
+OFTEN = ("ddp", "fsdp2", "tensor_parallel", "pipeline_parallel", "deepspeed_zero3")
+
+
+def pair(config: str, recipe: str) -> Any:
+    """A parameter of a test, with its marks."""
+    is_rare = recipe in SLOW and config not in OFTEN
+    marks = pytest.mark.quick if config == "ddp" else pytest.mark.full if is_rare else []
+    return pytest.param(config, recipe, marks=marks)
+
+
+PAIRS = [pair(config, recipe) for config in FLOAT32_CONFIGS for recipe in DIVIDED.get(config, RECIPES)]
 
 
 @pytest.mark.parametrize(("config", "recipe"), PAIRS)
