@@ -245,6 +245,7 @@ def test_machines_that_differ_end_with_the_same_line(
     assert not (tmp_path / "shared" / "metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_machine_whose_processes_come_late(tmp_path: Path, hosts: Hosts) -> None:
     """Machine 1 has a launcher in time, but late processes. Machine 0 reports them; they report that it has gone."""
     late = tmp_path / "late.py"
