@@ -31,6 +31,7 @@ def evidence(
     import torch
 
     modules = dict(model.named_modules())
+    is_exact = getattr(config, "exact_dropout", False)
     found: dict[str, Any] = {
         "batch_norm": [
             name
@@ -42,11 +43,13 @@ def evidence(
         "dropout": [
             name
             for name, module in modules.items()
-            if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
+            if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0 and not is_exact
         ],
     }
     ids = list(range(min(len(train_set), max(4, config.batch_size // 2 * 2))))
-    fetch = _fetcher(config)
+    fetch = _batches().fetch
+    if collate_fn := keywords.get("collate_fn"):
+        train_set = _batches().Collated(train_set, collate_fn)
     batch, again = fetch(train_set, ids), fetch(train_set, ids)
     found["random_samples"] = sorted(name for name, value in batch.items() if not _equal(value, again[name]))
     before = _random_state()
@@ -56,7 +59,8 @@ def evidence(
         has_drawn = not _equal(before, _random_state())
         repeated = forward_step(model, batch)
         half = forward_step(model, fetch(train_set, ids[: len(ids) // 2]))
-    found["random_loss"] = has_drawn or not all(_equal(value, repeated[name]) for name, value in values.items())
+    differs = has_drawn or not all(_equal(value, repeated[name]) for name, value in values.items())
+    found["random_loss"] = differs and not is_exact
     found["depends_on_batch"] = [
         name for name, value in values.items() if not torch.allclose(value[: len(half[name])], half[name], rtol=1e-3)
     ]
@@ -106,10 +110,10 @@ def likely_cause(found: dict[str, Any], difference: Difference) -> str:
     return next((text for condition, text in causes if condition), unknown)
 
 
-def _fetcher(config: Any) -> Any:
+def _batches() -> Any:
     import importlib
 
-    return importlib.import_module("common.data.batches").fetch  # the recipe's own
+    return importlib.import_module("common.data.batches")  # the recipe's own
 
 
 def _equal(value: Any, other: Any) -> bool:
