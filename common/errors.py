@@ -39,6 +39,11 @@ class HangError(RunError):
     """No step for `--hang_timeout` seconds."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its class if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 # Messages of gloo and NCCL after the process at the other end of a connection has ended.
 _LOST_PEER = re.compile("Connection (reset|closed) by peer|Broken pipe|remote process exited", re.IGNORECASE)
 

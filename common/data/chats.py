@@ -5,6 +5,7 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from common.data.mapped import map_once
-from common.data.sources import load_splits
+from common.data.sources import hold_out, load_splits
 from common.data.text import IGNORED
 from common.data.token_map import digest_of
-from common.errors import UsageError
+from common.errors import UsageError, first_line
 
 Messages = list[dict[str, str]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
@@ -40,9 +41,14 @@ class Chats:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @cached_property
     def lengths(self) -> list[int]:
         """The number of tokens of each conversation, before the cut."""
         return self._column("length")
+
+    @cached_property
+    def _num_trained(self) -> list[int]:
+        return self._column("num_trained")
 
     def _column(self, name: str) -> list[int]:
         rows = self.rows if isinstance(self.rows, list) else self.rows.select_columns([name])
@@ -50,7 +56,7 @@ class Chats:
 
     def check_trained(self, data: str) -> "Chats":
         """Returns itself. Raises UsageError if no token is trained."""
-        if not any(self._column("num_trained")):
+        if not any(self._num_trained):
             roles = sorted({one["role"] for one in self.messages(0)})
             raise UsageError(
                 f"--data {data}: no token is trained: expected messages of the role assistant, found "
@@ -64,7 +70,7 @@ class Chats:
 
     def facts(self, max_length: int) -> str:
         """How much of it is trained, and what was cut, for the terminal."""
-        lengths, num_trained = self.lengths(), sum(self._column("num_trained"))
+        lengths, num_trained = self.lengths, sum(self._num_trained)
         num_tokens = sum(min(length, max_length) for length in lengths)
         num_cut = sum(length > max_length for length in lengths)
         return (
@@ -99,7 +105,7 @@ class PackedDataset(Dataset):
 
     def __init__(self, chats: Chats, length: int):
         self.rows, self.length = chats.rows, length
-        self.blocks = packed([min(size, length) - 1 for size in chats.lengths()], length)
+        self.blocks = packed([min(size, length) - 1 for size in chats.lengths], length)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -170,9 +176,8 @@ def load_chats(
         num_chats = len(parts[0])
         if num_chats < 2:
             raise UsageError(f"--data {data} has {num_chats} conversations: expected 2 or more")
-        held_out = max(1, num_chats // HELD_OUT)
-        order = torch.randperm(num_chats, generator=torch.Generator().manual_seed(0)).tolist()
-        parts = [parts[0].part(sorted(order[held_out:])), parts[0].part(sorted(order[:held_out]))]
+        divided = hold_out(num_chats, max(1, num_chats // HELD_OUT))
+        parts = [parts[0].part(ids.sort().values.tolist()) for ids in divided]
     return parts[0].check_trained(data), parts[1].check_trained(data)
 
 
@@ -250,8 +255,7 @@ def _render(messages: Messages, tokenizer: Any, **options: bool) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # templates are programs, and raise what they like
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"the chat template refuses it ({reason})") from None
+        raise UsageError(f"the chat template refuses it ({first_line(error)})") from None
 
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]

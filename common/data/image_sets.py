@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 import torch
 
+from common.data import sources
 from common.data.batches import Batch, InMemoryDataset, RowDataset
 from common.errors import UsageError
 
@@ -104,9 +105,7 @@ class MappedImageDataset(Images):
 
 def hold_out(whole: Images) -> tuple[Images, Images]:
     """(the rest, a fifth of the images): the same in each run."""
-    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-    num_held_out = len(whole) // 5
-    held_out, rest = order[:num_held_out], order[num_held_out:]
+    rest, held_out = sources.hold_out(len(whole), len(whole) // 5)
     return whole.part(rest), whole.part(held_out)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from common.data.sources import load_splits
+from common.data.sources import hold_out, load_splits
 from common.errors import UsageError
 
 # Packages that every Python has, without parts that a distribution may leave out.
@@ -78,7 +78,10 @@ def load_labelled_texts(
     Raises:
         UsageError: no data, no such column, an empty part, or fewer than two classes.
     """
-    parts = [_standard_library()] if data == "stdlib" else _load(data, text_column, label_column)
+    if data == "stdlib":
+        parts = [_standard_library()]
+    else:
+        parts = [_rows(data, split, text_column, label_column) for split in load_splits(data, ADVICE)]
     train, evaluation = parts if len(parts) == 2 else _divided(parts[0])
     classes = sorted({label for part in (train, evaluation) for _, label in part})
     if len(classes) < 2 or not train or not evaluation:
@@ -95,10 +98,8 @@ def load_labelled_texts(
 
 
 def _divided(rows: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    held_out = set(order[: len(rows) // HELD_OUT])
     train, evaluation = (
-        [row for number, row in enumerate(rows) if (number in held_out) == held] for held in (False, True)
+        [rows[number] for number in ids.sort().values] for ids in hold_out(len(rows), len(rows) // HELD_OUT)
     )
     return train, evaluation
 
@@ -112,10 +113,6 @@ def _standard_library() -> list[tuple[str, str]]:
             starts = range(0, len(lines) - LINES_PER_TEXT + 1, LINES_PER_TEXT)
             rows += [("\n".join(lines[start : start + LINES_PER_TEXT]), package) for start in starts]
     return rows
-
-
-def _load(data: str, text_column: str, label_column: str) -> list[list[tuple[str, str]]]:
-    return [_rows(data, split, text_column, label_column) for split in load_splits(data, ADVICE)]
 
 
 def _rows(data: str, split: Any, text_column: str, label_column: str) -> list[tuple[str, str]]:

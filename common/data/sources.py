@@ -6,9 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.data.mapped import cache_folder, first_process_first
 from common.data.streams import convert_stream
-from common.errors import UsageError
+from common.errors import UsageError, first_line
 
 # {end of a file's name: its kind for `datasets`}
 KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -19,6 +21,12 @@ def sklearn_file(name: str) -> Path:
     package = find_spec("sklearn")
     assert package is not None and package.submodule_search_locations is not None
     return Path(package.submodule_search_locations[0]) / "datasets" / "data" / name
+
+
+def hold_out(num_samples: int, num_held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids of the rest, ids of the held-out samples), in a random order that is the same in each run."""
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(0))
+    return order[num_held_out:], order[:num_held_out]
 
 
 def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[Any]:
@@ -72,7 +80,7 @@ def _loaded(data: str, advice: str, function: str) -> Any:
             return getattr(datasets, function)(KINDS.get(path.suffix, "json"), data_files=str(path))
         return getattr(datasets, function)(str(path) if path.is_dir() else data)
     except Exception as error:  # the library and its network stack raise dozens of types
-        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error.__cause__ or error)
         if path.exists():
             raise UsageError(f"--data {data}: the files cannot be read ({reason})") from None
         raise UsageError(

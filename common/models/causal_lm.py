@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.data.text import IGNORED
 from common.environment import print_once
-from common.errors import UsageError
+from common.errors import UsageError, first_line
 
 
 def load_pretrained(
@@ -42,8 +42,7 @@ def load_pretrained(
             name_or_path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
         )
     except (OSError, ValueError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"--model_name_or_path {name_or_path}: no causal model there ({reason})") from None
+        raise UsageError(f"--model_name_or_path {name_or_path}: no causal model there ({first_line(error)})") from None
     if missing := sorted(loaded["missing_keys"]):
         raise UsageError(
             f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from common.errors import UsageError
+from common.errors import UsageError, first_line
 
 # How tensor parallelism divides the layers of a BERT.
 BERT_TP_PLAN = {
@@ -38,8 +38,7 @@ def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -
             name_or_path, dtype=torch.float32, ignore_mismatched_sizes=True, **names
         )
     except (OSError, ValueError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"--model_name_or_path {name_or_path}: no encoder there ({reason})") from None
+        raise UsageError(f"--model_name_or_path {name_or_path}: no encoder there ({first_line(error)})") from None
     if tokenizer.pad_token_id is None:
         raise UsageError(
             f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: type the path of an encoder"

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from common.environment import versions
-from common.errors import UsageError
+from common.errors import UsageError, first_line
 from common.parallel.layout import parallelism, precision
 from common.parallel.trainer import StepResult
 from common.plan import Plan
@@ -227,7 +227,7 @@ class Recorder:
                 Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(self.output_dir.path)}}
             )
         except Exception as error:  # each tracker has its own error classes
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             advice = " (without a network: WANDB_MODE=offline)" if "wandb" in self.plan.config.report_to else ""
             raise UsageError(f"--report_to {self.plan.config.report_to} did not start: {reason}{advice}") from None
 
