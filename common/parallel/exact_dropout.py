@@ -3,18 +3,15 @@
 from collections import Counter
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, NamedTuple, Self
-from weakref import WeakKeyDictionary
+from typing import NamedTuple, Self
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from common.errors import UsageError
+from common.parallel.dropout import Dropout
 from common.parallel.dropout_mask import dropped
-from common.parallel.tensor_parallel import check_plan, tensor_parallel_size
 from common.plan import Plan
 
 
@@ -26,8 +23,8 @@ class _Call(NamedTuple):
     shape: tuple[int, ...]
 
 
-class ExactDropout:
-    """While its context is open, it replaces the dropout of `torch.nn.functional`, alone and in attention.
+class ExactDropout(Dropout):
+    """Dropout whose masks are the same for every layout.
 
     A mask is a function of the seed, the step, the sample's position in the global batch, the module that calls, the
     number of the call in it, and the element's coordinates. It expects the samples along the first dimension.
@@ -36,29 +33,16 @@ class ExactDropout:
     differ. But it restores torch's generator. So each call draws a ticket from that generator: a ticket drawn again
     is a call made again.
 
-    Args:
-        accelerator: from `start(config)`.
-        model: the recipe's module, before anything wraps or divides it.
-        plan: of the run.
-
     Raises:
         UsageError: the model has dropout that this class cannot make equal.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, plan: Plan):
         check_can_be_exact(model, plan)
-        self._plan, self._device = plan, accelerator.device
-        # Weak: a pipeline drops the layers of other stages.
-        self._names = WeakKeyDictionary({module: name for name, module in model.named_modules()})
+        super().__init__(accelerator, model, plan)
         self._inside = ""  # the part of the model in which a dropout must be
         if plan.config.pipeline_stages > 1:  # each stage runs the code around the layers
             self._inside = f"{self._names.get(getattr(model, 'base_model', model), '')}.layers.".removeprefix(".")
-        size = tensor_parallel_size(accelerator)
-        self._styles = check_plan(model, size) if size > 1 else {}
-        self._tensor_rank = accelerator.torch_device_mesh["tp"].get_local_rank() if size > 1 else 0
-        self._tensor_size = size
-        self._width: int | None = None  # of this process's part of a divided layer's output; None where all is whole
-        self._running: list[str] = []  # names of the modules whose forward pass runs, the innermost last
         self._num_calls: Counter[str] = Counter()
         self._rows: dict[tuple[str, int], int] = {}  # {(module, number of the call): rows per sample}
         self._known: dict[int, _Call] = {}  # {ticket: call} of this step
@@ -67,40 +51,22 @@ class ExactDropout:
         self._of_device: list[int] = []
 
     def at(self, step: int, row: int) -> None:
-        """Says which forward pass comes next. Call it after the generators were seeded.
-
-        Args:
-            step: optimizer steps taken.
-            row: the number of the micro-batch among those of all processes in this step.
-        """
         self._step, self._first = step, row * self._plan.micro_batch_size
         self._num_calls.clear()
         self._num_drawn = 0
         self._of_device = self._device_state()
 
     def __enter__(self) -> Self:
-        self._first, self._width = -1, None
+        self._first = -1
         self._known.clear()
-        self._running.clear()
-        replaced = {"dropout": self.dropout, "scaled_dot_product_attention": self.attention}
-        self._originals = {name: getattr(functional, name) for name in replaced}
-        for name, function in replaced.items():
-            setattr(functional, name, function)
-        # Hooks of all modules: nothing stays on the model after the step. An exception ends a recomputation early.
-        enter, leave = register_module_forward_pre_hook(self._enter), self._leave
-        self._hooks = [enter, register_module_forward_hook(leave, always_call=True)]
-        return self
+        return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for name, function in self._originals.items():
-            setattr(functional, name, function)
+        super().__exit__(kind, error, _)
         if error is None:
             self._check_nothing_else_drew()
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """Takes the place of `torch.nn.functional.dropout`."""
         if not training or not 0 < p < 1 or self._first < 0:  # before the first pass, a pipeline tries its shapes
             return self._originals["dropout"](input, p, training, inplace)
         call, scale = self._call(input), 1 / (1 - p)
@@ -118,7 +84,7 @@ class ExactDropout:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Takes the place of `torch.nn.functional.scaled_dot_product_attention`, by its reference formula."""
+        """By the reference formula of torch's documentation."""
         if not dropout_p or self._first < 0:
             together = self._originals["scaled_dot_product_attention"]
             return together(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -127,21 +93,6 @@ class ExactDropout:
             key, value = key.repeat_interleave(num_shared, -3), value.repeat_interleave(num_shared, -3)
         probabilities = attention_probabilities(query, key, attn_mask, is_causal, scale).to(value.dtype)
         return self.dropout(probabilities, dropout_p) @ value
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        name = self._names.get(module)  # None for what parallelism wraps around modules
-        if name is not None:
-            self._running.append(name)
-            if name in self._styles:
-                self._width = None
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self._names.get(module)
-        if name is not None:
-            self._running.pop()
-            if self._styles.get(name) == "colwise":
-                width = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
-                self._width = int(width) // self._tensor_size  # type: ignore[arg-type]  # a Linear or an Embedding
 
     def _call(self, input: Tensor) -> _Call:
         """Which call this is: a new one, or one that activation checkpointing makes again."""

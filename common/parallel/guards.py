@@ -84,14 +84,7 @@ def say_what_depends_on_the_layout(accelerator: Accelerator, model: nn.Module, p
             f"this model has BatchNorm, which {sees} number of processes; to avoid that, use GroupNorm or LayerNorm"
         )
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules)
-    if not drops or plan.config.exact_dropout:
-        return
-    if tensor_parallel_size(accelerator) > 1 or plan.config.pipeline_stages > 1:
-        accelerator.print(
-            "this model has dropout: processes that divide a layer or the chain of layers may draw other masks "
-            "than one process; --exact_dropout makes them the same for all"
-        )
-    elif is_cut:
+    if is_cut and drops and not plan.config.exact_dropout:
         accelerator.print(
             f"this model has dropout: its masks depend on --micro_batch_size, here {plan.micro_batch_size}, not on the "
             "number of processes; --exact_dropout makes them the same for all"

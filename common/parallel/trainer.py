@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from common.data.batches import Batch, ForwardStep
 from common.errors import UsageError
+from common.parallel.dropout import Dropout
 from common.parallel.ema import EMA
-from common.parallel.exact_dropout import ExactDropout
 from common.parallel.parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
 from common.plan import Plan
 from common.seeds import seed_forward
@@ -57,10 +57,10 @@ class Trainer(ABC):
         optimizer: AcceleratedOptimizer,
         forward_step: ForwardStep,
         plan: Plan,
-        exact_dropout: ExactDropout | None,
+        dropout: Dropout | None,
     ):
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.forward_step, self.plan, self._exact_dropout = forward_step, plan, exact_dropout
+        self.forward_step, self.plan, self._dropout = forward_step, plan, dropout
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -82,7 +82,7 @@ class Trainer(ABC):
         The step uses the gradient of the mean loss over the global batch, weighted by "weight" if the
         batch has one. The number of processes and micro-batches does not change it.
         """
-        with self._exact_dropout or nullcontext():
+        with self._dropout or nullcontext():
             result = self._step(number, micro_batches, wants_norm)
         if self.ema is not None and not result.skipped:
             self.ema.update()
@@ -92,8 +92,8 @@ class Trainer(ABC):
         """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
         row = self.plan.row(index)
         seed_forward(self.plan.config.seed, number, row, self.accelerator.device)
-        if self._exact_dropout is not None:
-            self._exact_dropout.at(number, row)
+        if self._dropout is not None:
+            self._dropout.at(number, row)
 
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""

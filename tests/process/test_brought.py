@@ -230,12 +230,9 @@ def test_dropout_is_said_to_depend_on_the_micro_batch_size(tmp_path: Path) -> No
     assert largest_difference(two.column("train/loss"), alone.column("train/loss")) > 1e-5  # they do depend on it
 
 
-def test_dropout_is_said_to_differ_in_layers_that_are_divided(tmp_path: Path, reference: Callable[..., Run]) -> None:
-    run = fork(tmp_path / "run", "tensor_parallel", CASES, f"{STEPS} --case dropout")
-    line = "processes that divide a layer or the chain of layers may draw other masks than one process"
-    assert run.stdout.count(line) == 1
-    expected = reference(CASES, f"{STEPS} --case dropout")
-    assert largest_difference(run.column("train/loss"), expected.column("train/loss")) > 1e-5
+def test_dropout_between_layers_that_are_divided_is_refused(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "tensor_parallel", CASES, f"{STEPS} --case dropout", succeeds=False)
+    assert "drop has dropout between layers that tensor parallelism divides" in refused(run)
 
 
 @pytest.mark.parametrize(

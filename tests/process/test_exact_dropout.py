@@ -125,6 +125,26 @@ def test_a_resume_in_another_layout_goes_on_with_the_same_masks(
     assert_close(fork(tmp_path / "run", config, DROPPING, arguments, num_processes), expected, first=4)
 
 
+@pytest.mark.parametrize(
+    ("config", "flags", "message"),
+    [
+        # Llama has no module of dropout: it drops in attention alone.
+        pytest.param(
+            "tensor_parallel", "", "has dropout between layers that tensor parallelism divides", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "pipeline_parallel", f"{WIDE} --pipeline_stages 2", "has dropout in a pipeline", marks=pytest.mark.full
+        ),
+        ("tensor_parallel", "--compile", "has dropout, which --compile does not support"),
+    ],
+)
+def test_without_the_flag_divided_layers_with_dropout_are_refused(
+    tmp_path: Path, config: str, flags: str, message: str
+) -> None:
+    run = fork(tmp_path / "run", config, DROPPING, f"--max_steps 1 --model llama {flags}", succeeds=False)
+    assert message in refused(run) and not (tmp_path / "run" / "model").exists()
+
+
 def test_a_resume_without_the_flag_is_refused(tmp_path: Path, reference: Callable[..., Run]) -> None:
     path = reference(DROPPING, f"{COURSE} {EXACT} --model bert").output_dir / "checkpoints" / "step_00000004"
     flags = f"--max_steps 6 --model bert --resume_from_checkpoint {path}"
