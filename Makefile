@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train quick quick-tests test test-full test-gpu lint clean
+.PHONY: train quick quick-tests test test-full ready extensions test-gpu lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
 train: $(VENV)/installed
@@ -21,11 +21,18 @@ quick: $(VENV)/installed
 quick-tests: $(VENV)/installed
 	pytest -m quick
 
-test: $(VENV)/installed lint
+test: ready
 	$(PYTEST)
 
-test-full: $(VENV)/installed lint
+test-full: ready
 	$(PYTEST) -m "not gpu"
+
+# DeepSpeed's extensions compile while lint runs, so that no test waits for them.
+ready: $(VENV)/installed
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint extensions
+
+extensions: $(VENV)/installed
+	python -c 'from common.launch.extensions import BUILDERS, load_extensions; load_extensions(list(BUILDERS))'
 
 # One GPU, with the packages of the current environment: a machine with a GPU often has torch installed already.
 test-gpu:
