@@ -78,13 +78,31 @@ def test_linear_regression_on_a_table_of_ones_own(tmp_path: Path, separator: str
     assert run.column("eval/r2")[-1] > 0.9
 
 
-def test_notebook_trains_on_two_processes(tmp_path: Path) -> None:
-    for name in ("mnist.py", "notebook.ipynb"):
-        shutil.copy(ROOT / "recipes" / name, tmp_path)
-    notebook = nbformat.read(tmp_path / "notebook.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(tmp_path)}})
+def outputs_of(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
+    """Runs a notebook beside a copy of the recipes. Returns what each code cell printed."""
+    for recipe in (ROOT / "recipes").glob("*.py"):
+        shutil.copy(recipe, folder)
+    client = NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}})
     client.execute(env=environment())
-    output = ["".join(part.get("text", "") for part in cell.outputs) for cell in notebook.cells if "outputs" in cell]
+    return ["".join(part.get("text", "") for part in cell.outputs) for cell in notebook.cells if "outputs" in cell]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["linear_regression", "transformer", "text_classification", "finetune"])
+def test_notebook_trains_another_recipe_by_one_other_import(tmp_path: Path, recipe: str) -> None:
+    notebook = nbformat.read(ROOT / "recipes" / "notebook.ipynb", as_version=4)
+    launch = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    for known, other in (("from mnist import", f"from {recipe} import"), ("epochs=4", "max_steps=4")):
+        assert known in launch.source
+        launch.source = launch.source.replace(known, other)
+    notebook.cells = [launch]
+    assert "2 processes on 1 machine, DDP" in outputs_of(notebook, tmp_path)[0]
+    card = json.loads((tmp_path / "outputs" / "notebook" / "run.json").read_text())
+    assert (card["status"], card["num_processes"], card["last_metrics"]["step"]) == ("done", 2, 4)
+
+
+def test_notebook_trains_on_two_processes(tmp_path: Path) -> None:
+    output = outputs_of(nbformat.read(ROOT / "recipes" / "notebook.ipynb", as_version=4), tmp_path)
     assert "2 processes on 1 machine, DDP" in output[0]
     card = json.loads((tmp_path / "outputs" / "notebook" / "run.json").read_text())
     assert (card["status"], card["num_processes"]) == ("done", 2)
