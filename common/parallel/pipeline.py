@@ -88,24 +88,66 @@ def check_pipeline(model: nn.Module, num_stages: int) -> None:
         )
 
 
-def keep_stage(model: "PreTrainedModel", index: int, num_stages: int, by: str) -> None:
-    """Removes the layers of the other stages from a transformers model. The stages have about equal numbers of `by`,
-    "layers" or "parameters"."""
-    base = model.base_model
-    num_layers = len(base.layers)
-    sizes, before, after = [1] * num_layers, 0, 0
+def keep_stage(
+    model: "PreTrainedModel", index: int, num_stages: int, by: str
+) -> dict[tuple[nn.Module, str], nn.Module]:
+    """Removes the modules of the other stages from a transformers model.
+
+    Args:
+        model: with a pipeline plan.
+        index: of the stage, from 0.
+        num_stages: of the pipeline.
+        by: the stages have about equal numbers of "layers" or "parameters".
+
+    Returns:
+        {(parent, name): module} of what was removed.
+    """
+    base, head = model.base_model, model.get_output_embeddings()
+    names = list(model.config.base_model_pp_plan)  # of the modules in base, in the order of the forward pass
+    at = names.index("layers")
+    first = [(base, name) for name in names[:at]]
+    layers = [(base.layers, str(number)) for number in range(len(base.layers))]
+    last = [(base, name) for name in names[at + 1 :]]
+    last += [(model, name) for name, module in model.named_children() if module is head]
+    sizes = [1] * len(layers)
+    before = after = 0
     if by == "parameters":
-        sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in base.layers]
-        before, after = base.embed_tokens.weight.numel(), model.get_output_embeddings().weight.numel()
+        sizes = [_num_weights([layer]) for layer in layers]
+        before, after = _num_weights(first), _num_weights(last)
     bounds = layer_bounds(sizes, before, after, num_stages)
-    for layer in range(num_layers):
-        if not bounds[index] <= layer < bounds[index + 1]:
-            base.layers[layer] = Absent()
-    if index > 0:
-        base.embed_tokens = Absent()
-    if index < num_stages - 1:
-        base.norm = Absent()
-        model.lm_head = Absent()
+    others = layers[: bounds[index]] + layers[bounds[index + 1] :]
+    others += first * (index > 0) + last * (index < num_stages - 1)
+    removed = {(parent, name): getattr(parent, name) for parent, name in others}
+    for parent, name in removed:
+        setattr(parent, name, Absent())
+    return removed
+
+
+def _num_weights(places: list[tuple[nn.Module, str]]) -> int:
+    return sum(weight.numel() for parent, name in places for weight in getattr(parent, name).parameters())
+
+
+@torch.no_grad()
+def check_stages(model: "PreTrainedModel", num_stages: int) -> None:
+    """Raises UsageError if the stages in a row give other logits than the model. A stage runs the code around the
+    layers, and there some models scale hidden states or logits."""
+    tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
+    training, passed = model.training, tokens
+    # Not the model's own forward, which returns losses.
+    expected = type(model).forward(model.eval(), input_ids=tokens, use_cache=False).logits
+    for index in range(num_stages):
+        removed = keep_stage(model, index, num_stages, "layers")
+        passed = Stage(model, index == 0, index == num_stages - 1)(passed)
+        for (parent, name), module in removed.items():
+            setattr(parent, name, module)
+    model.train(training)
+    # A cap hardly changes the small logits of an untrained model.
+    is_capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if is_capped or expected.shape != passed.shape or not torch.allclose(passed, expected, rtol=1e-3, atol=1e-5):
+        raise UsageError(
+            f"{type(model).__name__} changes hidden states or logits outside its layers, which a pipeline cannot "
+            "divide: type --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+        )
 
 
 def _check_named(named: dict[str, Any]) -> None:
@@ -164,6 +206,7 @@ class Pipeline(nn.Module):
         self.group, self.index = mesh.get_group("pipe"), mesh.get_local_rank("pipe")
         self.is_first, self.is_last = self.index == 0, self.index == self.num_stages - 1
         check_pipeline(model, self.num_stages)
+        check_stages(model, self.num_stages)
         embedding = model.get_input_embeddings().weight
         is_tied = model.get_output_embeddings().weight is embedding
         self.tied = embedding if is_tied and (self.is_first or self.is_last) else None
