@@ -13,7 +13,7 @@ from support.runs import ROOT, Run, largest_difference
 from support.small_mnist import write_mnist
 
 SCRIPTS = sorted(PLAIN.glob("*.py"))
-LONG = {"model_parallel.py", "plain_accelerate.py"}
+LONG = {"plain_accelerate.py"}
 # Without both, gloo's threads outlive Python.
 IMPORT = "import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever"
 END = "dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort"

@@ -79,8 +79,10 @@ def test_mistakes_in_precision(tmp_path: Path, mistake: str) -> None:
 def test_halves_of_a_net(tmp_path: Path, arguments: str, num_processes: int) -> None:
     run = plain(tmp_path, MODEL_PARALLEL, arguments, num_processes)
     assert largest_difference(losses(run), losses(one_process(60))) <= 1e-5
-    copies = 2 if "data_parallel" in arguments else 1
-    assert ("[870]" if num_processes == copies else "[650, 220]") in run.stdout
+    num_copies = 2 if "data_parallel" in arguments else 1
+    weights = ["870"] if num_processes == num_copies else ["650", "220"]
+    expected = [(str(copy), str(stage), number) for copy in range(num_copies) for stage, number in enumerate(weights)]
+    assert sorted(re.findall(r"^copy (\d), stage (\d): (\d+) weights$", run.stdout, re.MULTILINE)) == expected
 
 
 @pytest.mark.full
@@ -90,7 +92,9 @@ def test_halves_of_a_net(tmp_path: Path, arguments: str, num_processes: int) -> 
         (MIXED_PRECISION, "", 3, "type torchrun --standalone --nproc_per_node 2"),
         (MIXED_PRECISION, "--mistake clip_scaled", 1, "clip_scaled needs --precision"),
         (MODEL_PARALLEL, "", 4, "--data_parallel 1 needs 2 processes"),
-        (MODEL_PARALLEL, "--pipeline 3", 2, "3 micro-batches over all copies do not divide the batch of 128"),
+        (MODEL_PARALLEL, "--data_parallel 2", 3, "--data_parallel 2 needs 4 processes"),
+        (MODEL_PARALLEL, "--data_parallel 3", 6, "--data_parallel: invalid choice: 3 (choose from 1, 2, 4, 8)"),
+        (MODEL_PARALLEL, "--pipeline 3", 2, "--pipeline: invalid choice: 3 (choose from 1, 2, 4, 8, 16)"),
     ],
 )
 def test_bad_combinations(tmp_path: Path, script: str, arguments: str, num_processes: int, message: str) -> None:
