@@ -1,12 +1,13 @@
 """The settings that a resumed run must share with its checkpoint, and how its processes share the samples."""
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from common.config import RunConfig
 from common.cpu_group import CpuGroup
 from common.parallel.trainer import Trainer
 from common.plan import Plan
@@ -41,6 +42,12 @@ def identity(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         "exact_dropout": config["exact_dropout"] or None,  # None: as in checkpoints from before this flag
         "sampler": None if plan.sampler is None else _digest(plan.epoch_order(0).tolist()),
     }
+
+
+def own_flags(plan: Plan) -> dict[str, str]:
+    """{flag: value} of the flags that the recipe adds to the shared ones."""
+    shared = {field.name for field in fields(RunConfig)}
+    return {name: str(value) for name, value in asdict(plan.config).items() if name not in shared}
 
 
 def curve(plan: Plan) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.format import MANIFEST, DamagedError, check_same_model
-from common.checkpoint.identity import curve, described, layout, num_replicas
+from common.checkpoint.identity import curve, described, layout, num_replicas, own_flags
 from common.checkpoint.reader import Reader
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
@@ -62,6 +62,9 @@ class Checkpoint:
         accelerator.print(f"resumed from {self.path}")
         if content.get("curve", curve(trainer.plan)) != curve(trainer.plan):
             accelerator.print("the learning rate follows another curve than in the checkpoint")
+        for name, value in own_flags(trainer.plan).items():
+            if (before := content.get("own_flags", {}).get(name, value)) != value:
+                accelerator.print(f"the checkpoint's run had --{name} {before}, this run has {value}")
         have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
         if have_state and anew:  # normal for a weight that no forward pass has used

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.format import WriteError
-from common.checkpoint.identity import curve, layout
+from common.checkpoint.identity import curve, layout, own_flags
 from common.checkpoint.writer import Shard, own_shard, remove, write
 from common.cpu_group import CpuGroup
 from common.errors import RunError
@@ -57,6 +57,7 @@ class Saver:
             "layout": layout(self._trainer, self._group),
             "identity": self._identity,
             "curve": curve(self._trainer.plan),
+            "own_flags": own_flags(self._trainer.plan),
             "state": state.state_dict(),
             "trainer": self._trainer.state_dict(),
         }
