@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-from common.config import NOT_REPEATED
+from common.command_line import NOT_REPEATED
 from common.records.metrics_file import read_records
 from common.records.plot import plot_losses
 from common.records.run_card import read_card

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-from common.config import ConfigT, parse
+from common.command_line import ConfigT, parse
 from common.environment import (
     CODE_FILE,
     num_machines,

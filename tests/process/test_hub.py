@@ -152,7 +152,7 @@ def test_script_that_would_not_upload_is_refused(tmp_path: Path) -> None:
         "import sys\n"
         f"sys.path.insert(0, {str(ROOT / 'recipes')!r})\n"
         "from linear_regression import Config, main\n"
-        "from common.config import parse\n"
+        "from common.command_line import parse\n"
         "main(parse(Config))\n"
     )
     with FakeHub() as hub:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import GROUPS, RunConfig, parse
+from common.command_line import GROUPS, parse
+from common.config import RunConfig
 from common.errors import UsageError
 from common.launch.checks import check_num_gpus
 from common.records.recorder import _git_commit

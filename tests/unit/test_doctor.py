@@ -37,7 +37,7 @@ from common.config import RunConfig
 from common.errors import UsageError as Refusal
 from common.launch.checks import check_launch
 from common.parallel import guards
-from common.parallel.pipeline import check_pipeline
+from common.parallel.stages import check_pipeline
 from common.parallel.tensor_parallel import STYLES, check_plan
 from common.plan import Plan, split_batch
 from support.runs import ROOT

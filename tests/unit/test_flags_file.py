@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import RunConfig, parse
+from common.command_line import parse
+from common.config import RunConfig
 from common.errors import UsageError
 
 

@@ -9,7 +9,8 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from common.config import RunConfig, parse
+from common.command_line import parse
+from common.config import RunConfig
 from common.records.model_card import write_model_card
 from common.records.plot import plot_losses
 

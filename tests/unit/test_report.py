@@ -20,7 +20,7 @@ from accelerate_recipes.report.figures import axes, figure
 from accelerate_recipes.report.image import image
 from accelerate_recipes.report.plot import DARK, LIGHT, Curve, Dot, Line, Scale, Text, draw
 from accelerate_recipes.report.runs import Event, Run, read_runs
-from common import config as common_config
+from common import command_line
 from common.state import LOWER_IS_BETTER
 
 HOSTILE = (
@@ -518,7 +518,7 @@ def _luminance(colour: str) -> float:
 
 def test_the_report_judges_as_the_loop_does() -> None:
     assert summary._LOWER_IS_BETTER == LOWER_IS_BETTER
-    assert set(summary._NOT_COMPARED) == set(common_config.NOT_REPEATED)
+    assert set(summary._NOT_COMPARED) == set(command_line.NOT_REPEATED)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.errors import UsageError
 from common.models.causal_lm import with_losses
-from common.parallel.pipeline import check_stages, layer_bounds
+from common.parallel.stages import check_stages, layer_bounds
 
 
 def small_model(kind: str, **options: Any) -> PreTrainedModel:

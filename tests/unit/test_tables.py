@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import parse
+from common.command_line import parse
 from common.errors import UsageError
 from support.recipes import LINEAR
 from support.runs import ROOT

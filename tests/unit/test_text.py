@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.config import parse
+from common.command_line import parse
 from common.data.text import IGNORED, TokenDataset, load_tokens
 from common.errors import UsageError
 from common.models.causal_lm import byte_tokenizer, load_pretrained
