@@ -30,6 +30,7 @@ from common.data.text import IGNORED
 from common.models.causal_lm import checkpoint_activations, load_pretrained, with_losses
 from common.models.chat import answer, small_chat_model, with_chat_template
 from common.models.lora import add_lora, write_merged
+from common.models.muon import Muon
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 
@@ -45,7 +46,7 @@ class Config(RunConfig):
     warmup_steps: int = 50
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
-    optimizer: Literal["adamw", "sgd", "adafactor"] = flag("adamw", "adafactor needs less memory; not with shards")
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = flag("adamw", "adafactor and muon: not with shards")
     messages_column: str = flag("messages", "name of the column with a list of messages")
     max_samples: int | None = flag(
         None, "stream this many conversations of a data set and keep them, not all", minimum=1
@@ -124,8 +125,10 @@ def main(config: Config) -> None:
     eval_set: MapDataset = ChatDataset(eval_chats)
     if config.packing:
         train_set, eval_set = (PackedDataset(chats, config.max_length) for chats in (train_chats, eval_chats))
-    optimizer_class = OPTIMIZERS[config.optimizer]
-    optimizer = optimizer_class(parameter_groups(model, config.weight_decay), config.learning_rate)
+    if config.optimizer == "muon":
+        optimizer: torch.optim.Optimizer = Muon(model, config.learning_rate, config.weight_decay)
+    else:
+        optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, summarize, collate_fn=collate_fn)
     if not config.evaluate_only:
         accelerator.on_main_process(write_answers)(config, tokenizer, eval_chats)

@@ -120,6 +120,7 @@ def facts(
 def _planned(model: Any, plan: dict[str, str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The modules that a tp_plan names, and its patterns that name none, each with the nearest name."""
     modules = dict(model.named_modules())
+    prefix = "base_model.model." if getattr(model, "peft_adapter", None) else ""  # PEFT wraps the model twice
     owners: dict[Any, list[str]] = {}
     for name, module in modules.items():
         for weight in module.parameters(recurse=False):
@@ -127,11 +128,11 @@ def _planned(model: Any, plan: dict[str, str]) -> tuple[list[dict[str, Any]], di
     layers: list[dict[str, Any]] = []
     strange: dict[str, str] = {}
     for pattern, style in plan.items():
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        expression = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+"))
         matches = [name for name in modules if expression.fullmatch(name)]
         if not matches:
             strange[pattern] = difflib.get_close_matches(pattern, modules, n=1, cutoff=0)[0]
-        for name in matches:
+        for name in [part for match in matches for part in _divided_parts(match, modules[match], style)]:
             others = {owner for weight in modules[name].parameters(recurse=False) for owner in owners[weight]} - {name}
             if others and hasattr(model, "config") and hasattr(model, "base_model_prefix"):
                 continue  # plans of transformers also name weights that may be tied; tied ones stay whole
@@ -140,6 +141,14 @@ def _planned(model: Any, plan: dict[str, str]) -> tuple[list[dict[str, Any]], di
             layer = {"name": name, "kind": kind, "shape": shape, "style": style, "shares_with": min(others, default="")}
             layers.append(layer)
     return layers, strange
+
+
+def _divided_parts(name: str, module: Any, style: str) -> list[str]:
+    """The layers that take the style of a module: its own, or those of LoRA in it, as in common/parallel."""
+    if not hasattr(module, "lora_A"):
+        return [name]
+    adapter = "lora_A" if style.startswith("rowwise") else "lora_B"
+    return [f"{name}.base_layer", *(f"{name}.{adapter}.{key}" for key in getattr(module, adapter))]
 
 
 class _Nothing:

@@ -66,10 +66,11 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
     if accelerator.distributed_type == DistributedType.DEEPSPEED and not (
         is_known or getattr(optimizer, "elementwise", False)
     ):
+        instead = "ddp" if name in WHOLE_ONLY else "fsdp2"
         raise UsageError(
             f"{name} may fail under DeepSpeed, which steps on flat shards of the weights: type --config_file "
-            f"accelerate_configs/fsdp2.yaml; if {name} updates each element from the gradients of that element alone, "
-            "set elementwise = True in its class"
+            f"accelerate_configs/{instead}.yaml; if {name} updates each element from the gradients of that element "
+            "alone, set elementwise = True in its class"
         )
 
 

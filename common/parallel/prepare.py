@@ -89,13 +89,18 @@ def _hand_to_accelerate(
     size, config = tensor_parallel_size(accelerator), getattr(model, "config", None)
     if size == 1:
         return accelerator.prepare(model, optimizer)
+    before = getattr(config, "distributed_config", None)
     if config is None:
         model.tp_size = size  # type: ignore[assignment]  # torch's annotation is too narrow
-        return accelerator.prepare(model, optimizer)
-    before = getattr(config, "distributed_config", None)
-    config.distributed_config = {"tp_size": size}
+    else:
+        config.distributed_config = {"tp_size": size}
+    weights = [group["params"] for group in optimizer.param_groups]
     prepared = accelerator.prepare(model, optimizer)
-    config.distributed_config = before  # it must not be exported
+    # Accelerate finds the optimizer's weights by their addresses, and shards without elements have none.
+    for group, own in zip(optimizer.param_groups, weights):
+        group["params"] = own
+    if config is not None:
+        config.distributed_config = before  # it must not be exported
     return prepared
 
 

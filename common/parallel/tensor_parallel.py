@@ -103,11 +103,6 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
     Raises:
         UsageError: no plan, a plan that does not fit the model, or sizes that are not divisible.
     """
-    if getattr(model, "peft_adapter", None) is not None:
-        raise UsageError(
-            "tensor parallelism does not divide adapters (--lora_rank): type --config_file "
-            "accelerate_configs/fsdp2.yaml"
-        )
     plan = getattr(model, "tp_plan", None)
     if not plan:
         raise UsageError(
@@ -115,6 +110,7 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
             "accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py"
         )
     _check_heads(model, size)
+    prefix = "base_model.model." if getattr(model, "peft_adapter", None) else ""  # PEFT wraps the model twice
     modules = dict(model.named_modules())
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
@@ -124,12 +120,12 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
     for pattern, style in plan.items():
         if style not in STYLES:
             raise UsageError(f"tp_plan: {pattern}: {style}: expected one of {', '.join(STYLES)}")
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        expression = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+"))
         matches = [name for name in modules if expression.fullmatch(name)]
         if not matches:
             near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0)
             raise UsageError(f"tp_plan: {pattern} names no module of {type(model).__name__}: did you mean {near[0]}?")
-        for name in matches:
+        for name in [part for match in matches for part in _divided_parts(match, modules[match], style)]:
             shared = {owner for weight in modules[name].parameters(recurse=False) for owner in owners[weight]} - {name}
             if shared and _is_transformers(model):
                 continue  # transformers plans also name weights that may be tied; tied ones stay whole
@@ -138,6 +134,28 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
             _check_width(name, modules[name], style, size)
             resolved[name] = style
     return resolved
+
+
+def _divided_parts(name: str, module: nn.Module, style: str) -> list[str]:
+    """The names of the layers that take the style of a module in the plan: its own, or those of PEFT's layers in it.
+
+    LoRA adds B(A(x)) to the output of a layer. A colwise layer divides its outputs, so it divides those of B, and A
+    stays whole. A rowwise layer divides its inputs, so it divides those of A, and B stays whole: the parts of A are
+    summed before it.
+
+    Raises:
+        UsageError: the module has other adapters than LoRA's.
+    """
+    if not hasattr(module, "lora_A"):
+        return [name]
+    others = {key.partition(".")[0] for key, _ in module.named_parameters()} - {"base_layer", "lora_A", "lora_B"}
+    if others:
+        raise UsageError(
+            f"tensor parallelism does not divide {min(others)} of {name}: use plain LoRA, or type --config_file "
+            "accelerate_configs/fsdp2.yaml"
+        )
+    adapter = "lora_A" if style.startswith("rowwise") else "lora_B"
+    return [f"{name}.base_layer", *(f"{name}.{adapter}.{key}" for key in getattr(module, adapter))]
 
 
 def _is_transformers(model: nn.Module) -> bool:

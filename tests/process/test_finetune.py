@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from support.launching import fork
-from support.recipes import FINETUNE, RECIPES
-from support.runs import TOLERANCE, Run, largest_difference, refused, weight_distance
+from support.recipes import FINETUNE, FLAGS, RECIPES
+from support.runs import TOLERANCE, Run, assert_same_result, largest_difference, refused, weight_distance
 
 SHORT = "--max_length 96 --batch_size 8 --max_steps 6 --log_every 1 --eval_every 6 --num_answers 0"
 LORA = f"{SHORT} --lora_rank 4 --learning_rate 1e-2 --save_every 3 --keep_checkpoints 9"
@@ -71,6 +71,60 @@ def test_other_optimizers(tmp_path: Path, reference: Callable[..., Run], optimiz
         assert "Adafactor" in refused(sharded)
 
 
+MUON = f"{SHORT} --optimizer muon --warmup_steps 1 --save_every 3 --keep_checkpoints 9"
+
+
+@pytest.mark.parametrize(
+    "config", ["ddp", *(pytest.param(one, marks=pytest.mark.full) for one in ("single", "pipeline_parallel"))]
+)
+def test_muon(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    """One result, also in smaller micro-batches, and after a resume from the checkpoint of one process."""
+    expected, flags = reference(FINETUNE, MUON), f"{MUON} --micro_batch_size 2{FLAGS.get(config, '')}"
+    run = fork(tmp_path / "run", config, FINETUNE, flags)
+    assert_same_result(run, expected)
+    path = expected.output_dir / "checkpoints" / "step_00000003"
+    resumed = fork(tmp_path / "resumed", config, FINETUNE, f"{flags} --resume_from_checkpoint {path}")
+    assert weight_distance(resumed, expected) <= TOLERANCE
+    losses = run.column("train/loss")
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", ["single", "ddp"])
+def test_muon_resumes_bit_for_bit(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    expected = fork(tmp_path / "whole", config, FINETUNE, MUON)
+    shutil.copytree(expected.output_dir / "checkpoints" / "step_00000003", tmp_path / "run/checkpoints/step_00000003")
+    resumed = fork(tmp_path / "run", config, FINETUNE, f"{MUON} --resume_from_checkpoint latest")
+    assert weight_distance(resumed, expected) == 0
+    assert resumed.column("train/loss") == expected.column("train/loss")[3:]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "fsdp2",
+        *(
+            pytest.param(one, marks=pytest.mark.full)
+            for one in ("hsdp", "tensor_parallel", "fsdp2_tensor_parallel", "deepspeed_zero2")
+        ),
+    ],
+)
+def test_muon_is_refused_where_weights_are_shards(tmp_path: Path, config: str) -> None:
+    run = fork(tmp_path / "run", config, FINETUNE, MUON, succeeds=False)
+    line = refused(run)
+    assert ("Muon may fail under DeepSpeed" if "deep" in config else "Muon steps on whole weights only") in line
+    assert run.exit_code == 2 and not (run.output_dir / "model").exists()
+
+
+@pytest.mark.full
+def test_muon_trains_adapters(tmp_path: Path, base: Path) -> None:
+    flags = f"{LORA} --optimizer muon --model_name_or_path {base}"
+    runs = [fork(tmp_path / config, config, FINETUNE, flags) for config in ("single", "ddp")]
+    assert largest_difference(*(run.column("train/loss") for run in runs)) <= TOLERANCE
+    ours, theirs = map(adapters, runs)
+    assert all((ours[name] - theirs[name]).abs().max() <= 1e-5 for name in theirs)
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Run:
     return fork(
@@ -82,7 +136,9 @@ def adapters(run: Run) -> dict[str, torch.Tensor]:
     return load_file(run.output_dir / "model" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("config", SOME)
+@pytest.mark.parametrize(
+    "config", [*SOME, "tensor_parallel", pytest.param("fsdp2_tensor_parallel", marks=pytest.mark.full)]
+)
 def test_adapters(tmp_path: Path, base: Path, adapted: Run, config: str) -> None:
     """The same adapters as in one process, also after a resume from the checkpoint of one process."""
     path = adapted.output_dir / "checkpoints" / "step_00000003"
@@ -90,6 +146,31 @@ def test_adapters(tmp_path: Path, base: Path, adapted: Run, config: str) -> None
         run = fork(tmp_path / f"run{first}", config, FINETUNE, f"{LORA} --model_name_or_path {base}{flags}")
         assert largest_difference(run.column("train/loss"), adapted.column("train/loss")[first:]) <= TOLERANCE
         ours, theirs = adapters(run), adapters(adapted)
+        assert ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).abs().max() <= 1e-5 for name in ours)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ("tensor_parallel", "--lora_rank 1"),  # nothing divides the rank
+        ("tensor_parallel", "--lora_targets q_proj,down_proj"),
+        ("fsdp2_tensor_parallel", ""),
+        ("fsdp2_tensor_parallel", "--lora_rank 1"),  # some processes hold no element of an adapter
+        ("fsdp2", "--lora_rank 1"),
+    ],
+)
+def test_adapters_of_divided_layers_resume_under_ddp(tmp_path: Path, base: Path, config: str, more: str) -> None:
+    """The norm of the gradient is that of whole and divided adapters together."""
+    flags = f"{LORA} --model_name_or_path {base} {more}"
+    expected = fork(tmp_path / "single", "single", FINETUNE, flags)
+    divided = fork(tmp_path / "divided", config, FINETUNE, f"{flags} --micro_batch_size 2 --activation_checkpointing")
+    path = divided.output_dir / "checkpoints" / "step_00000003"
+    resumed = fork(tmp_path / "resumed", "ddp", FINETUNE, f"{flags} --resume_from_checkpoint {path}")
+    for run, first in ((divided, 0), (resumed, 3)):
+        assert largest_difference(run.column("train/loss"), expected.column("train/loss")[first:]) <= TOLERANCE
+        assert largest_difference(run.column("grad_norm"), expected.column("grad_norm")[first:]) <= 10 * TOLERANCE
+        ours, theirs = adapters(run), adapters(expected)
         assert ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).abs().max() <= 1e-5 for name in ours)
 
 
@@ -110,10 +191,11 @@ def test_checkpoints_and_exports_hold_adapters_alone(tmp_path: Path, base: Path,
         assert (alone - merged(tokens).logits).abs().max() > 1e-2
 
 
-def test_adapters_are_evaluated(tmp_path: Path, base: Path, adapted: Run) -> None:
+@pytest.mark.parametrize("config", ["ddp", pytest.param("tensor_parallel", marks=pytest.mark.full)])
+def test_adapters_are_evaluated(tmp_path: Path, base: Path, adapted: Run, config: str) -> None:
     shutil.copytree(adapted.output_dir, tmp_path / "run")
     flags = f"{LORA} --model_name_or_path {base} --evaluate_only"
-    fork(tmp_path / "run", "ddp", FINETUNE, flags)
+    fork(tmp_path / "run", config, FINETUNE, flags)
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["metrics"]["loss"]
     assert abs(found - adapted.column("eval/loss")[-1]) <= 1e-6
 

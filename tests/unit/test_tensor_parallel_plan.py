@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from common.errors import UsageError
+from common.models.lora import add_lora
 from common.parallel.tensor_parallel import check_plan
 
 
@@ -71,6 +72,40 @@ def test_transformers_models_bring_their_plan() -> None:
         check_plan(llama(), 4)
     with pytest.raises(UsageError, match="num_key_value_heads is 3, which is not divisible by tp_size 2"):
         check_plan(llama(num_key_value_heads=3), 2)
+
+
+def test_adapters_are_divided_with_their_layers() -> None:
+    """Of B(A(x)), a colwise layer divides B and a rowwise layer A. Layers without adapters keep their style."""
+    model = add_lora(llama(), 3, "q_proj,down_proj", "base")
+    layer = "base_model.model.model.layers.0"
+    plan = {name.removeprefix(f"{layer}."): style for name, style in check_plan(model, 2).items() if layer in name}
+    assert plan == {
+        "self_attn.q_proj.base_layer": "colwise",
+        "self_attn.q_proj.lora_B.default": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.o_proj": "rowwise",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj.base_layer": "rowwise",
+        "mlp.down_proj.lora_A.default": "rowwise",
+    }
+    with pytest.raises(UsageError, match="num_attention_heads is 6, which is not divisible by tp_size 4"):
+        check_plan(model, 4)
+    with pytest.raises(UsageError, match=r"gate_proj\.base_layer is 33 wide, which is not divisible by tp_size 2"):
+        check_plan(add_lora(llama(intermediate_size=33), 2, "gate_proj", "base"), 2)
+
+
+def test_adapters_with_other_weights_are_refused() -> None:
+    """DoRA computes the norm of each row of a weight."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(target_modules="all-linear", use_dora=True))
+    model.peft_adapter = object()
+    with pytest.raises(
+        UsageError, match=r"does not divide lora_magnitude_vector of base_model.*q_proj: use plain LoRA"
+    ):
+        check_plan(model, 2)
 
 
 def test_gpt2_is_refused() -> None:
