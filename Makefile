@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train quick quick-tests test test-full ready extensions test-gpu lint clean
+.PHONY: train quick quick-tests test test-full ready extensions test-gpu benchmark-gpu lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
 train: $(VENV)/installed
@@ -37,6 +37,12 @@ extensions: $(VENV)/installed
 # One GPU, with the packages of the current environment: a machine with a GPU often has torch installed already.
 test-gpu:
 	PYTHONPATH=$(CURDIR) python -m pytest -m gpu tests/gpu --report gpu_report.json
+
+# Writes gpu_benchmarks.md. MNIST=<folder with the IDX files> and TEXT=<tinyshakespeare.txt> add the goals that need them.
+benchmark-gpu:
+	PYTHONPATH=$(CURDIR) python benchmarks/gpu_goals.py $(MNIST:%=--mnist %) $(TEXT:%=--text %) > gpu_benchmarks.md
+	PYTHONPATH=$(CURDIR) python benchmarks/gpt2_variants.py >> gpu_benchmarks.md
+	cat gpu_benchmarks.md
 
 lint: $(VENV)/installed
 	ruff check .

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,13 +47,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         path.write_text(json.dumps(facts | {"tests": OUTCOMES}, indent=2) + "\n")
 
 
-@pytest.fixture
-def on_gpu() -> Iterator[dict[str, str]]:
+@pytest.fixture(scope="session")
+def on_gpu() -> dict[str, str]:
     """Environment variables of a run on the GPU."""
     if REHEARSES:
-        yield {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    else:
-        yield {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
+        return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

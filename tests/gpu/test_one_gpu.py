@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,30 +56,39 @@ def assert_close(run: Run, expected: Run, tolerance: float = CLOSE) -> None:
     assert weight_distance(run, expected) <= 10 * tolerance
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Env], Run]:
-    """reference(recipe, env) -> that recipe in float32 in one process, made once per device."""
-    made: dict[tuple[str, str], Run] = {}
+def together(*calls: Callable[[], Run]) -> list[Run]:
+    """Runs that do not depend on each other, at the same time: most of the time of a run is its start."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
 
-    def get(recipe: str, env: Env) -> Run:
-        key = (recipe, env["CUDA_VISIBLE_DEVICES"])
-        if key not in made:
-            made[key] = start(tmp_path_factory.mktemp("reference") / "run", env, "single", *RECIPES[recipe])
-        return made[key]
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, on_gpu: Env) -> Callable[..., Run]:
+    """reference(recipe, way) -> that recipe in one process, made once. The ways of a recipe run at the same time."""
+    ways = {"gpu": (on_gpu, ""), "cpu": (CPU, ""), "bf16": (on_gpu, "--mixed_precision bf16")}
+    made: dict[str, dict[str, Future[Run]]] = {}
+    pool = ThreadPoolExecutor(len(ways))
+
+    def get(recipe: str, way: str = "gpu") -> Run:
+        if recipe not in made:
+            made[recipe] = {}
+            for name, (env, options) in ways.items():
+                folder = tmp_path_factory.mktemp("reference") / "run"
+                made[recipe][name] = pool.submit(start, folder, env, "single", *RECIPES[recipe], options=options)
+        return made[recipe][way].result()
 
     return get
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_float32_is_the_result_of_the_cpu(reference: Callable, on_gpu: Env, recipe: str) -> None:
-    assert_close(reference(recipe, on_gpu), reference(recipe, CPU))
+def test_float32_is_the_result_of_the_cpu(reference: Callable, recipe: str) -> None:
+    assert_close(reference(recipe), reference(recipe, "cpu"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bf16(tmp_path: Path, reference: Callable, on_gpu: Env, recipe: str) -> None:
-    run = start(tmp_path / "run", on_gpu, "single", *RECIPES[recipe], options="--mixed_precision bf16")
+def test_bf16(reference: Callable, recipe: str) -> None:
+    run, expected = reference(recipe, "bf16"), reference(recipe)
     assert run.card["precision"] == "bf16"
-    expected = reference(recipe, on_gpu)
     difference = largest_difference(run.column("train/loss"), expected.column("train/loss"))
     assert 0 < difference <= BF16_TOLERANCE
 
@@ -91,7 +101,7 @@ def test_sharded_config_with_one_process(tmp_path: Path, reference: Callable, on
         pytest.skip("needs deepspeed")
     run = start(tmp_path / "run", on_gpu, config, *RECIPES["transformer"])
     assert run.card["parallelism"] != "no parallelism"
-    assert_close(run, reference("transformer", on_gpu))
+    assert_close(run, reference("transformer"))
 
 
 def test_ddp_with_one_process(tmp_path: Path, reference: Callable, on_gpu: Env) -> None:
@@ -102,7 +112,7 @@ def test_ddp_with_one_process(tmp_path: Path, reference: Callable, on_gpu: Env) 
     run = execute(command, tmp_path, tmp_path / "run", on_gpu)
     assert run.exit_code == 0, run.stderr
     assert run.card["parallelism"] == "DDP"
-    assert_close(run, reference("mnist cnn", on_gpu))
+    assert_close(run, reference("mnist cnn"))
 
 
 def test_tensor_parallelism_on_a_mesh_of_one(on_gpu: Env) -> None:
@@ -131,9 +141,11 @@ def test_fp16_skips_an_overflow(tmp_path: Path, on_gpu: Env) -> None:
 @pytest.mark.parametrize("flags", ["", "--optimizer sgd", "--async_save"])
 def test_resume_with_dropout_is_exact_with_deterministic_kernels(tmp_path: Path, on_gpu: Env, flags: str) -> None:
     flags = f"{COURSE} --deterministic {flags}"
-    whole = start(tmp_path / "whole", on_gpu, "single", DISTURBED, flags)
     stop = f"{flags} --fault signal --fault_step 7"
-    parts = start(tmp_path / "parts", on_gpu, "single", DISTURBED, stop, succeeds=False)
+    whole, parts = together(
+        lambda: start(tmp_path / "whole", on_gpu, "single", DISTURBED, flags),
+        lambda: start(tmp_path / "parts", on_gpu, "single", DISTURBED, stop, succeeds=False),
+    )
     assert parts.card["exit_code"] == 75, parts.stderr
     parts = start(tmp_path / "parts", on_gpu, "single", DISTURBED, f"{flags} {LATEST}")
     assert_equal_to_the_last_bit(parts, whole)
@@ -141,14 +153,18 @@ def test_resume_with_dropout_is_exact_with_deterministic_kernels(tmp_path: Path,
 
 def test_resume_on_the_other_kind_of_device(tmp_path: Path, reference: Callable, on_gpu: Env) -> None:
     script, arguments = RECIPES["mnist cnn"]
-    for name, first, second in (("to_gpu", CPU, on_gpu), ("to_cpu", on_gpu, CPU)):
+
+    def moved(name: str, first: Env, second: Env) -> Run:
         start(tmp_path / name, first, "single", script, f"{arguments} --save_every 10")
         path = tmp_path / name / "checkpoints" / "step_00000010"
         flags = f"{arguments} --resume_from_checkpoint {path}"
-        run = start(tmp_path / f"{name}_resumed", second, "single", script, flags)
-        expected = reference("mnist cnn", second)
+        return start(tmp_path / f"{name}_resumed", second, "single", script, flags)
+
+    runs = together(lambda: moved("gpu", CPU, on_gpu), lambda: moved("cpu", on_gpu, CPU))
+    for way, run in zip(("gpu", "cpu"), runs):
+        expected = reference("mnist cnn", way)
         assert largest_difference(run.column("train/loss"), expected.column("train/loss")[10:]) <= CLOSE
-        if first["CUDA_VISIBLE_DEVICES"] != second["CUDA_VISIBLE_DEVICES"]:
+        if on_gpu["CUDA_VISIBLE_DEVICES"]:
             assert re.search("saved by 1 process on c\\w+ and goes on in 1 process on c\\w+: samples", run.stdout)
 
 
@@ -176,12 +192,14 @@ def test_activation_checkpointing_saves_memory_under_fsdp2(
     tmp_path: Path, on_gpu: Env, record_property: Callable[[str, object], None]
 ) -> None:
     flags = f"--data {ROOT / 'LICENSE'} --context 512 --batch_size 8 --num_layers 12 --hidden_size 512 --max_steps 3"
-    peaks = []
-    for name, more in (("plain", ""), ("checkpointed", " --activation_checkpointing")):
-        run = start(tmp_path / name, on_gpu, "fsdp2", TRANSFORMER, f"{flags} --sample_tokens 0{more}")
-        peaks.append(run.card["peak_memory_gib"])
-        record_property(f"peak_gib_{name}", peaks[-1])
-    assert peaks[1] < 0.7 * peaks[0]
+    flags += " --sample_tokens 0"
+    plain, checkpointed = together(
+        lambda: start(tmp_path / "plain", on_gpu, "fsdp2", TRANSFORMER, flags),
+        lambda: start(tmp_path / "checkpointed", on_gpu, "fsdp2", TRANSFORMER, f"{flags} --activation_checkpointing"),
+    )
+    peaks = {"plain": plain.card["peak_memory_gib"], "checkpointed": checkpointed.card["peak_memory_gib"]}
+    record_property("peak_gib", peaks)
+    assert peaks["checkpointed"] < 0.7 * peaks["plain"]
 
 
 @pytest.mark.parametrize("recipe", ["mnist cnn", "linear regression", "transformer"])
@@ -190,7 +208,7 @@ def test_compiled_recipe(tmp_path: Path, reference: Callable, on_gpu: Env, recip
         pytest.skip("needs a C compiler")
     script, arguments = RECIPES[recipe]
     run = start(tmp_path / "run", on_gpu, "single", script, f"{arguments} --compile")
-    assert_close(run, reference(recipe, on_gpu))
+    assert_close(run, reference(recipe))
 
 
 @pytest.mark.needs_gpu
@@ -201,8 +219,12 @@ def test_out_of_memory_names_the_next_size(tmp_path: Path, on_gpu: Env) -> None:
 
 
 @pytest.mark.needs_gpu
-def test_no_step_waits_for_the_gpu_between_records(on_gpu: Env, tmp_path: Path) -> None:
-    start(tmp_path / "run", on_gpu, "single", "tests/gpu/no_sync.py", "--max_steps 20 --log_every 20 --eval_every 20")
+@pytest.mark.parametrize("recipe", ["mnist cnn", "transformer"])
+def test_no_step_waits_for_the_gpu_between_records(on_gpu: Env, tmp_path: Path, recipe: str) -> None:
+    script, arguments = RECIPES[recipe]
+    flags = f"{arguments} --log_every 20 --eval_every 20"
+    env = on_gpu | {"RECIPE": str(ROOT / script)}
+    start(tmp_path / "run", env, "single", "tests/gpu/no_sync.py", flags)
 
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
@@ -214,8 +236,10 @@ def test_rehearsal_with_the_gpu_hidden(tmp_path: Path, config: str) -> None:
 
 
 @pytest.mark.needs_gpu
-def test_benchmark_of_gpt2(on_gpu: Env, record_property: Callable[[str, object], None]) -> None:
-    """A short run; `python benchmarks/gpt2.py` takes the full one."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpt2.py"), "--steps", "20", "--rounds", "2"]
-    output = subprocess.run(command, env=environment(**on_gpu), capture_output=True, text=True, check=True).stdout
-    record_property("gpt2", [line for line in output.splitlines() if line.startswith("| ")])
+def test_benchmark_of_gpt2(tmp_path: Path, on_gpu: Env, record_property: Callable[[str, object], None]) -> None:
+    """A short run; `make benchmark-gpu` takes longer ones."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpt2.py"), "--steps", "20", "--rounds", "1"]
+    command += ["--json", str(tmp_path / "figures.json")]
+    run = subprocess.run(command, env=environment(**on_gpu), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    record_property("gpt2", json.loads((tmp_path / "figures.json").read_text()))
