@@ -89,7 +89,7 @@ def _hand_to_accelerate(
     size, config = tensor_parallel_size(accelerator), getattr(model, "config", None)
     if size == 1:
         return accelerator.prepare(model, optimizer)
-    before = getattr(config, "distributed_config", None)
+    before = getattr(config, "distributed_config", ...)
     if config is None:
         model.tp_size = size  # type: ignore[assignment]  # torch's annotation is too narrow
     else:
@@ -99,8 +99,11 @@ def _hand_to_accelerate(
     # Accelerate finds the optimizer's weights by their addresses, and shards without elements have none.
     for group, own in zip(optimizer.param_groups, weights):
         group["params"] = own
-    if config is not None:
-        config.distributed_config = before  # it must not be exported
+    if config is not None:  # it must not be exported
+        if before is ...:
+            del config.distributed_config
+        else:
+            config.distributed_config = before
     return prepared
 
 

@@ -35,9 +35,10 @@ path = os.environ.pop("PYTHONPATH").partition(os.pathsep)[2]
 if path:
     os.environ["PYTHONPATH"] = path
 os.environ["DS_ACCELERATOR"] = "cpu"  # as `start` sets it before the first import of deepspeed
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # else jemalloc, in pyarrow, may start a thread
 for name in MODULES.split():
     import_module(name)
-del os.environ["DS_ACCELERATOR"]
+del os.environ["DS_ACCELERATOR"], os.environ["JE_ARROW_MALLOC_CONF"]
 
 # A fork may wait forever for a lock that a second thread holds at that moment.
 num_threads = len(list(Path("/proc/self/task").iterdir()))

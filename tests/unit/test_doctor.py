@@ -9,6 +9,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -384,7 +385,7 @@ def test_a_gpu_that_torch_cannot_use_is_found(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(machine, "NVIDIA", tmp_path)  # as if the device were there
     monkeypatch.setattr(machine, "ACCELERATORS", (tmp_path,))
     (found,) = findings(rules.MACHINE, look())
-    assert found.what.startswith(f"torch {torch.__version__} cannot use this machine's GPU: ")
+    assert found.what.startswith(f"torch {version('torch')} cannot use this machine's GPU: ")
 
 
 def test_default_config_is_found_unless_a_config_is_named(
