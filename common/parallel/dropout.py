@@ -49,17 +49,7 @@ class Dropout(ABC):
         """Takes the place of `torch.nn.functional.dropout`."""
 
     @abstractmethod
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attention(self, *args: Any, **named: Any) -> Tensor:
         """Takes the place of `torch.nn.functional.scaled_dot_product_attention`."""
 
     def __enter__(self) -> Self:
@@ -113,13 +103,11 @@ class UndividedDropout(Dropout):
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        *args: Any,
+        **named: Any,
     ) -> Tensor:
         self._check(dropout_p)
-        together = self._originals["scaled_dot_product_attention"]
-        return together(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return self._originals["scaled_dot_product_attention"](query, key, value, attn_mask, dropout_p, *args, **named)
 
     def __enter__(self) -> Self:
         return self if self._has_seen_a_step else super().__enter__()
