@@ -37,6 +37,7 @@ from accelerate_recipes.errors import UsageError
 from common.config import RunConfig
 from common.errors import UsageError as Refusal
 from common.launch.checks import check_launch
+from common.models.lora import add_lora
 from common.parallel import guards
 from common.parallel.stages import check_pipeline
 from common.parallel.tensor_parallel import STYLES, check_plan
@@ -354,6 +355,22 @@ def test_facts_of_a_causal_model() -> None:
         check_pipeline(model, 4)
     (found,) = findings(rules.PAIR, ddp(4), replace(recipe, pipeline_stages=4, batch_size=48))
     assert "3 layers are fewer" in found.what
+
+
+@pytest.mark.parametrize("width", [48, 45])
+def test_adapters_are_divided_as_in_the_loop(width: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 24, "intermediate_size": width, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = add_lora(LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape)), 3, "q_proj,down_proj", "base")
+    recipe = facts_about(model)
+    found = [finding.what for finding in findings(rules.PAIR, tensor_parallel(2), recipe)]
+    if width == 48:
+        assert {layer.name: layer.style for layer in recipe.layers} == check_plan(model, 2) and not found
+    else:
+        with pytest.raises(Refusal, match="is 45 wide"):
+            check_plan(model, 2)
+        assert any("45 wide" in what for what in found)
 
 
 def test_lists_are_those_of_the_loop() -> None:
