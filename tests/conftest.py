@@ -1,6 +1,7 @@
 """Reference runs that several tests share. The first of the parallel test processes that needs a run makes it."""
 
 import hashlib
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from filelock import FileLock
 from support.launching import fork
 from support.recipes import DISTURBED
 from support.runs import Run
+
+# A shell lets a command in the background ignore Ctrl-C, and all processes that the command starts would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
