@@ -1,6 +1,7 @@
 """RunConfig, the flags that all recipes share."""
 
 import dataclasses
+import functools
 import math
 import sys
 import typing
@@ -149,5 +150,10 @@ def declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
     for cls in config_class.__mro__:
         field = getattr(cls, "__dataclass_fields__", {}).get(name)
         if field is not None and field.metadata:
-            return typing.get_type_hints(cls)[name], dict(field.metadata)
-    return typing.get_type_hints(config_class)[name], {}
+            return _hints(cls)[name], dict(field.metadata)
+    return _hints(config_class)[name], {}
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)

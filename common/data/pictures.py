@@ -42,7 +42,7 @@ class ImageFormat:
         every = max(1, len(train_set) // NUM_LOOKED_AT)
         looked_at = train_set.rows(torch.arange(0, len(train_set), every))
         images = looked_at["image"][:, 0].numpy() / numpy.float32(255)
-        dark = numpy.mean([_edge(image) < 0.5 for image in images])
+        dark = float((_edges(images) < 0.5).mean())
         is_even = train_set.image_shape[0] == 1 and max(dark, 1 - dark) >= SHARE_OF_ONE_KIND
         background = "mixed" if not is_even else "dark" if dark > 0.5 else "light"
         drawings = images if background == "dark" else 1 - images
@@ -99,7 +99,7 @@ def read_picture(path: str | Path, form: ImageFormat) -> tuple[torch.Tensor, str
         pixels = _pixels(picture if picture.size == (width, height) else ImageOps.fit(picture, (width, height)))
     else:
         whole = _pixels(picture)
-        contrary = (_edge(whole) > 0.5) == (form.background == "dark")
+        contrary = (_edges(whole) > 0.5) == (form.background == "dark")
         if contrary:
             steps.append("inverted to light on dark" if form.background == "dark" else "inverted to dark on light")
             whole = 1 - whole
@@ -132,9 +132,10 @@ def _pixels(picture: Image.Image) -> numpy.ndarray:
     return numpy.asarray(picture, dtype=numpy.float32) / 255
 
 
-def _edge(image: numpy.ndarray) -> float:
-    """The median brightness along the four edges of an image of shape (height, width)."""
-    return float(numpy.median(numpy.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])))
+def _edges(images: numpy.ndarray) -> numpy.ndarray:
+    """The median brightness along the four edges of each image of shape (..., height, width)."""
+    edges = [images[..., 0, :], images[..., -1, :], images[..., :, 0], images[..., :, -1]]
+    return numpy.median(numpy.concatenate(edges, axis=-1), axis=-1)
 
 
 def _box(image: numpy.ndarray) -> tuple[int, int, int, int]:
@@ -156,7 +157,7 @@ def _drawing(path: str | Path, image: numpy.ndarray, form: ImageFormat) -> numpy
     reduced = Image.fromarray(image)
     reduced.thumbnail((LARGEST, LARGEST), Image.Resampling.BOX)
     image = numpy.asarray(reduced)
-    background = _edge(image)
+    background = _edges(image)
     contrast = image.max() - background
     if contrast < LEAST_CONTRAST:
         raise UsageError(f"{path}: nothing is drawn on it; expected one drawing on an even background")
