@@ -26,7 +26,8 @@ def test_table_has_all_configs_of_one_machine() -> None:
 def test_verify_finds_what_the_table_says(tmp_path: Path, recipe: str) -> None:
     name, *flags = recipe.split()
     command = [sys.executable, "-m", "accelerate_recipes", "verify", str(ROOT / "recipes" / f"{name}.py")]
-    run = execute([*command, "--output", str(tmp_path), "--", *flags], tmp_path, tmp_path)
+    words = [*command, "--output", str(tmp_path), "--", *flags]
+    run = execute(words, tmp_path, tmp_path, timeout_s=3600)  # some 20 launches, one after another
     rows = {row["name"]: row for row in json.loads((tmp_path / "certificate.json").read_text())["rows"]}
     found = {
         config: "refused" if rows[config]["refusal"] else "same" if rows[config]["difference"]["is_same"] else "differs"

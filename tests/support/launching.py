@@ -31,14 +31,16 @@ def environment(**changes: str) -> dict[str, str]:
     return inherited | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | changes
 
 
-def execute(command: list[str], cwd: Path, output_dir: Path, env: dict[str, str] | None = None) -> Run:
+def execute(
+    command: list[str], cwd: Path, output_dir: Path, env: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S
+) -> Run:
     """Runs a command in a new session. Kills the session on an error; fails if a process is left in it."""
     env = environment(**(env or {}))
     with subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+            stdout, stderr = process.communicate(timeout=timeout_s)
         except BaseException:
             os.killpg(process.pid, 9)
             raise
