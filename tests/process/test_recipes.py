@@ -23,7 +23,7 @@ def closing_line(run: Run) -> tuple[float, float]:
     return float(r2), float(distance) / 100
 
 
-@pytest.mark.parametrize("config", ["ddp", "deepspeed_zero3"])
+@pytest.mark.parametrize("config", ["ddp", pytest.param("deepspeed_zero3", marks=pytest.mark.full)])
 def test_linear_regression_reaches_the_least_squares_optimum(tmp_path: Path, config: str) -> None:
     from sklearn.datasets import load_diabetes
     from sklearn.linear_model import LinearRegression

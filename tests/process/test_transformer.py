@@ -22,7 +22,7 @@ REAL_DATA = os.environ.get("ACCELERATE_RECIPES_DATA")
 @pytest.mark.parametrize("config", ["ddp", "deepspeed_zero3"])
 def test_exported_model_is_one_of_transformers_and_writes(tmp_path: Path, config: str) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    arguments = f"--data {tmp_path / 'text.txt'} {SMALL} --max_steps 200 --learning_rate 1e-2 --warmup_steps 5"
+    arguments = f"--data {tmp_path / 'text.txt'} {SMALL} --max_steps 100 --learning_rate 1e-2 --warmup_steps 5"
     run = fork(tmp_path / "run", config, TRANSFORMER, arguments)
     model = AutoModelForCausalLM.from_pretrained(run.output_dir / "model")
     assert type(model) is LlamaForCausalLM

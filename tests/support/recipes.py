@@ -37,7 +37,7 @@ TEXT = f"--data {ROOT / 'LICENSE'} --context 32 --batch_size 16 --num_layers 2 -
 # amplifies such a gradient together with its rounding error.
 TEXT += " --learning_rate 1e-3"
 CLASSES = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
-CHATS = "--max_length 96 --batch_size 16 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
+CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
 RECIPES = {
     "mnist cnn": (MNIST, STEPS),
     "mnist mlp": (MNIST, STEPS + "--model mlp"),
