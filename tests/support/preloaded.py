@@ -22,6 +22,7 @@ MODULES = """
     deepspeed.runtime.superoffload.superoffload_stage3
     deepspeed.runtime.zero.muon.muon_optimizer
     deepspeed.runtime.zero.stage3
+    torch.distributed.pipelining
     torch.distributed.run
     torch.distributed.tensor
     torch.utils.cpp_extension

@@ -23,6 +23,8 @@ from common.errors import UsageError
 from support.launching import environment, until
 from support.runs import ROOT
 
+pytestmark = pytest.mark.xdist_group("streams")  # a group starts before single tests: these take 20 s
+
 SMALL = 20_000  # bytes of a file
 
 
