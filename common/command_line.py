@@ -47,7 +47,7 @@ GROUPS = {
     "data": ("data", "num_workers"),
     "optimisation": (
         *("epochs", "max_steps", "batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "lr_schedule"),
-        *("weight_decay", "max_grad_norm", "ema_decay", "early_stopping_patience", "exact_dropout", "seed"),
+        *("weight_decay", "max_grad_norm", "ema_decay", "early_stopping_patience", "seed"),
     ),
     "saving": (
         *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save", "stop_on_save_error"),
@@ -60,10 +60,10 @@ GROUPS = {
     "machine": (
         "pipeline_stages",
         "pipeline_schedule",
-        "pipeline_split",
         "compile",
         "deterministic",
         "tf32",
+        "check_steps",
         "hang_timeout",
     ),
 }

@@ -45,7 +45,6 @@ class RunConfig:
         1, "pipeline stages: processes that each hold some of the layers; several pipelines divide the batch", minimum=1
     )
     pipeline_schedule: Literal["1f1b", "gpipe"] = flag("1f1b", "order of micro-batches; 1f1b keeps fewer activations")
-    pipeline_split: Literal["layers", "parameters"] = flag("layers", "what to divide equally among the stages")
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
     warmup_steps: int = flag(0, "optimizer steps over which the learning rate rises to its peak", minimum=0)
     lr_schedule: Schedule = flag(
@@ -54,9 +53,6 @@ class RunConfig:
     )
     weight_decay: float = flag(0.0, "weight decay of matrices and kernels; not of biases, norms, embeddings", minimum=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0 does not clip", minimum=0)
-    exact_dropout: bool = flag(
-        False, "dropout masks that are the same for each number of processes and each --micro_batch_size"
-    )
     seed: int = flag(0, "seed of the initial weights, the sample order and all random numbers", minimum=0, below=2**31)
     num_workers: int = flag(0, "data-loading processes per training process, for datasets that decode", minimum=0)
     log_every: int = flag(10, "optimizer steps between training records", minimum=1)
@@ -83,6 +79,9 @@ class RunConfig:
     )
     push_to_hub: str | None = flag(
         None, "upload model/ with a model card to this repository of the Hugging Face Hub; a new one is private"
+    )
+    check_steps: int = flag(
+        2, "first optimizer steps that one process repeats alone, to compare; 0: no comparison", minimum=0
     )
     hang_timeout: float = flag(1800.0, "end the run after this many seconds without a step; 0: never", minimum=0)
     save_predictions: bool = flag(

@@ -15,7 +15,7 @@ from common.checkpoint.export import export_model, load_exported_into
 from common.cpu_group import CpuGroup
 from common.data.batches import Collated, ForwardStep, MapDataset, batches, resident
 from common.errors import StoppedError, UsageError
-from common.parallel.guards import check_same_start
+from common.parallel.guards import check_same_start, check_trainable
 from common.parallel.prepare import prepare
 from common.parallel.trainer import Trainer, is_metric
 from common.plan import Plan
@@ -151,6 +151,7 @@ def evaluate_exported(
     load_exported_into(model, config.output_dir)
     check_same_start(model, train_set, eval_sets, group)
     with Watch(accelerator, plan, group) as watch:
+        check_trainable(accelerator, model, optimizer)
         trainer = prepare(accelerator, model, optimizer, forward_step, plan)
         evaluation = Evaluation(trainer, eval_sets, summarize, examples, TrainState(), watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)

@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from common.check.first_steps import FirstSteps
 from common.checkpoint.export import export_model
 from common.checkpoint.identity import identity
 from common.checkpoint.resume import find_checkpoint
@@ -14,7 +15,7 @@ from common.config import RunConfig
 from common.cpu_group import CpuGroup
 from common.data.batches import CollateFn, ForwardStep, MapDataset, batches, checked_datasets
 from common.evaluation import Evaluation, Examples, Metrics, evaluate_exported
-from common.parallel.guards import check_same_start
+from common.parallel.guards import check_same_start, check_trainable
 from common.parallel.layout import data_parallel_size_and_rank
 from common.parallel.prepare import prepare
 from common.plan import Plan, Sampler
@@ -84,11 +85,15 @@ def fit(
             return {}
         checkpoint.load_weights(model)
         check_same_start(model, train_set, eval_sets, group)
-        trainer = prepare(accelerator, model, optimizer, forward_step, plan)
+        check_trainable(accelerator, model, optimizer)
+        parts = accelerator, model, optimizer, forward_step
+        first = FirstSteps(*parts, train_set, plan, state, group, watch.is_stopping)
+        with first.translated():
+            trainer = prepare(*parts, plan)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
         checkpoint.load_rest(trainer, state, group)
         evaluation = Evaluation(trainer, eval_sets, summarize, examples, state, watch)
-        recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample)
+        recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, first.facts)
         with recorder, Saver(trainer, this_run, group, watch) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
@@ -99,7 +104,7 @@ def fit(
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
                 wants_norm = plan.reads(state.step + 1) or watch.stop_requested
-                result = trainer.step(state.step, micro_batches, wants_norm)
+                result = first.step(trainer, state.step, micro_batches, wants_norm)
                 state.step += 1
                 recorder.add(learning_rate, result)
                 watch.after_step(state.step, result)

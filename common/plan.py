@@ -8,6 +8,7 @@ import torch
 from common.config import RunConfig
 from common.errors import UsageError
 from common.schedule import ScheduleFn, learning_rate_factor
+from common.seeds import seed_epoch
 from common.state import TrainState
 
 # (epoch, generator seeded for this epoch) -> the order of sample ids; an id may be there several times or not at all.
@@ -112,7 +113,7 @@ class Plan:
     ) -> "Plan":
         """Computes the plan. Raises UsageError if sizes do not divide, if the training set is smaller than a batch, or
         if the sampler does not return sample ids."""
-        length = num_samples if sampler is None else len(_order(sampler, config.seed, 0, num_samples))
+        length = num_samples if sampler is None else _length(sampler, config.seed, num_samples)
         micro_batch_size, accumulation = split_batch(
             config.batch_size, config.micro_batch_size, data_parallel_size, config.pipeline_stages
         )
@@ -166,6 +167,12 @@ class Plan:
             for ids in rows[step % self.steps_per_epoch]:
                 yield epoch, ids
 
+    def global_micro_batches(self, step: int) -> Iterator[Samples]:
+        """The micro-batches of all data-parallel ranks in an optimizer step, in the order of their rows."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        ids = self.epoch_order(epoch)[position * self.config.batch_size :][: self.config.batch_size]
+        return ((epoch, row) for row in ids.view(-1, self.micro_batch_size))
+
     def row(self, index: int) -> int:
         """The number of this process's micro-batch `index` among those of all processes in a step."""
         return index * self.data_parallel_size + self.data_parallel_rank
@@ -211,8 +218,21 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
 
 
+def _length(sampler: Sampler, seed: int, num_samples: int) -> int:
+    """The number of ids in an epoch. Raises UsageError for a sampler with random numbers that are not seeded."""
+    order, again = (_order(sampler, seed, 0, num_samples) for _ in range(2))
+    if not torch.equal(order, again):
+        raise UsageError(
+            "the sampler returns another order when it is called again for the same epoch: draw from the generator "
+            "that it is given, so that all processes and a resumed run take the same samples"
+        )
+    return len(order)
+
+
 def _order(sampler: Sampler, seed: int, epoch: int, num_samples: int) -> torch.Tensor:
-    """The ids from a sampler. Raises UsageError if they are not ids of samples."""
+    """The ids from a sampler, which may also draw from the global generators. Raises UsageError if they are not ids of
+    samples."""
+    seed_epoch(seed, epoch)
     order = torch.as_tensor(sampler(epoch, _generator(seed, epoch)))
     if order.ndim != 1 or order.is_floating_point() or order.dtype == torch.bool:
         kind = f"shape {tuple(order.shape)} of {order.dtype}"

@@ -1,11 +1,17 @@
 """Random numbers as a function of the position in the run, not of the process that draws them."""
 
 import random
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
 
 EVALUATION = -1  # stands for the epoch of an evaluation, which draws the same numbers each time
+UPDATE = -1  # stands for the micro-batch when the optimizer changes the weights
+CPU = torch.device("cpu")
 
 
 def seed_sample(seed: int, epoch: int, sample: int) -> None:
@@ -16,22 +22,61 @@ def seed_sample(seed: int, epoch: int, sample: int) -> None:
         epoch: of the training set, from 0; or EVALUATION.
         sample: its id.
     """
-    number = _mixed(seed, epoch, sample)
-    random.seed(number)
-    numpy.random.seed(number & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(number)
+    _seed(_mixed(seed, epoch, sample), CPU)
+
+
+def seed_batch(seed: int, epoch: int, samples: Sequence[int]) -> None:
+    """Like `seed_sample`, before a dataset or its `collate_fn` makes a batch of these samples."""
+    _seed(_mixed(seed, ~epoch, zlib.crc32(numpy.asarray(samples, numpy.int64).tobytes())), CPU)
+
+
+def seed_epoch(seed: int, epoch: int) -> None:
+    """Like `seed_sample`, before a sampler orders the samples of an epoch."""
+    _seed(_mixed(~seed, ~epoch, 0), CPU)
 
 
 def seed_forward(seed: int, step: int, row: int, device: torch.device) -> None:
-    """Seeds torch's generators, on the CPU and on the device, before a forward pass: for dropout and noise.
+    """Seeds the generators of Python, NumPy and torch, on the CPU and on the device, before a forward pass: for dropout
+    and noise. Also before an update of the weights.
 
     Args:
         seed: `--seed`.
         step: optimizer steps taken; or EVALUATION.
-        row: the number of the micro-batch among those of all processes in this step.
+        row: the number of the micro-batch among those of all processes in this step; or UPDATE.
         device: of the model.
     """
-    number = _mixed(~seed, step, row)  # other numbers than those of the samples
+    _seed(_mixed(~seed, step, row), device)  # other numbers than those of the samples
+
+
+def generator_states(device: torch.device) -> list[Any]:
+    """The states of all generators that the functions above seed. Equal states have drawn the same numbers."""
+    arrays: Any = numpy.random.get_state(legacy=False)
+    key = (arrays["state"]["key"].tobytes(), arrays["state"]["pos"], arrays["has_gauss"], arrays["gauss"])
+    states = [random.getstate(), key, torch.get_rng_state().numpy().tobytes()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device).numpy().tobytes())
+    return states
+
+
+@contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """Gives the generators the states from before the `with` block after it."""
+    python, arrays, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    on_device = None if module is None else module.get_rng_state(device)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+        torch.set_rng_state(cpu)
+        if module is not None:
+            module.set_rng_state(on_device, device)
+
+
+def _seed(number: int, device: torch.device) -> None:
+    random.seed(number)
+    numpy.random.seed(number & 0xFFFFFFFF)
     torch.default_generator.manual_seed(number)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(number)

@@ -48,7 +48,6 @@ class Config(RunConfig):
     warmup_steps: int = 50
     lr_schedule: Schedule = "linear"
     weight_decay: float = 0.01
-    exact_dropout: bool = True
     log_every: int = 50
     text_column: str = flag("text", "name of the column with the texts")
     label_column: str = flag("label", "name of the column with the classes")
@@ -58,7 +57,7 @@ class Config(RunConfig):
     num_layers: int = flag(2, "encoder layers", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
     hidden_size: int = flag(64, "width of the model", minimum=1)
-    dropout: float = flag(0.1, "probability of dropout", minimum=0, below=1)
+    dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
     model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from accelerate_recipes.at_fit import at_fit
 
 # As in common/parallel/guards.py.
-ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,6 @@ class Recipe:
         heads: {"num_attention_heads" and "num_key_value_heads" of its config: how many}.
         num_layers: that a pipeline can divide; None if it cannot cut the model.
         weights: {name: [number of elements, type, number of dimensions]} of weights that sharding may not support.
-        optimizer: its class.
-        steps_on_shards: whether the optimizer updates each element on its own.
         sample_bytes: of the tensors of a training sample.
         num_samples: of the training set.
     """
@@ -59,8 +56,6 @@ class Recipe:
     heads: dict[str, int]
     num_layers: int | None = None
     weights: dict[str, tuple[int, str, int]]
-    optimizer: str
-    steps_on_shards: bool
     sample_bytes: int
     num_samples: int
     batch_size: int
@@ -98,8 +93,6 @@ def facts(
     names = ("batch_size", "micro_batch_size", "max_grad_norm", "ema_decay", "num_workers")
     plan = dict(getattr(model, "tp_plan", None) or {})
     layers, strange = _planned(model, plan)
-    name = type(optimizer).__name__
-    is_known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
     return {name: getattr(config, name) for name in names} | {
         "model": type(model).__name__,
         "classes": sorted({type(module).__name__ for module in model.modules()}),
@@ -109,8 +102,6 @@ def facts(
         "heads": _heads(model),
         "num_layers": _num_layers(model),
         "weights": dict(_special_weights(model)),
-        "optimizer": name,
-        "steps_on_shards": is_known or bool(getattr(optimizer, "elementwise", False)),
         "sample_bytes": _num_bytes(train_set[0]),
         "num_samples": len(train_set),
         "pipeline_stages": type(config).__dataclass_fields__["pipeline_stages"].default,

@@ -1,7 +1,9 @@
 """`accelerate-recipes verify`: does a recipe give one result under every config?"""
 
+import math
+import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,8 +14,8 @@ from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.catalog import count_gpus, find_config, runs_here
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.verify.causes import likely_cause
-from accelerate_recipes.verify.certificate import Row, Table, write
-from accelerate_recipes.verify.compare import Difference, compare
+from accelerate_recipes.verify.certificate import CHECKED, Row, Table, write
+from accelerate_recipes.verify.compare import Difference, compare, starts_alike
 from accelerate_recipes.verify.runs import Finished, Launch
 
 PIPELINE = ["--pipeline_stages", "2"]  # the number of stages is no setting of the config file
@@ -58,7 +60,7 @@ def run(
         verification = _Verification(script, flags, steps, Path(scratch), table)
         verification.verify_all(_chosen(configs))
         cause = verification.cause()
-    write(folder, script, flags, steps, table.rows, cause, as_json)
+    write(folder, script, flags, steps, table.rows, cause, as_json, configs, verification.gap)
     return int(any(row.is_bad for row in table.rows))
 
 
@@ -79,6 +81,9 @@ class _Verification:
     scratch: Path
     table: Table
     first_difference: Difference | None = None  # the first run that is not the same
+    floors: list[Finished] = field(default_factory=list)  # one process with other micro-batches: how far rounding goes
+    found_by_check: str | None = None  # the likely cause that a run named
+    gap: str | None = "no run had other micro-batches"
 
     def verify_all(self, configs: list[Path]) -> None:
         """Makes all runs, and adds a row to the table for each."""
@@ -89,10 +94,11 @@ class _Verification:
             raise UsageError(f"{self.script} does not run in one process: {reference.refusal or reference.failure}")
         self.reference = reference
         self.table.add(Row("single", reference.card["num_processes"], note="the reference"))
-        samples = reference.card["config"]["batch_size"]
-        if samples % 2 == 0:
-            half = ["--micro_batch_size", str(samples // 2)]
-            self._compare("single, 2 accumulated", single, self.scratch / "half", half)
+        if reference.card.get("draws"):
+            single = self._with_one_micro_batch_size(single, configs)
+        else:
+            for parts in (2, 8):
+                self._other_micro_batches("single", single, self.scratch / f"in_{parts}", parts)
         in_bf16 = replace(single, options=["--mixed_precision", "bf16"])
         divided = None
         for config in configs:
@@ -106,17 +112,46 @@ class _Verification:
             same = self._compare(config.stem, launch, self.scratch / config.stem, [], expected)
             if same and divided is None and settings["num_processes"] > 1:
                 divided = launch
-                parts = settings["num_processes"] * 4
-                if samples % parts == 0 and not config.stem.startswith("pipeline"):
-                    few = ["--micro_batch_size", str(samples // parts)]
-                    self._compare(f"{config.stem}, 4 accumulated", launch, self.scratch / "accumulated", few)
+                if not reference.card.get("draws") and not config.stem.startswith("pipeline"):
+                    self._other_micro_batches(config.stem, launch, self.scratch / "accumulated", parts=4)
         self._kill(divided or single)
 
     def cause(self) -> str | None:
         """The likely cause of the first difference; None if there is no difference."""
         if self.first_difference is None:
-            return None
+            return self.found_by_check
         return likely_cause(at_fit(self.script, self.flags, EVIDENCE), self.first_difference)
+
+    def _other_micro_batches(self, name: str, launch: Launch, folder: Path, parts: int) -> None:
+        """Runs with another `--micro_batch_size` than the run that `launch` made, if possible in so many parts."""
+        card = Finished(self.scratch / launch.config.stem).card
+        size = card["micro_batch_size"]
+        share = size * card["gradient_accumulation_steps"]
+        others = [other for other in range(1, share + 1) if share % other == 0 and other != size]
+        if not others:
+            return
+        other = min(others, key=lambda other: (abs(share // other - parts), other))
+        row = f"{name}, {share // other} accumulated"
+        run = launch.run(folder, "--micro_batch_size", str(other))
+        if name == "single" and run.is_done and starts_alike(run, self.reference):
+            self.floors.append(run)
+        self._add(row, run, self.reference)
+        self.gap = None
+
+    def _with_one_micro_batch_size(self, single: Launch, configs: list[Path]) -> Launch:
+        """Makes the reference again, with a `--micro_batch_size` that all configs can take: the model draws random
+        numbers, which depend on it."""
+        samples, size = self.reference.card["config"]["batch_size"], 1
+        for config in configs:
+            processes = yaml.safe_load(config.read_text(encoding="utf-8"))["num_processes"]
+            size = math.lcm(size, processes)
+        micro = max(1, samples // size)
+        self.flags = [*self.flags, "--micro_batch_size", str(micro)]
+        self.gap = f"random numbers depend on --micro_batch_size: all runs had {micro}"
+        single = replace(single, flags=self._all_flags())
+        shutil.rmtree(self.scratch / "single")
+        self.reference = single.run(self.scratch / "single")
+        return single
 
     def _all_flags(self, config: Path | None = None) -> list[str]:
         records = ["--max_steps", str(self.steps), "--log_every", "1", "--eval_every", str(max(1, self.steps // 2))]
@@ -146,8 +181,9 @@ class _Verification:
     def _add(self, name: str, run: Finished, reference: Finished) -> bool:
         if not run.is_done:
             self.table.add(Row(name, None, refusal=run.refusal, failure=run.failure))
+            self.found_by_check = self.found_by_check or (run.cause if CHECKED in (run.refusal or "") else None)
             return False
-        difference = compare(run, reference)
+        difference = compare(run, reference, self.floors if reference is self.reference else ())
         if not difference.is_same and self.first_difference is None:
             self.first_difference = difference
         self.table.add(Row(name, run.card["num_processes"], difference=difference))

@@ -15,6 +15,7 @@ from accelerate_recipes.console import print_json
 from accelerate_recipes.verify.compare import Difference
 
 COLUMNS = ("config", "processes", "loss", "gradient", "weights", "eval", "learning rate", "")
+CHECKED = "does not give the result of one process"  # in the line of the check of the first steps
 _PACKAGES = ("torch", "accelerate", "transformers", "deepspeed")
 
 
@@ -40,8 +41,12 @@ class Row:
 
     @property
     def is_bad(self) -> bool:
-        """Whether the run speaks against one result: it differs, or it failed. A refusal is no wrong result."""
-        return self.failure is not None or (self.difference is not None and not self.difference.is_same)
+        """Whether the run speaks against one result: it differs, or it failed. A refusal is no wrong result, unless the
+        run's own check found another result than that of one process."""
+        found_by_check = self.refusal is not None and CHECKED in self.refusal
+        return (
+            self.failure is not None or found_by_check or (self.difference is not None and not self.difference.is_same)
+        )
 
     @property
     def verdict(self) -> str:
@@ -53,7 +58,8 @@ class Row:
         if self.difference is None:
             return self.note
         if self.difference.is_same:
-            return "bit for bit" if self.difference.is_exact else "same"
+            same = "same, to rounding errors" if self.difference.is_noise else "same"
+            return "bit for bit" if self.difference.is_exact else same
         places = []
         if self.difference.first_step is not None:
             places.append(f"from step {self.difference.first_step}")
@@ -100,17 +106,34 @@ class Table:
 
 
 def write(
-    folder: Path, script: Path, flags: list[str], steps: int, rows: list[Row], cause: str | None, as_json: bool
+    folder: Path,
+    script: Path,
+    flags: list[str],
+    steps: int,
+    rows: list[Row],
+    cause: str | None,
+    as_json: bool,
+    configs: list[str] | None = None,
+    gap: str | None = None,
 ) -> None:
-    """Writes certificate.json and certificate.md into a folder, and prints the result."""
+    """Writes certificate.json and certificate.md into a folder, and prints the result.
+
+    Args:
+        folder, script, flags, steps, as_json, configs: those of the command.
+        rows: the runs.
+        cause: the likely cause of a difference.
+        gap: what these runs cannot show.
+    """
     is_same = not any(row.is_bad for row in rows)
     content: dict[str, Any] = {
         "script": str(script),
         "sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "configs": configs,
         "flags": flags,
         "steps": steps,
         "is_same": is_same,
         "cause": cause,
+        "gap": gap,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"accelerate-recipes": VERSION, "python": platform.python_version()} | _versions(),
         "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
@@ -128,16 +151,19 @@ def write(
             f"{num_bad} of {len(rows)} runs are not the same. Likely cause: {cause or 'see the line of the failed run'}"
         )
     else:
-        print("One result.")
+        print("One result." if gap is None else f"The same, but {gap}.")
     print(f"The certificate is in {folder}/certificate.md and certificate.json")
 
 
 def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
-    command = shlex.join(["accelerate-recipes", "verify", content["script"], "--steps", str(content["steps"])])
+    words = ["accelerate-recipes", "verify", content["script"], "--steps", str(content["steps"])]
+    words += [word for config in content["configs"] or () for word in ("--config", config)]
+    command = shlex.join(words)
     command += f" -- {shlex.join(content['flags'])}" if content["flags"] else ""
     versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
+    title = "Not one result" if not content["is_same"] else "One result" if content["gap"] is None else "The same"
     lines = [
-        f"# {'One result' if content['is_same'] else 'Not one result'}: {Path(content['script']).name}",
+        f"# {title}: {Path(content['script']).name}",
         "",
         f"Made by `{command}` on {content['made']} ({versions}; SHA-256 of the script {content['sha256'][:16]}…).",
         "Each number is the largest relative difference from the reference over all steps; for weights the largest",
@@ -147,6 +173,8 @@ def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
         "| --- |" + " ---: |" * 6 + " --- |",
         *("| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells) + " |" for row in rows),
     ]
+    if content["gap"]:
+        lines += ["", f"Not shown: {content['gap']}."]
     if content["cause"]:
         lines += ["", f"Likely cause of the difference: {content['cause']}."]
     return "\n".join(lines) + "\n"

@@ -1,12 +1,14 @@
 """Compares two runs: losses, gradient norms, weights, evaluations and learning rates."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.verify.runs import Finished
 
 TOLERANCE = 1e-5  # float32; relative
+TIMES_FLOOR = 4  # so far may a run be from its reference, in units of how far one process is from itself
 BF16_TOLERANCE = 1e-2  # bf16 keeps 8 bits, and configs round at different places: up to 0.7 % for our recipes
 
 
@@ -22,6 +24,7 @@ class Difference:
         first_step: the first step whose loss, learning rate or evaluation is not the same; None if all are.
         tensor: the name of the first exported tensor that is not the same; None if all are.
         is_same: whether the run counts as the same.
+        is_noise: whether it is the same only because one process is as far from itself.
     """
 
     loss: float
@@ -32,6 +35,7 @@ class Difference:
     first_step: int | None
     tensor: str | None
     is_same: bool
+    is_noise: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -40,28 +44,58 @@ class Difference:
         return not any(value for value in values if value is not None)
 
 
-def compare(run: Finished, reference: Finished) -> Difference:
-    """Compares a finished run with its reference, in the precision of the run."""
+def compare(run: Finished, reference: Finished, floors: Sequence[Finished] = ()) -> Difference:
+    """Compares a finished run with its reference, in the precision of the run.
+
+    Args:
+        run: finished.
+        reference: finished.
+        floors: the reference with other micro-batches, if it `starts_alike`: what differs there is noise.
+    """
+    strict = _compare(run, reference, ())
+    if strict.is_same or not floors or not starts_alike(run, reference):
+        return strict
+    return replace(_compare(run, reference, floors), is_noise=True)
+
+
+def starts_alike(run: Finished, reference: Finished) -> bool:
+    """Whether the first step has the same loss, gradient and learning rate: what differs later is rounding, which
+    training amplifies. Random numbers, statistics over a batch and wrong sums show in the first step."""
+    limits = {"train/loss": TOLERANCE, "grad_norm": 10 * TOLERANCE, "learning_rate": 0.0}
+    found = {name: _differences(run, reference, name) for name in limits}
+    return all(values and values[min(values)] <= limits[name] for name, values in found.items())
+
+
+def _compare(run: Finished, reference: Finished, floors: Sequence[Finished]) -> Difference:
     in_bf16 = run.card.get("precision") == "bf16"
     tolerance = BF16_TOLERANCE if in_bf16 else TOLERANCE
     names = sorted({name for record in reference.records for name in record if name.startswith("eval/")})
     if in_bf16:  # a rounding error may flip a class, or move an R² near 0 by more than a loss
         names = [name for name in names if name.endswith("loss")]
+
+    def noise(name: str) -> float:
+        return TIMES_FLOOR * max((_largest(_differences(floor, reference, name)) for floor in floors), default=0.0)
+
+    moved = [_distances(floor.folder / "model", reference.folder / "model") for floor in floors]
     loss, gradient = (_differences(run, reference, name) for name in ("train/loss", "grad_norm"))
     rates = _differences(run, reference, "learning_rate")
-    evaluations = [_differences(run, reference, name) for name in names]
+    evaluations = {name: _differences(run, reference, name) for name in names}
     distances = _distances(run.folder / "model", reference.folder / "model")
-    wrong = {step for values in (loss, *evaluations) for step, value in values.items() if not value <= tolerance}
+    limits = {name: max(tolerance, noise(name)) for name in ("train/loss", *names)}
+    compared = {"train/loss": loss} | evaluations
+    wrong = {step for name, values in compared.items() for step, value in values.items() if not value <= limits[name]}
     wrong |= {step for step, value in rates.items() if value > 0}
-    tensor = next((name for name, value in distances.items() if not value <= tolerance), None)
+    allowed = {name: max([tolerance, *(TIMES_FLOOR * floor.get(name, 0.0) for floor in moved)]) for name in distances}
+    tensor = next((name for name, value in distances.items() if not value <= allowed[name]), None)
     largest_gradient = _largest(gradient)
     # In bf16 the README promises losses, not weights.
-    is_same = not wrong and (in_bf16 or (tensor is None and largest_gradient <= 10 * tolerance))
+    is_close = tensor is None and largest_gradient <= max(10 * tolerance, noise("grad_norm"))
+    is_same = not wrong and (in_bf16 or is_close)
     return Difference(
         loss=_largest(loss),
         gradient=largest_gradient,
         weights=_largest(distances),
-        evaluation=max(map(_largest, evaluations), default=0.0),
+        evaluation=max(map(_largest, evaluations.values()), default=0.0),
         learning_rate=_largest(rates),
         first_step=min(wrong, default=None),
         tensor=tensor,

@@ -29,12 +29,14 @@ class Finished:
     Attributes:
         folder: its output folder.
         refusal: the line with which the recipe refused to run; None if it did not refuse.
+        cause: the likely cause that the recipe named with its refusal.
         failure: the last lines of its output if it failed in another way; None if it is done.
     """
 
     folder: Path
     refusal: str | None = None
     failure: str | None = None
+    cause: str | None = None
 
     @property
     def is_done(self) -> bool:
@@ -114,7 +116,8 @@ def _finished(folder: Path, exit_code: int, output: str) -> Finished:
         return Finished(folder)
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     if lines and _card(folder).get("exit_code", 2) == 2:
-        return Finished(folder, refusal=lines[0].removeprefix("error: "))
+        causes = [line.partition("likely cause: ")[2] for line in output.splitlines() if "likely cause: " in line]
+        return Finished(folder, refusal=lines[0].removeprefix("error: "), cause=next(iter(causes), None))
     if exit_code == 0:
         return Finished(folder, failure="it wrote no metrics.jsonl: verify needs a recipe that calls fit")
     traceback = [line for line in output.splitlines() if line.strip() and "Error" in line]

@@ -39,7 +39,6 @@ def identity(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         "num_samples": plan.num_samples,
         "optimizer": type(optimizer).__name__,
         "base": getattr(getattr(model, "peft_adapter", None), "base_digest", None),
-        "exact_dropout": config["exact_dropout"] or None,  # None: as in checkpoints from before this flag
         "sampler": None if plan.sampler is None else _digest(plan.epoch_order(0).tolist()),
     }
 

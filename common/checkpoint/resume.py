@@ -126,6 +126,10 @@ def find_checkpoint(
     def open_checked(path: Path) -> Checkpoint:
         reader = Reader.verified(path, group)
         _check_content(reader.content)
+        if reader.content["identity"].get("exact_dropout"):
+            raise UsageError(
+                f"{path} was made with --exact_dropout: resume it with version 0.1.0, the last that has it"
+            )
         for name, value in identity.items():
             there = reader.content["identity"].get(name)
             if there != value:

@@ -49,10 +49,12 @@ class Saver:
         """Writes `checkpoints/step_<steps taken>` and then removes the oldest beyond `--keep_checkpoints`.
 
         Raises:
+            UsageError: the optimizer keeps something that a checkpoint does not hold.
             RunError: with `--stop_on_save_error`, the checkpoint could not be written; with `--async_save`,
                 the one before it. Without `--stop_on_save_error`, a failed save only prints one line.
         """
         self.finish()
+        self._trainer.numbers.check_complete()
         content = {
             "layout": layout(self._trainer, self._group),
             "identity": self._identity,

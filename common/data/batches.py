@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from common.config import RunConfig
 from common.errors import UsageError
 from common.plan import Samples
-from common.seeds import seed_sample
+from common.seeds import CPU, generator_states, seed_batch, seed_sample
 
 MAX_BYTES_ON_DEVICE = 2**30  # larger datasets stay in the CPU's memory
 
@@ -130,8 +130,9 @@ def batches(
     Args:
         dataset: map-style; samples are dicts of tensors, numbers or strings. If it has `__getitems__`,
             each batch is one call with a list of ids. The call returns a list of samples, or the
-            batch: a dict of tensors of shape (batch, ...). It must not draw random numbers. `__getitem__`
-            may: its numbers are a function of `--seed`, the epoch and the sample.
+            batch: a dict of tensors of shape (batch, ...). `__getitem__` may draw random numbers: they
+            are a function of `--seed`, the epoch and the sample. Those of `__getitems__` and of a
+            `collate_fn` are a function of `--seed`, the epoch and the samples of the micro-batch.
         samples: (epoch, ids) of each batch.
         device: for the tensors of a batch; strings stay on the CPU.
         config: `--seed` and `--num_workers`, the processes that fetch ahead; with 0 this process fetches.
@@ -184,8 +185,26 @@ def fetch(dataset: MapDataset, ids: list[int], seed: int = 0, epoch: int = 0) ->
     collate_fn: CollateFn = dataset.collate_fn if isinstance(dataset, Collated) else default_collate
     dataset = dataset.dataset if isinstance(dataset, Collated) else dataset
     if hasattr(dataset, "__getitems__"):
-        return _collate(dataset.__getitems__(ids), len(ids), collate_fn)
-    return _collate([_sample(dataset, index, seed, epoch) for index in ids], len(ids), collate_fn)
+        seed_batch(seed, epoch, ids)
+        samples = dataset.__getitems__(ids)
+    else:
+        samples = [_sample(dataset, index, seed, epoch) for index in ids]
+    seed_batch(seed, ~epoch, ids)
+    return _collate(samples, len(ids), collate_fn)
+
+
+def draws_for_batches(dataset: MapDataset) -> bool:
+    """Whether `__getitems__` or the `collate_fn` draws random numbers: they depend on the samples of a micro-batch."""
+    collate_fn = dataset.collate_fn if isinstance(dataset, Collated) else default_collate
+    inner = dataset.dataset if isinstance(dataset, Collated) else dataset
+    before = generator_states(CPU)
+    if hasattr(inner, "__getitems__"):
+        samples = inner.__getitems__([0])
+    else:
+        samples = [inner[0]]
+        before = generator_states(CPU)
+    _collate(samples, 1, collate_fn)
+    return generator_states(CPU) != before
 
 
 def _sample(dataset: MapDataset, index: int, seed: int, epoch: int) -> Any:

@@ -50,6 +50,7 @@ class AccelerateTrainer(Trainer):
         grad_norm = self._clip(max_norm) if max_norm or wants_norm else None
         # Without a loss scaler, Accelerate's wrapper only adds time to a step.
         inner = optimizer if accelerator.scaler is not None else optimizer.optimizer
+        self._seed_update(number)
         inner.step()
         inner.zero_grad()
         skipped = accelerator.scaler is not None and optimizer.step_was_skipped
@@ -70,7 +71,7 @@ class AccelerateTrainer(Trainer):
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         values = self.forward_step(self.model, batch)
-        if self._waits_for_all_weights:
+        if self._waits_for_all_weights and self.is_new:
             check_all_used(self.module, values["loss"], self.accelerator.process_index)
         return values
 

@@ -1,5 +1,6 @@
 """DeepSpeed ZeRO 1 to 3: config, steps, and saving and loading of its state."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ from torch import distributed as dist
 
 from common.data.batches import Batch
 from common.errors import UsageError
-from common.parallel.guards import check_all_used, check_same_way
+from common.parallel.guards import check_all_used
+from common.parallel.optimizer_state import as_tensor
 from common.parallel.parts import Part, TensorReader
 from common.parallel.trainer import StepResult, Trainer, counts_on_device, weighted_metrics, weighted_sum
 from common.plan import Plan
@@ -69,12 +71,24 @@ class DeepSpeedTrainer(Trainer):
     """Steps through DeepSpeed's engine. The engine holds the weights, averages gradients over processes and
     micro-batches, and clips."""
 
-    _way: int | None = None  # path through the model; ZeRO needs the same one in all forward passes
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._order, self._first_order = 0, None  # checksums of the order in which gradients arrive
+        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
+        for number, weight in enumerate(trained):
+            weight.register_post_accumulate_grad_hook(partial(self._arrived, number.to_bytes(4, "big")))
+
+    def _arrived(self, number: bytes, weight: Tensor) -> None:
+        self._order = zlib.crc32(number, self._order)
 
     @property
     def engine(self) -> Any:
         """DeepSpeed's engine around the model, made by `prepare`."""
         return self.model
+
+    @property
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer.optimizer
 
     @property
     def module(self) -> nn.Module:
@@ -89,18 +103,36 @@ class DeepSpeedTrainer(Trainer):
             self._seed(number, index)
             values = self._forward(batch)
             loss = weighted_sum(values["loss"], batch)
+            self._order = 0
             engine.backward(loss * (scale * len(micro_batches)))
+            self._check_order()
             losses.append(loss.detach())
             metrics.append(weighted_metrics(values, batch))
+        self._seed_update(number)
         engine.step()
         if not engine.was_step_applied():
             return StepResult(losses, weight, torch.inf)  # DeepSpeed silently skips a step that is not finite
         return StepResult(losses, weight, engine.get_global_grad_norm(), metrics=metrics)
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
-        values, rank = self.forward_step(self.model, batch), self.accelerator.process_index
-        self._way = check_same_way(self._way, check_all_used(self.module, values["loss"], rank), rank)
+        values = self.forward_step(self.model, batch)
+        if self.is_new:
+            check_all_used(self.module, values["loss"], self.accelerator.process_index)
         return values
+
+    def _check_order(self) -> None:
+        """Raises UsageError if the gradients arrived in another order than those of the first pass of process 0. ZeRO
+        adds them up in the order of arrival: it would add the gradients of different weights."""
+        if self._first_order is None:
+            orders: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(orders, self._order)
+            self._first_order = orders[0]
+        if self._order != self._first_order:
+            raise UsageError(
+                f"the forward pass of process {self.accelerator.process_index} takes another path through the model "
+                "than other passes do, as with experts, which ZeRO does not support: type --config_file "
+                "accelerate_configs/ddp.yaml"
+            )
 
     def parts(self) -> list[Part]:
         """As `Trainer.parts`, but each tensor is whole; `get` gathers one tensor at a time."""
@@ -121,7 +153,10 @@ class DeepSpeedTrainer(Trainer):
             if isinstance(value, Tensor) and value.shape == flat.shape:
                 yield Part.gathered(f"{name}.{slot}", shape, partial(safe_get_full_optimizer_state, weight, slot))
             else:
-                yield Part.whole(f"{name}.{slot}", torch.as_tensor(float(value)))
+                number = (
+                    value if isinstance(value, Tensor) else as_tensor(type(self._own_optimizer).__name__, slot, value)
+                )
+                yield Part.whole(f"{name}.{slot}", number.float() if slot == "step" else number)
 
     def _link_states(self) -> None:
         """Links the optimizer state to the weights. ZeRO-1 and 2 do so in their first step, after the first parameter
@@ -156,6 +191,8 @@ class DeepSpeedTrainer(Trainer):
                 if slot == "step":
                     count = reader.tensor(key).to(flat.device if counts_on_device(zero.optimizer) else "cpu")
                     state[slot] = int(count) if counts_in_numbers else count
+                elif not reader.tensors[key]["shape"]:
+                    state[slot] = reader.tensor(key)
                 elif slot not in state:
                     state[slot] = torch.zeros_like(flat)
         if slots:
@@ -164,7 +201,7 @@ class DeepSpeedTrainer(Trainer):
         for name, weight in weights.items():
             _set_whole(weight, None, reader.tensor(f"model.{name}").to(device))
         for key, (prefix, _, slot) in slots.items():
-            if slot != "step":
+            if slot != "step" and reader.tensors[key]["shape"]:
                 _set_whole(prefixes[prefix], slot, reader.tensor(key).to(device))
 
     def _whole(self, tensor: Tensor) -> Tensor:

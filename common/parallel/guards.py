@@ -3,7 +3,6 @@ process, or refuses them in one line, at the start or in the step that shows the
 
 import hashlib
 import os
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,19 +10,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from common.cpu_group import CpuGroup
 from common.data.batches import Batch, ForwardStep, MapDataset, fetch
 from common.errors import UsageError
-from common.parallel.tensor_parallel import tensor_parallel_size
-from common.plan import Plan
 
-# FSDP2 and tensor parallelism turn weights into DTensors. On DTensors these optimizers fail in the first step, hang or
-# give another result (torch 2.13).
-WHOLE_ONLY = ("Adafactor", "Muon", "Rprop")
-# The update of an element depends on the gradients of that element alone, so these optimizers can step on shards.
-ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+def check_trainable(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for an optimizer or weights that the config cannot train; freezes what is not trained."""
+    check_optimizer(accelerator, optimizer)
+    freeze_what_is_not_trained(accelerator, model, optimizer)
+    check_weights(accelerator, model)
 
 
 def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -57,39 +54,6 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
         raise UsageError(f"{name} has a tensor as learning rate: give it a float")
     if accelerator.scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
         raise UsageError("fused=True hides the steps that the loss scaling of fp16 skips: remove it")
-    who = "FSDP" if accelerator.distributed_type == DistributedType.FSDP else "tensor parallelism"
-    if name in WHOLE_ONLY and (who == "FSDP" or tensor_parallel_size(accelerator) > 1):
-        raise UsageError(
-            f"{name} steps on whole weights only, but {who} shards them: type --config_file accelerate_configs/ddp.yaml"
-        )
-    is_known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
-    if accelerator.distributed_type == DistributedType.DEEPSPEED and not (
-        is_known or getattr(optimizer, "elementwise", False)
-    ):
-        instead = "ddp" if name in WHOLE_ONLY else "fsdp2"
-        raise UsageError(
-            f"{name} may fail under DeepSpeed, which steps on flat shards of the weights: type --config_file "
-            f"accelerate_configs/{instead}.yaml; if {name} updates each element from the gradients of that element "
-            "alone, set elementwise = True in its class"
-        )
-
-
-def say_what_depends_on_the_layout(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
-    """Prints one line for each kind of layer that gives another result on another number of processes."""
-    modules, is_cut = list(model.modules()), plan.micro_batch_size < plan.config.batch_size
-    sees = (
-        f"normalizes {plan.micro_batch_size} of {plan.config.batch_size} samples at a time: the result depends on the"
-    )
-    if is_cut and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules):
-        accelerator.print(
-            f"this model has BatchNorm, which {sees} number of processes; to avoid that, use GroupNorm or LayerNorm"
-        )
-    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules)
-    if is_cut and drops and not plan.config.exact_dropout:
-        accelerator.print(
-            f"this model has dropout: its masks depend on --micro_batch_size, here {plan.micro_batch_size}, not on the "
-            "number of processes; --exact_dropout makes them the same for all"
-        )
 
 
 def choose_wrapped_layers(accelerator: Accelerator, model: nn.Module) -> None:
@@ -108,6 +72,9 @@ def choose_wrapped_layers(accelerator: Accelerator, model: nn.Module) -> None:
             f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, but the model's layers are "
             f"{', '.join(sorted(present))}"
         )
+    for end in ("input", "output"):
+        if _embedding(model, end) is None:  # Accelerate asks models of transformers, and some raise an error
+            setattr(model, f"get_{end}_embeddings", lambda: None)
     embedding = _embedding(model, "input")
     classes = named.split(",") if named else getattr(model, "_no_split_modules", None) or []
     layers = [module for module in model.modules() if type(module).__name__ in classes]
@@ -178,7 +145,9 @@ def _embedding(model: nn.Module, end: str) -> nn.Module | None:
 
 
 def checked(forward_step: ForwardStep, size: int) -> ForwardStep:
-    """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples."""
+    """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
+    calls return the same names. Orders the names, so that all processes sum up the same metrics."""
+    names: dict[str, None] = {}
 
     def step(model: Any, batch: Batch) -> dict[str, Tensor]:
         values = forward_step(model, batch)
@@ -195,7 +164,14 @@ def checked(forward_step: ForwardStep, size: int) -> ForwardStep:
                 )
         if torch.is_grad_enabled() and not values["loss"].requires_grad:
             raise UsageError('"loss" has no gradient: compute it from the model output, without detach or no_grad')
-        return values
+        if not names:
+            names.update(dict.fromkeys(sorted(values, key=lambda name: (name != "loss", name))))
+        if values.keys() != names.keys():
+            raise UsageError(
+                f"forward_step returns {', '.join(values)}, and {', '.join(names)} for another batch: return the same "
+                "names for each batch"
+            )
+        return {name: values[name] for name in names}
 
     return step
 
@@ -210,28 +186,23 @@ def _advice(value: Tensor, size: int) -> str:
     return ".flatten(1).mean(1)" if value.shape[0] == size else "a reduction that keeps the batch dimension"
 
 
-def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> int | None:
+def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> None:
     """Raises UsageError for a weight that this forward pass did not use. A single process leaves such a weight
-    unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it.
-
-    Returns:
-        A checksum of the path through the model, equal for equal paths. None if activation checkpointing hides it.
-    """
-    used, seen, waiting, way = set(), set(), [loss.grad_fn], 0
+    unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
+    used, seen, waiting = set(), set(), [loss.grad_fn]
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if "CheckpointFunction" in node.name():  # activation checkpointing hides the layers in it
-            return None
-        way = zlib.crc32(node.name().encode(), way)
+            return
         if hasattr(node, "variable"):  # a leaf of the graph: a weight
             used.add(node.variable)
         waiting += [following for following, _ in node.next_functions]
     weights = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
     if len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
-        return way
+        return
     unused = [name for weight, name in weights.items() if weight not in used]
     what = unused[0] if len(unused) + len(used) == len(weights) else f"{len(weights) - len(used)} of its weights"
     raise UsageError(
@@ -239,30 +210,6 @@ def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> int | None:
         "requires_grad_(False) or by leaving them out of the optimizer; if only some passes use a weight, as with "
         "experts, add 0 * weight.sum() to each loss"
     )
-
-
-def check_same_way(first: int | None, way: int | None, rank: int) -> int | None:
-    """Raises UsageError if a forward pass took another path through the model than the first pass of process 0. ZeRO
-    adds up gradients in order of arrival: with different paths it would add the gradients of different weights.
-
-    Args:
-        first: the result of the previous call; None in the first call, which is a collective.
-        way: the result of `check_all_used`.
-        rank: of this process, for the message.
-
-    Returns:
-        The checksum of the first pass of process 0.
-    """
-    if first is None:
-        ways: list[int | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(ways, way)
-        first = ways[0]
-    if way is not None and way != first:
-        raise UsageError(
-            f"the forward pass of process {rank} takes another path through the model than other passes do, as with "
-            "experts, which ZeRO does not support: type --config_file accelerate_configs/ddp.yaml"
-        )
-    return first
 
 
 def check_same_start(

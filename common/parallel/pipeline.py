@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from common.data.batches import Batch, ForwardStep
 from common.errors import UsageError
-from common.parallel.stages import Stage, check_pipeline, check_stages, keep_stage
+from common.parallel.stages import Stage, check_pipeline, keep_stage
 from common.parallel.trainer import StepResult, Trainer, weighted_sum
 from common.plan import Plan
 
@@ -39,7 +39,11 @@ def _model_arguments(forward_step: ForwardStep, batch: Batch) -> tuple[Any, ...]
 
     with torch.no_grad():
         forward_step(stand_in, batch)
-    assert noted, "forward_step did not call the model"
+    if len(noted) != 1:
+        raise UsageError(
+            f"forward_step calls the model {len(noted)} times, but a pipeline has one pass: call it once, or type "
+            "--config_file accelerate_configs/fsdp2.yaml"
+        )
     return noted[0]
 
 
@@ -75,11 +79,10 @@ class Pipeline(nn.Module):
         self.group, self.index = mesh.get_group("pipe"), mesh.get_local_rank("pipe")
         self.is_first, self.is_last = self.index == 0, self.index == self.num_stages - 1
         check_pipeline(model, self.num_stages)
-        check_stages(model, self.num_stages)
         embedding = model.get_input_embeddings().weight
         is_tied = model.get_output_embeddings().weight is embedding
         self.tied = embedding if is_tied and (self.is_first or self.is_last) else None
-        keep_stage(model, self.index, self.num_stages, config.pipeline_split)
+        keep_stage(model, self.index, self.num_stages)
         self.model, self.autocast = model.to(self.device), accelerator.autocast
         kept = set(model.parameters())
         for group in optimizer.param_groups:
@@ -219,6 +222,7 @@ class PipelineTrainer(Trainer):
         scale, weight = self._loss_scale(micro_batches)
         losses = self.pipeline.backward(self.forward_step, micro_batches, scale, partial(self._seed, number))
         grad_norm = self.pipeline.clip(max_norm or torch.inf) if max_norm or wants_norm else None
+        self._seed_update(number)
         self.optimizer.optimizer.step()
         self.optimizer.optimizer.zero_grad()
         return StepResult(losses, weight if self.pipeline.is_last else 0.0, grad_norm)

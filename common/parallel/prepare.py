@@ -10,15 +10,9 @@ from torch import Tensor, nn
 from common.data.batches import ForwardStep
 from common.parallel import deepspeed
 from common.parallel.accelerate_trainer import AccelerateTrainer
-from common.parallel.dropout import Dropout, UndividedDropout, check_no_dropout
-from common.parallel.exact_dropout import ExactDropout
 from common.parallel.guards import (
-    check_optimizer,
-    check_weights,
     checked,
     choose_wrapped_layers,
-    freeze_what_is_not_trained,
-    say_what_depends_on_the_layout,
 )
 from common.parallel.parts import is_divided, local
 from common.parallel.pipeline import Pipeline, PipelineTrainer
@@ -38,11 +32,6 @@ def prepare(
         UsageError: the DeepSpeed section contradicts the command line, or model or optimizer would not give the
             result of a single process.
     """
-    check_optimizer(accelerator, optimizer)
-    freeze_what_is_not_trained(accelerator, model, optimizer)
-    check_weights(accelerator, model)
-    say_what_depends_on_the_layout(accelerator, model, plan)
-    dropout = _dropout(accelerator, model, plan)
     forward_step = checked(forward_step, plan.micro_batch_size)
     if accelerator.distributed_type == DistributedType.FSDP:
         choose_wrapped_layers(accelerator, model)
@@ -56,7 +45,7 @@ def prepare(
             _compile(accelerator, pipeline.stage)
         prepared = accelerator.prepare_optimizer(optimizer)
         _choose_fused_kernels(accelerator, optimizer)
-        return PipelineTrainer(accelerator, pipeline, prepared, forward_step, plan, dropout)
+        return PipelineTrainer(accelerator, pipeline, prepared, forward_step, plan)
     if plan.config.compile:
         _compile(accelerator, model)
     if tensor_parallel_size(accelerator) > 1:
@@ -64,21 +53,9 @@ def prepare(
     model, prepared = _hand_to_accelerate(accelerator, model, optimizer)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         deepspeed.load_models_whole(accelerator)
-        return deepspeed.DeepSpeedTrainer(accelerator, model, prepared, forward_step, plan, dropout)
+        return deepspeed.DeepSpeedTrainer(accelerator, model, prepared, forward_step, plan)
     _choose_fused_kernels(accelerator, optimizer)
-    return AccelerateTrainer(accelerator, model, prepared, forward_step, plan, dropout)
-
-
-def _dropout(accelerator: Accelerator, model: nn.Module, plan: Plan) -> Dropout | None:
-    """What takes the place of torch's dropout during a step; None: nothing."""
-    if plan.config.exact_dropout:
-        return ExactDropout(accelerator, model, plan)
-    if tensor_parallel_size(accelerator) == 1 and plan.config.pipeline_stages == 1:
-        return None
-    if plan.config.compile:  # hooks would make torch compile the model twice
-        check_no_dropout(model)
-        return None
-    return UndividedDropout(accelerator, model, plan)
+    return AccelerateTrainer(accelerator, model, prepared, forward_step, plan)
 
 
 def _hand_to_accelerate(

@@ -3,14 +3,14 @@
 import difflib
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UsageError
-from common.parallel.parts import by_mesh
+from common.parallel.parts import by_mesh, is_divided
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -52,7 +52,8 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=whole),
     }
     size, mesh = tensor_parallel_size(accelerator), accelerator.torch_device_mesh
-    names = {id(weight): name for name, weight in model.named_parameters()}
+    before = dict(model.named_parameters())
+    names = {id(weight): name for name, weight in before.items()}
     plan = check_plan(model, size)
     parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in plan.items()})
     model.to(accelerator.device)  # Accelerate does not move a model that holds DTensors
@@ -64,17 +65,34 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
     weights = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [weights[names[id(weight)]] for weight in group["params"]]
+    for name, weight in before.items():
+        if weight in optimizer.state and weights[name] is not weight:
+            optimizer.state[weights[name]] = _divided_like(weights[name], optimizer.state.pop(weight))
     _split_groups_by_mesh(optimizer)
+
+
+def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """The state that an optimizer made in its constructor, as Adagrad does, divided as the weight now is."""
+    if not is_divided(weight):
+        return state
+    from torch.distributed.tensor import distribute_tensor
+
+    return {
+        name: distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+        if isinstance(value, Tensor) and value.shape == weight.shape
+        else value
+        for name, value in state.items()
+    }
 
 
 def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
     """Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on
     GPUs, refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
-    for group in list(optimizer.param_groups):
+    for index, group in enumerate(list(optimizer.param_groups)):
         divided = by_mesh(group["params"])
         if len(divided) > 1:
             group["params"], *others = divided
-            optimizer.param_groups += [group | {"params": weights} for weights in others]
+            optimizer.param_groups += [group | {"params": weights, "split_from": index} for weights in others]
 
 
 def mixed_precision_policy(accelerator: Accelerator) -> "MixedPrecisionPolicy":

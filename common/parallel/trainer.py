@@ -1,7 +1,7 @@
 """The base class for optimizer steps and for the state that a checkpoint saves."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +12,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from common.data.batches import Batch, ForwardStep
-from common.errors import UsageError
-from common.parallel.dropout import Dropout
 from common.parallel.ema import EMA
+from common.parallel.optimizer_state import Numbers, as_tensor
 from common.parallel.parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
 from common.plan import Plan
-from common.seeds import seed_forward
+from common.seeds import UPDATE, generator_states, seed_forward
 
 
 @dataclass
@@ -48,6 +47,8 @@ class Trainer(ABC):
     Attributes:
         model: the model that `forward_step` calls.
         ema: the moving average of the weights; None without `--ema_decay`.
+        draws: whether a forward pass draws random numbers; None before the first step.
+        numbers: what the optimizer keeps beside tensors.
     """
 
     def __init__(
@@ -57,16 +58,27 @@ class Trainer(ABC):
         optimizer: AcceleratedOptimizer,
         forward_step: ForwardStep,
         plan: Plan,
-        dropout: Dropout | None,
     ):
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.forward_step, self.plan, self._dropout = forward_step, plan, dropout
+        self.forward_step, self.plan = forward_step, plan
+        self.draws: bool | None = None
+        self._num_taken, self.numbers = 0, Numbers(self._own_optimizer)
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.ema = EMA(optimizer, plan.config.ema_decay) if plan.config.ema_decay else None
         mean_scale = plan.data_parallel_size / plan.config.batch_size
         self._mean_scale = torch.tensor(mean_scale, device=accelerator.device)  # made once: a copy stalls a GPU
+
+    @property
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that the recipe made, without wrappers."""
+        return self.optimizer.optimizer
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the next step is one of the first: those are checked more closely than others."""
+        return self._num_taken < max(1, self.plan.config.check_steps)
 
     @property
     @abstractmethod
@@ -82,18 +94,24 @@ class Trainer(ABC):
         The step uses the gradient of the mean loss over the global batch, weighted by "weight" if the
         batch has one. The number of processes and micro-batches does not change it.
         """
-        with self._dropout or nullcontext():
-            result = self._step(number, micro_batches, wants_norm)
+        result = self._step(number, micro_batches, wants_norm)
+        self._num_taken += 1
         if self.ema is not None and not result.skipped:
             self.ema.update()
         return result
 
     def _seed(self, number: int, index: int) -> None:
         """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
-        row = self.plan.row(index)
-        seed_forward(self.plan.config.seed, number, row, self.accelerator.device)
-        if self._dropout is not None:
-            self._dropout.at(number, row)
+        seed_forward(self.plan.config.seed, number, self.plan.row(index), self.accelerator.device)
+
+    def _seed_update(self, number: int) -> None:
+        """Seeds an optimizer that draws: all processes then change a weight alike. Call it after the backward pass."""
+        device = self.accelerator.device
+        if self.draws is None:
+            states = generator_states(device)
+            self._seed(number, self.plan.accumulation - 1)
+            self.draws = generator_states(device) != states
+        seed_forward(self.plan.config.seed, number, UPDATE, device)
 
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""
@@ -108,13 +126,15 @@ class Trainer(ABC):
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint holds as JSON, beside the tensors."""
         num_averaged = 0 if self.ema is None else self.ema.num_updates
-        return {"num_averaged": num_averaged, "loss_scale": self._loss_scale_state()}
+        numbers = self.numbers.state_dict()
+        return {"num_averaged": num_averaged, "loss_scale": self._loss_scale_state(), "optimizer": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the result of `state_dict`; the loss scale only if both runs have one."""
         if self.ema is not None:
             self.ema.num_updates = state["num_averaged"]
         self._load_loss_scale(state["loss_scale"])
+        self.numbers.load_state_dict(state.get("optimizer", {}))
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """{name: parameter or buffer} of the module, with the same parameter objects as the optimizer."""
@@ -131,13 +151,10 @@ class Trainer(ABC):
             # Buffers may differ between processes: DDP uses those of the first.
             parts += parts_of(f"model.{name}", tensor, of_first=not isinstance(tensor, nn.Parameter))
             for slot, value in self.optimizer.optimizer.state.get(tensor, {}).items():
-                if isinstance(value, Tensor):
+                if value is not None and not isinstance(value, Tensor):
+                    value = as_tensor(type(self.optimizer.optimizer).__name__, slot, value)
+                if value is not None:
                     parts += parts_of(f"optimizer.{name}.{slot}", value)
-                elif value is not None:
-                    raise UsageError(
-                        f"{type(self.optimizer.optimizer).__name__} keeps {slot}, which is not a tensor and cannot be "
-                        "saved in a checkpoint: remove --save_every, or use AdamW or SGD"
-                    )
             if tensor in averages:
                 parts += parts_of(f"average.{name}", averages[tensor])
         return parts
@@ -161,12 +178,19 @@ class Trainer(ABC):
         A collective: all processes must call it.
         """
         gathered = {}
-        for name, tensor in self._tensors_to_export().items():
-            whole = self._whole(tensor)
+        for name, whole in self.each_full_weight():
             if self.accelerator.is_main_process:
                 # Cloned: safetensors refuses tensors that share memory, and tied weights do.
-                gathered[name] = whole.detach().cpu().contiguous().clone()
+                gathered[name] = whole.cpu().contiguous().clone()
         return gathered
+
+    def each_full_weight(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, parameter or saved buffer), whole in the main process, one at a time.
+
+        A collective: all processes must call it and take all.
+        """
+        for name, tensor in self._tensors_to_export().items():
+            yield name, self._whole(tensor).detach()
 
     def _tensors_to_export(self) -> dict[str, Tensor]:
         return self.saved_tensors()

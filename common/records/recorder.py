@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,7 @@ class Recorder:
         state: the run's state.
         tokens_per_sample: adds `tokens_per_second` to records.
         flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu` to records.
+        facts: more entries of the run card.
 
     Raises (on entering):
         UsageError: a tracker does not start, records cannot be written, or too few steps for `--profile`.
@@ -54,6 +55,7 @@ class Recorder:
         state: TrainState,
         tokens_per_sample: int | None,
         flops_per_sample: float | None,
+        facts: Mapping[str, Any],
     ):
         self.accelerator, self.plan, self.state = accelerator, plan, state
         self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
@@ -63,7 +65,7 @@ class Recorder:
         self.output_dir = output_dir
         self.last_metrics: dict[str, float] = {}
         self._line: dict[str, str] = {}
-        self._num_lost = 0
+        self._num_lost, self._more_facts = 0, facts
         self._learning_rate: float | None = None
         self._grad_norm: torch.Tensor | float | None = None
 
@@ -292,6 +294,7 @@ class Recorder:
             "last_metrics": self.last_metrics,
             "wall_seconds": round(time.perf_counter() - self._started, 2),
             **self._facts,
+            **self._more_facts,
         }
 
 

@@ -83,6 +83,10 @@ class Watch:
         if self.stop_requested or self.plan.reads(step):
             self.settle()
 
+    def is_stopping(self) -> bool:
+        """Whether this process received a signal."""
+        return signals.received() is not None
+
     def progress(self) -> None:
         """Reports progress of this process to the hang watch, which restarts its timeout."""
         self._hangs.progress()

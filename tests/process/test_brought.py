@@ -80,26 +80,20 @@ ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"
 
 
 @pytest.mark.parametrize("config", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
-@pytest.mark.parametrize("optimizer", [*ELEMENTWISE, "ElementwiseLion"])
+@pytest.mark.parametrize("optimizer", [*ELEMENTWISE, "Lion"])
 def test_optimizer_that_is_elementwise(
     tmp_path: Path, reference: Callable[..., Run], config: str, optimizer: str
 ) -> None:
     arguments = f"{STEPS} --optimizer {optimizer}"
     run = fork(tmp_path / "run", config, CASES, arguments, succeeds=False)
     if (config, optimizer) == ("fsdp2", "Rprop"):
-        assert "Rprop steps on whole weights only" in refused(run)
+        assert "FSDP2 cannot train this: RuntimeError" in refused(run)
     else:
         assert_same_result(run, reference(CASES, arguments))
 
 
-@pytest.mark.parametrize("optimizer", ["Adafactor", "Muon", "Lion"])
-def test_other_optimizers_are_refused_under_deepspeed(tmp_path: Path, optimizer: str) -> None:
-    line = refused_before_training(tmp_path, "deepspeed_zero2", f"--optimizer {optimizer}")
-    assert f"{optimizer} may fail under DeepSpeed, which steps on flat shards of the weights: type" in line
-
-
-@pytest.mark.parametrize("optimizer", ["Adafactor", "Muon", "Lion"])
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "tensor_parallel"])
+@pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "tensor_parallel", "deepspeed_zero2", "deepspeed_zero3"])
 def test_other_optimizers_are_right_or_refused(
     tmp_path: Path, reference: Callable[..., Run], config: str, optimizer: str
 ) -> None:
@@ -108,7 +102,7 @@ def test_other_optimizers_are_right_or_refused(
     if run.exit_code == 0:
         assert_same_result(run, reference(CASES, arguments))
     else:
-        assert optimizer in refused(run)
+        assert config != "ddp" and refused(run)
 
 
 def test_optimizer_that_needs_a_closure(tmp_path: Path) -> None:
@@ -156,7 +150,7 @@ def test_processes_that_start_apart(tmp_path: Path, config: str, case: str, what
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
 def test_model_knows_in_evaluation_that_it_is_one(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
     """The case adds noise to the loss if `model.training` is set. The weights stay the same: the rate is 1e-30."""
-    arguments = f"{STEPS} --learning_rate 1e-30"
+    arguments = f"{STEPS} --learning_rate 1e-30 --check_steps 0"  # the noise has a generator of its own
     run = fork(tmp_path / "run", config, CASES, f"{arguments} --case 'asks for the mode'")
     expected = reference(CASES, arguments)
     assert largest_difference(run.column("eval/loss"), expected.column("eval/loss")) <= 1e-5
@@ -223,7 +217,7 @@ def test_weights_are_exported_in_the_precision_in_which_they_are_trained(
 
 
 def test_dropout_is_said_to_depend_on_the_micro_batch_size(tmp_path: Path) -> None:
-    line = "this model has dropout: its masks depend on --micro_batch_size, here 4, not on"
+    line = "draws random numbers, as dropout does: they depend on --micro_batch_size, here 4, not on"
     arguments = f"{STEPS} --case dropout"
     alone, two = (fork(tmp_path / config, config, CASES, arguments) for config in ("single", "ddp"))
     assert (alone.stdout.count(line), two.stdout.count(line)) == (0, 1)
@@ -232,7 +226,8 @@ def test_dropout_is_said_to_depend_on_the_micro_batch_size(tmp_path: Path) -> No
 
 def test_dropout_between_layers_that_are_divided_is_refused(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "tensor_parallel", CASES, f"{STEPS} --case dropout", succeeds=False)
-    assert "drop has dropout between layers that tensor parallelism divides" in refused(run)
+    assert "TP 2 does not give the result of one process: in step 1, " in refused(run)
+    assert "something between two layers of the tp_plan draws random numbers" in run.stderr
 
 
 @pytest.mark.parametrize(

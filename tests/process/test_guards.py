@@ -84,12 +84,19 @@ def test_mistake_of_one_process_ends_all(tmp_path: Path) -> None:
 
 
 def test_crash_of_one_process_shows_its_own_traceback_once(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", MISFIT, "--case crash --max_steps 3", succeeds=False)
+    run = launch(tmp_path / "run", "ddp", MISFIT, "--case crash --max_steps 3 --check_steps 0", succeeds=False)
     before_report = run.stderr.split("torch/distributed/elastic/multiprocessing/api.py")[0]
     assert before_report.count("\nZeroDivisionError: a bug in a recipe") == 1
     assert "ZeroDivisionError: a bug in a recipe" in run.stderr.split("Root Cause")[1]
     assert "Connection closed by peer" not in before_report
     assert run.card["status"] == "failed" and run.card["exit_code"] == 1
+
+
+def test_crash_of_one_process_alone_is_one_line_with_the_place(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ddp", MISFIT, "--case crash --max_steps 3", succeeds=False)
+    expected = "error: DDP cannot train this: ZeroDivisionError: a bug in a recipe (misfit.py:"
+    assert refused(run).startswith(expected)
+    assert "ZeroDivisionError: a bug in a recipe" in (run.output_dir / "traceback_00001.txt").read_text()
 
 
 def test_more_processes_than_the_launcher_starts(tmp_path: Path) -> None:
@@ -221,7 +228,7 @@ def test_fp16_that_does_not_work(tmp_path: Path, config: str, expected: str) -> 
 
 def test_batch_norm_is_pointed_out(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MISFIT, "--case batch_norm --max_steps 2")
-    assert run.stdout.count("this model has BatchNorm, which normalizes 32 of 64 samples at a time") == 1
+    assert run.stdout.count("changes 2.running_mean, as BatchNorm does, and sees 32 of 64 samples at a time") == 1
 
 
 def test_iterable_dataset(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from support.runs import ROOT, Run, largest_difference, weight_distance
 
 BATCH_SIZE, NUM_STEPS, NUM_SAMPLES = 16, 7, 50  # 3 steps an epoch, 2 samples left over; 2 epochs and a step
 ARGUMENTS = f"--batch_size {BATCH_SIZE} --max_steps {NUM_STEPS} --log_every 1 --learning_rate 0.1 --eval_every 100"
+ARGUMENTS += " --check_steps 0"
 EVAL_SIZES = (1, 7, 359)
 
 
@@ -22,8 +23,9 @@ def ids_of_each_step(run: Run, num_processes: int) -> list[list[int]]:
         [int(i) for i in (run.output_dir / f"train_ids_{p}.txt").read_text().split()] for p in range(num_processes)
     ]
     share = BATCH_SIZE // num_processes
-    # With several processes, each first fetches a sample to compare it with the other processes.
-    assert {len(ids) for ids in fetched} == {NUM_STEPS * share + (num_processes > 1)}
+    # At first each fetches a sample to compare it with the other processes, and one to see whether a batch draws.
+    num_first = 2 if num_processes > 1 else int(run.card["gradient_accumulation_steps"] > 1)
+    assert {len(ids) for ids in fetched} == {NUM_STEPS * share + num_first}
     fetched = [ids[-NUM_STEPS * share :] for ids in fetched]
     return [
         sorted(index for ids in fetched for index in ids[step * share : (step + 1) * share])

@@ -32,6 +32,7 @@ class Config(RunConfig):
     log_every: int = 3
     eval_every: int | None = 4
     lr_schedule: str = "cosine"
+    check_steps: int = 0  # the check would count among the training steps of a fault
     width: int = flag(33, "width of the hidden layer", minimum=1)
     dropout: float = flag(0.2, "probability of dropout", minimum=0, below=1)
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "kind of optimizer")

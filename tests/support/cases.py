@@ -115,12 +115,6 @@ class Lion(torch.optim.Optimizer):
                     mean.lerp_(weight.grad, 0.01)
 
 
-class ElementwiseLion(Lion):
-    """Lion, declared elementwise for the check under DeepSpeed."""
-
-    elementwise = True
-
-
 class Language(nn.Module):
     """A transformers model with a small configuration. Makes its inputs from the vectors."""
 

@@ -31,14 +31,13 @@ from accelerate_recipes.doctor import check, machine, rules
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import Rule, findings
 from accelerate_recipes.doctor.machine import GPU, Lock, Machine, look
-from accelerate_recipes.doctor.recipe import ELEMENTWISE, Layer, Recipe, facts
+from accelerate_recipes.doctor.recipe import Layer, Recipe, facts
 from accelerate_recipes.doctor.rules import keys, launching, pair
 from accelerate_recipes.errors import UsageError
 from common.config import RunConfig
 from common.errors import UsageError as Refusal
 from common.launch.checks import check_launch
 from common.models.lora import add_lora
-from common.parallel import guards
 from common.parallel.stages import check_pipeline
 from common.parallel.tensor_parallel import STYLES, check_plan
 from common.plan import Plan, split_batch
@@ -71,8 +70,6 @@ LLAMA = Recipe(
     heads={"num_attention_heads": 4, "num_key_value_heads": 4},
     num_layers=4,
     weights={},
-    optimizer="AdamW",
-    steps_on_shards=True,
     sample_bytes=1024,
     num_samples=10_000,
     batch_size=48,
@@ -374,8 +371,8 @@ def test_adapters_are_divided_as_in_the_loop() -> None:
     assert any("is 45 wide" in finding.what for finding in findings(rules.PAIR, tensor_parallel(2), facts_about(model)))
 
 
-def test_lists_are_those_of_the_loop() -> None:
-    assert ELEMENTWISE == guards.ELEMENTWISE and pair.WHOLE_ONLY == guards.WHOLE_ONLY and pair.STYLES == STYLES
+def test_styles_are_those_of_the_loop() -> None:
+    assert pair.STYLES == STYLES
 
 
 def test_a_lock_is_stale_when_its_build_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from accelerate_recipes.doctor.rules.deepspeed import content
 
 # As in common/parallel.
 STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
-WHOLE_ONLY = ("Adafactor", "Muon", "Rprop")  # optimizers that fail on FSDP2's weights
 PREFETCHED = 2  # batches that each worker of torch's DataLoader holds ready
 
 
@@ -186,23 +185,6 @@ def pipeline_layers(config: Config, recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def optimizer(config: Config, recipe: Recipe) -> Iterator[Finding]:
-    """An optimizer that fails on shards, or steps on them in another way."""
-    if config.kind == "FSDP" and recipe.optimizer in WHOLE_ONLY:
-        yield Finding(
-            f"{recipe.optimizer} steps on whole weights only, but FSDP shards them",
-            "the recipe refuses it: the first step would fail",
-            "--config_file accelerate_configs/ddp.yaml",
-        )
-    if config.kind == "DEEPSPEED" and not recipe.steps_on_shards:
-        yield Finding(
-            f"{recipe.optimizer} may fail under DeepSpeed, which steps on flat shards of the weights",
-            "the recipe refuses it: the result could be another one",
-            "--config_file accelerate_configs/fsdp2.yaml; if it updates each element from the gradients of that "
-            "element alone, set elementwise = True in its class",
-        )
-
-
 def weights(config: Config, recipe: Recipe) -> Iterator[Finding]:
     """Weights that FSDP or DeepSpeed cannot shard, or would cast without a message."""
     if config.kind not in ("FSDP", "DEEPSPEED"):
@@ -279,7 +261,6 @@ RULES = (
     widths,
     pipeline,
     pipeline_layers,
-    optimizer,
     weights,
     deepspeed_values,
     moving_average,

@@ -1,0 +1,1 @@
+"""The check of a run's first steps against one process."""

@@ -1,0 +1,118 @@
+"""What the first forward pass of a run does beside computing values."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.data.batches import Batch, ForwardStep
+from common.errors import UsageError
+from common.plan import Plan
+from common.seeds import EVALUATION, kept_generators, seed_forward
+
+Values = dict[str, Tensor]
+
+
+@dataclass
+class FirstPass:
+    """Measured around a call of `forward_step` in training mode.
+
+    Attributes:
+        draws: whether it draws from a generator of Python, NumPy or torch.
+        written: names of the weights and buffers that it changes.
+        draws_for_batches: whether `__getitems__` or the `collate_fn` draws.
+        mixes: names of the values of `forward_step` that depend on the other samples of the micro-batch.
+    """
+
+    draws: bool = False
+    draws_for_batches: bool = False
+    written: list[str] = field(default_factory=list)
+    mixes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def watched(self, called: nn.Module, module: nn.Module) -> Iterator[None]:
+        """Watches the forward pass in the `with` block.
+
+        Args:
+            called: the model that `forward_step` is given.
+            module: the recipe's own module in it.
+
+        Raises:
+            UsageError: the pass did not call the model.
+        """
+        calls: list[bool] = []
+        hook = called.register_forward_pre_hook(lambda module, args: calls.append(True))
+        before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm counts no version
+        try:
+            yield
+        finally:
+            hook.remove()
+        if not calls:
+            raise UsageError(
+                "forward_step never calls the model that it is given, so that nothing connects the processes: call "
+                "model(...), not one of its methods or layers, and not a model from outside forward_step"
+            )
+        changed = [name for name, (tensor, version) in before.items() if tensor._version != version]
+        later = dict(module.named_buffers())
+        self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
+
+    def compare_half(self, whole: Values, model: nn.Module, step: ForwardStep, batch: Batch) -> None:
+        """Finds values that depend on the other samples of a micro-batch, by a pass of its first half alone.
+
+        Args:
+            whole: from `evaluated`, for the same arguments.
+        """
+        size = len(next(iter(batch.values()))) // 2
+        try:
+            half = evaluated(model, step, {name: value[:size] for name, value in batch.items()})
+        except Exception:  # a model that cannot take half a batch
+            return
+        for name, value in half.items():
+            if not torch.allclose(whole[name][:size].double(), value.double(), rtol=1e-3, atol=1e-6):
+                self.mixes.append(name)
+
+    def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
+        """Says in a line each what makes the result depend on how the global batch is divided."""
+        size = plan.micro_batch_size
+        if size == plan.config.batch_size:
+            return
+        if self.draws:
+            say(
+                "the forward pass draws random numbers, as dropout does: they depend on --micro_batch_size, here "
+                f"{size}, not on the number of processes"
+            )
+        if self.draws_for_batches:
+            say(
+                "collate_fn or __getitems__ draws random numbers: they depend on --micro_batch_size, here "
+                f"{size}, not on the number of processes; those of __getitem__ do not"
+            )
+        if self.written:
+            say(
+                f"the forward pass changes {self.written[0]}, as BatchNorm does, and sees {size} of "
+                f"{plan.config.batch_size} samples at a time: the result depends on the number of processes; to avoid "
+                "that, use GroupNorm or LayerNorm"
+            )
+        if self.mixes:
+            say(
+                f'"{self.mixes[0]}" of a sample depends on the other samples of its micro-batch, here {size} of '
+                f"{plan.config.batch_size}: the result depends on the number of processes and on --micro_batch_size"
+            )
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module, forward_step: ForwardStep, batch: Batch) -> Values:
+    """What `forward_step` returns in evaluation. Neither the batch nor a generator changes."""
+    kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+    device = next(value.device for value in kept.values() if isinstance(value, Tensor))
+    model.eval()
+    model.training = False  # a wrapper may forward eval() without setting its own flag
+    with kept_generators(device):
+        seed_forward(0, EVALUATION, 0, device)
+        values = forward_step(model, kept)
+    model.train()
+    model.training = True
+    return values

@@ -1,0 +1,87 @@
+"""What an optimizer keeps beside tensors: numbers in its parameter groups and state, and attributes of its own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import UsageError
+
+OF_THE_RUN = ("params", "lr", "initial_lr", "split_from")  # the command line or the layout decides these
+NUMBERS = {"bool": bool, "int": int, "float": float}
+# Attributes of every optimizer, and one that torch changes in the first fused step.
+OF_TORCH = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "_need_device_dtype_check_for_fused"}
+
+
+class Numbers:
+    """Saves and restores the numbers of an optimizer, and finds what a checkpoint would lose.
+
+    Args:
+        optimizer: the user's, after `prepare`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+        self._groups = [_numbers_of(group) for group in optimizer.param_groups]
+        self._attributes = {name: _version(value) for name, value in vars(optimizer).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For JSON: the numbers of each parameter group that changed in this run, and {slot: type} of those in the
+        state, whose values `as_tensor` makes tensors."""
+        groups = []
+        for group, before in zip(self.optimizer.param_groups, self._groups):
+            now = _numbers_of(group)
+            groups.append({name: value for name, value in now.items() if name not in before or value != before[name]})
+        # Those of DeepSpeed's own optimizers are tensors in torch's.
+        states = () if type(self.optimizer).__module__.startswith("deepspeed") else self.optimizer.state.values()
+        slots = {slot: value for state in states for slot, value in state.items()}
+        kinds = {slot: type(value).__name__ for slot, value in slots.items() if type(value).__name__ in NUMBERS}
+        return {"groups": groups, "numbers": kinds}
+
+    def load_state_dict(self, content: Mapping[str, Any]) -> None:
+        """Restores the result of `state_dict`, after the tensors."""
+        groups = content.get("groups", [])
+        for index, group in enumerate(self.optimizer.param_groups):
+            at = group.get("split_from", index)
+            group.update(groups[at] if at < len(groups) else {})
+        for state in self.optimizer.state.values():
+            for slot, kind in content.get("numbers", {}).items():
+                if isinstance(state.get(slot), Tensor):
+                    state[slot] = NUMBERS[kind](state[slot].item())
+
+    def check_complete(self) -> None:
+        """Raises UsageError for an attribute of the optimizer that has changed: a checkpoint does not hold it."""
+        for name, value in vars(self.optimizer).items():
+            if name not in OF_TORCH and self._attributes.get(name) != _version(value):
+                kind = type(self.optimizer).__name__
+                raise UsageError(
+                    f"{kind} changes its attribute {name}, which a checkpoint does not hold: keep it in state or in "
+                    "param_groups, or remove --save_every"
+                )
+
+
+def as_tensor(optimizer: str, slot: str, value: Any) -> Tensor:
+    """A number of an optimizer's state as a 0-dim tensor. Raises UsageError for anything else."""
+    if type(value).__name__ not in NUMBERS:
+        raise UsageError(
+            f"{optimizer} keeps {slot}, which is neither a tensor nor a number and cannot be saved in a checkpoint: "
+            "remove --save_every, or use AdamW or SGD"
+        )
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = (*NUMBERS.values(), str, type(None))
+    return {name: value for name, value in group.items() if name not in OF_THE_RUN and isinstance(value, kinds)}
+
+
+def _version(value: Any) -> Any:
+    """Something that differs after a change of the value; objects of other kinds never differ."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, Mapping):
+        return {str(name): _version(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_version(item) for item in value]
+    return value if isinstance(value, bool | int | float | str) else None
