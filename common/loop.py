@@ -87,7 +87,7 @@ def fit(
         check_same_start(model, train_set, eval_sets, group)
         check_trainable(accelerator, model, optimizer)
         parts = accelerator, model, optimizer, forward_step
-        first = FirstSteps(*parts, train_set, plan, state, group, watch.is_stopping)
+        first = FirstSteps(*parts, train_set, plan, checkpoint, group, watch.is_stopping)
         with first.translated():
             trainer = prepare(*parts, plan)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)

@@ -186,7 +186,8 @@ class _Verification:
         difference = compare(run, reference, self.floors if reference is self.reference else ())
         if not difference.is_same and self.first_difference is None:
             self.first_difference = difference
-        self.table.add(Row(name, run.card["num_processes"], difference=difference))
+        checked = run.card.get("checked_steps", 0)
+        self.table.add(Row(name, run.card["num_processes"], difference=difference, checked_steps=checked))
         return difference.is_same
 
 

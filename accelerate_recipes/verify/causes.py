@@ -1,6 +1,5 @@
 """Why a recipe does not give one result: what a look at its model, data and `forward_step` shows."""
 
-import random
 from typing import Any
 
 from accelerate_recipes.verify.compare import Difference
@@ -23,15 +22,13 @@ def evidence(
 
     Returns:
         batch_norm: names of layers that compute statistics over the batch.
-        dropout: names of dropout layers that are on.
         random_samples: keys of a sample that differ when it is read twice.
-        random_loss: whether two forward passes on the same batch differ, or draw random numbers.
+        random_loss: whether two forward passes on the same batch, with the same seed, differ.
         depends_on_batch: the metrics of a sample that change with the other samples of its batch.
     """
     import torch
 
     modules = dict(model.named_modules())
-    is_exact = getattr(config, "exact_dropout", False)
     found: dict[str, Any] = {
         "batch_norm": [
             name
@@ -40,29 +37,26 @@ def evidence(
             and module.training
             and getattr(module, "running_mean", None) is not None
         ],
-        "dropout": [
-            name
-            for name, module in modules.items()
-            if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0 and not is_exact
-        ],
     }
     ids = list(range(min(len(train_set), max(4, config.batch_size // 2 * 2))))
-    fetch = _batches().fetch
+    fetch = _of_the_recipe("data.batches").fetch
     if collate_fn := keywords.get("collate_fn"):
-        train_set = _batches().Collated(train_set, collate_fn)
+        train_set = _of_the_recipe("data.batches").Collated(train_set, collate_fn)
     batch, again = fetch(train_set, ids), fetch(train_set, ids)
     found["random_samples"] = sorted(name for name, value in batch.items() if not _equal(value, again[name]))
-    before = _random_state()
     model.train()
-    with torch.no_grad():
-        values = forward_step(model, batch)
-        has_drawn = not _equal(before, _random_state())
-        repeated = forward_step(model, batch)
-        half = forward_step(model, fetch(train_set, ids[: len(ids) // 2]))
-    differs = has_drawn or not all(_equal(value, repeated[name]) for name, value in values.items())
-    found["random_loss"] = differs and not is_exact
+
+    def values(given: Any) -> Any:
+        _of_the_recipe("seeds").seed_forward(0, 0, 0, torch.device("cpu"))
+        with torch.no_grad():
+            return forward_step(model, given)
+
+    whole, repeated = values(batch), values(batch)
+    found["random_loss"] = not all(_equal(value, repeated[name]) for name, value in whole.items())
+    model.eval()  # without dropout
+    whole, half = values(batch), values(fetch(train_set, ids[: len(ids) // 2]))
     found["depends_on_batch"] = [
-        name for name, value in values.items() if not torch.allclose(value[: len(half[name])], half[name], rtol=1e-3)
+        name for name, value in whole.items() if not torch.allclose(value[: len(half[name])], half[name], rtol=1e-3)
     ]
     return found
 
@@ -86,14 +80,9 @@ def likely_cause(found: dict[str, Any], difference: Difference) -> str:
             f"BatchNorm ({_some(found['batch_norm'])}) sees the samples of one process: use GroupNorm or LayerNorm",
         ),
         (
-            found["dropout"],
-            f"dropout ({_some(found['dropout'])}) draws its masks for each micro-batch, and the sizes of micro-batches "
-            "differ between these runs: add --exact_dropout to the recipe's flags",
-        ),
-        (
             found["random_loss"],
-            "forward_step draws random numbers for each micro-batch, and the sizes of micro-batches differ between "
-            "these runs: remove the noise to verify the rest",
+            "forward_step returns other values for the same batch and seed: it keeps a state, or draws from a "
+            "generator of its own; the generators of torch, numpy and random are seeded",
         ),
         (
             losses,
@@ -110,10 +99,10 @@ def likely_cause(found: dict[str, Any], difference: Difference) -> str:
     return next((text for condition, text in causes if condition), unknown)
 
 
-def _batches() -> Any:
+def _of_the_recipe(module: str) -> Any:
     import importlib
 
-    return importlib.import_module("common.data.batches")  # the recipe's own
+    return importlib.import_module(f"common.{module}")  # the recipe's own
 
 
 def _equal(value: Any, other: Any) -> bool:
@@ -124,14 +113,6 @@ def _equal(value: Any, other: Any) -> bool:
     if isinstance(value, tuple | list):
         return len(value) == len(other) and all(map(_equal, value, other))
     return bool(value == other)
-
-
-def _random_state() -> list[Any]:
-    import numpy
-    import torch
-
-    state: Any = numpy.random.get_state()
-    return [torch.get_rng_state(), random.getstate(), state[1].tolist(), state[2]]
 
 
 def _some(names: list[str]) -> str:

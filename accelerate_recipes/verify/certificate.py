@@ -30,6 +30,7 @@ class Row:
         refusal: the line with which the recipe refused the config.
         failure: why the run failed.
         note: what else there is to say.
+        checked_steps: how many of its first steps the run itself compared with one process.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Row:
     refusal: str | None = None
     failure: str | None = None
     note: str = ""
+    checked_steps: int = 0
 
     @property
     def is_bad(self) -> bool:
@@ -173,6 +175,11 @@ def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
         "| --- |" + " ---: |" * 6 + " --- |",
         *("| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells) + " |" for row in rows),
     ]
+    if all(row.checked_steps for row in rows if row.difference is not None and (row.processes or 0) > 1):
+        lines += [
+            "",
+            "Each run on several processes compared its own first steps with one process, and found no difference.",
+        ]
     if content["gap"]:
         lines += ["", f"Not shown: {content['gap']}."]
     if content["cause"]:

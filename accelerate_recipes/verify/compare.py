@@ -8,7 +8,9 @@ from typing import Any
 from accelerate_recipes.verify.runs import Finished
 
 TOLERANCE = 1e-5  # float32; relative
-TIMES_FLOOR = 4  # so far may a run be from its reference, in units of how far one process is from itself
+# So far may a run be from its reference, in units of how far one process is from itself. Two runs measure that: in a
+# third one another weight jumped, 6 times as far (a bias before GroupNorm, under Adam).
+TIMES_FLOOR = 10
 BF16_TOLERANCE = 1e-2  # bf16 keeps 8 bits, and configs round at different places: up to 0.7 % for our recipes
 
 
@@ -76,7 +78,7 @@ def _compare(run: Finished, reference: Finished, floors: Sequence[Finished]) -> 
     def noise(name: str) -> float:
         return TIMES_FLOOR * max((_largest(_differences(floor, reference, name)) for floor in floors), default=0.0)
 
-    moved = [_distances(floor.folder / "model", reference.folder / "model") for floor in floors]
+    moved = [_largest(_distances(floor.folder / "model", reference.folder / "model")) for floor in floors]
     loss, gradient = (_differences(run, reference, name) for name in ("train/loss", "grad_norm"))
     rates = _differences(run, reference, "learning_rate")
     evaluations = {name: _differences(run, reference, name) for name in names}
@@ -85,8 +87,8 @@ def _compare(run: Finished, reference: Finished, floors: Sequence[Finished]) -> 
     compared = {"train/loss": loss} | evaluations
     wrong = {step for name, values in compared.items() for step, value in values.items() if not value <= limits[name]}
     wrong |= {step for step, value in rates.items() if value > 0}
-    allowed = {name: max([tolerance, *(TIMES_FLOOR * floor.get(name, 0.0) for floor in moved)]) for name in distances}
-    tensor = next((name for name, value in distances.items() if not value <= allowed[name]), None)
+    allowed = max([tolerance, *(TIMES_FLOOR * distance for distance in moved)])
+    tensor = next((name for name, value in distances.items() if not value <= allowed), None)
     largest_gradient = _largest(gradient)
     # In bf16 the README promises losses, not weights.
     is_close = tensor is None and largest_gradient <= max(10 * tolerance, noise("grad_norm"))

@@ -60,6 +60,7 @@ class Alone:
         forward_step: as for `fit`.
         train_set: with the run's samples.
         plan: of the run; it says which micro-batches make a step.
+        num_skipped: steps before that the loss scaler skipped.
         is_stopping: whether a signal asks the run to stop.
         first_pass: filled by the first forward pass, unless it is None.
     """
@@ -68,6 +69,7 @@ class Alone:
     forward_step: ForwardStep
     train_set: MapDataset
     plan: Plan
+    num_skipped: int
     is_stopping: Callable[[], bool]
     first_pass: FirstPass | None
 
@@ -90,7 +92,7 @@ class Alone:
         step, total, samples = Step(), 0.0, plan.global_micro_batches(number)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-            group["lr"] = group["initial_lr"] * plan.factor_at(number)
+            group["lr"] = group["initial_lr"] * plan.factor_at(number - self.num_skipped)
         started = time.monotonic()
         for row, batch in enumerate(batches(self.train_set, samples, device, replace(config, num_workers=0))):
             is_first = row == 0 and number == numbers[0]
@@ -208,25 +210,34 @@ def borrowed(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
 
     weights = [(weight, weight.data, weight.grad) for weight in model.parameters()]
     layers = [(layer, dict(layer._buffers), _plain(layer)) for layer in model.modules()]
-    attributes = dict(vars(optimizer))
-    pinned = {id(kept): kept for kept in (model, optimizer, *model.modules(), *model.parameters())}
-    vars(optimizer).update(copy.deepcopy(attributes, pinned))
     moved = {id(buffer): copied(buffer) for buffer in model.buffers()}
     for weight, data, _ in weights:
         weight.data = copied(data)
     for layer, buffers, _ in layers:
         layer._buffers.update({name: moved[id(buffer)] for name, buffer in buffers.items() if buffer is not None})
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.ndim > 0})
     try:
-        yield
+        with kept_optimizer(model, optimizer):
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.ndim > 0})
+            yield
     finally:
         for weight, data, gradient in weights:
             weight.data, weight.grad = data, gradient
         for layer, buffers, plain in layers:
             layer._buffers.update(buffers)
             vars(layer).update(plain)
+
+
+@contextmanager
+def kept_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Gives an optimizer a copy of its state for the `with` block, over the same weights, and its own one back."""
+    attributes = dict(vars(optimizer))
+    pinned = {id(kept): kept for kept in (model, optimizer, *model.modules(), *model.parameters())}
+    vars(optimizer).update(copy.deepcopy(attributes, pinned))
+    try:
+        yield
+    finally:
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
 

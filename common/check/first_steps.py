@@ -14,7 +14,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.check.alone import Alone, NotChecked, Step, checksums, move_by_rounding, on_cpu, recorded_outputs, twins
+from common.check.alone import (
+    Alone,
+    NotChecked,
+    Step,
+    checksums,
+    kept_optimizer,
+    move_by_rounding,
+    on_cpu,
+    recorded_outputs,
+    twins,
+)
 from common.check.compare import (
     TIMES_FLOOR,
     TOLERANCE,
@@ -29,6 +39,7 @@ from common.check.compare import (
     weight_gap,
 )
 from common.check.first_pass import FirstPass, evaluated
+from common.checkpoint.resume import Checkpoint, FreshStart
 from common.cpu_group import CpuGroup
 from common.data.batches import Batch, ForwardStep, MapDataset, draws_for_batches
 from common.errors import RunError, UsageError, first_line, needs_no_traceback
@@ -36,7 +47,6 @@ from common.parallel.layout import parallelism
 from common.parallel.parts import kept_tensors, parts_of
 from common.parallel.trainer import StepResult, Trainer
 from common.plan import Plan
-from common.state import TrainState
 
 ROUNDINGS = (1, 2, 4, 8)  # rounding errors by which the weights are moved, until the differences are explained
 
@@ -56,7 +66,7 @@ class FirstSteps:
         forward_step: as for `fit`.
         train_set: with the run's samples.
         plan: of the run.
-        state: of the run. A resumed run is not checked again.
+        checkpoint: that the run starts from. Its weights are loaded, its optimizer state is not.
         group: of all processes.
         is_stopping: whether a signal asks this process to stop.
 
@@ -75,32 +85,42 @@ class FirstSteps:
         forward_step: ForwardStep,
         train_set: MapDataset,
         plan: Plan,
-        state: TrainState,
+        checkpoint: Checkpoint | FreshStart,
         group: CpuGroup,
         is_stopping: Callable[[], bool],
     ):
         self.accelerator, self.plan, self.group = accelerator, plan, group
         self.kind = parallelism(accelerator, plan.config)
-        self.first, self.numbers = state.step, range(0)
+        self.first, self.numbers = checkpoint.state.step, range(0)
         self.facts: dict[str, Any] = {"checked_steps": 0, "draws": None}
         self._error: str | None = None
         self._steps: list[Step] = []
         self._seconds = 0.0  # that the check took
         is_cut = plan.micro_batch_size < plan.config.batch_size
         self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(train_set))
-        self._alone = Alone(accelerator, forward_step, train_set, plan, is_stopping, self._first_pass)
-        wanted = range(min(plan.config.check_steps, plan.num_steps))
-        if group.size > 1 and wanted and state.step == 0:
+        self._alone = Alone(
+            accelerator, forward_step, train_set, plan, checkpoint.state.num_skipped, is_stopping, self._first_pass
+        )
+        wanted = range(self.first, min(self.first + plan.config.check_steps, plan.num_steps))
+        if group.size > 1 and wanted:
             with self._timed():
-                self._take_alone(model, optimizer, wanted)
+                self._take_alone(model, optimizer, wanted, checkpoint)
 
-    def _take_alone(self, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    def _take_alone(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        numbers: range,
+        checkpoint: Checkpoint | FreshStart,
+    ) -> None:
         why, error, refusal = "", "", ""
         if self.accelerator.is_main_process:
             try:
                 self._check_possible(model)
-                self._twins = self._copied(model, optimizer)
-                self._steps = self._alone.steps(model, optimizer, numbers)
+                with kept_optimizer(model, optimizer):
+                    checkpoint.load_optimizer(model, optimizer)
+                    self._twins = self._copied(model, optimizer)
+                    self._steps = self._alone.steps(model, optimizer, numbers)
                 self._say_what_depends()
             except NotChecked as reason:
                 why = str(reason)
@@ -137,7 +157,8 @@ class FirstSteps:
         num_bytes, device = sum(weight.nbytes for weight in model.parameters()), self.accelerator.device
         # Weights, gradients and two slots of an optimizer; beside them a copy of the weights, and all after each step.
         room = psutil.virtual_memory().available
-        needed = num_bytes * (1 + self.plan.config.check_steps + (4 if device.type == "cpu" else 0))
+        num_loaded = 4 if self.first > 0 else 0  # the optimizer state of a checkpoint, twice
+        needed = num_bytes * (1 + num_loaded + self.plan.config.check_steps + (4 if device.type == "cpu" else 0))
         on_device = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
         if needed > room or 4 * num_bytes > on_device:
             raise NotChecked(f"{4 * num_bytes / 2**30:.3g} GiB for the whole model on one device are too much")
@@ -260,7 +281,7 @@ class FirstSteps:
                 "and nothing that only a wrapped model has"
             )
         is_main, gaps = self.accelerator.is_main_process, dict[Key, Gap]()
-        alone = self._steps[number] if is_main else Step()
+        alone = self._steps[number - self.first] if is_main else Step()
         initial = kept_tensors(self._twins[0]) if is_main else {}
         updates: dict[str, float] = {}
         for name, weight in trainer.each_full_weight():
@@ -295,7 +316,7 @@ class FirstSteps:
         numbers, alone = range(self.first, number + 1), replace(self._alone, first_pass=None)
         try:
             base = alone.steps(*self._twins, numbers)[-1]
-            again = value_gaps(base, self._steps[number], self.plan, number)
+            again = value_gaps(base, self._steps[number - self.first], self.plan, number)
             if any(gap.size > TOLERANCE for gap in again.values()):  # it has a generator or a counter of its own
                 return gaps
             initial = kept_tensors(self._twins[0])
@@ -325,7 +346,7 @@ class FirstSteps:
         order = ("value", "eval", "norm", "weight", "replica")
         first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
         lines = [f"{self.kind} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
-        alone, model = self._steps[number], self._twins[0]
+        alone, model = self._steps[number - self.first], self._twins[0]
         layer = first_other_layer(own.outputs, alone.outputs, model) if first[0] == "value" else None
         if layer is not None:
             lines.append(f"  the first layer whose output differs is {layer}")
@@ -348,7 +369,9 @@ class FirstSteps:
         for rows in samples:
             for row, batch in rows.items():
                 for name, sums in batch.items():
-                    for at, (found, expected) in enumerate(zip(sums, self._steps[number].samples[row].get(name, []))):
+                    for at, (found, expected) in enumerate(
+                        zip(sums, self._steps[number - self.first].samples[row].get(name, []))
+                    ):
                         if found != expected:
                             return f'"{name}" of sample {ids[row][at]}'
         return None

@@ -15,7 +15,9 @@ from common.checkpoint.reader import Reader
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
 from common.errors import UsageError
-from common.parallel.trainer import Trainer
+from common.parallel.optimizer_state import Numbers
+from common.parallel.parts import kept_tensors
+from common.parallel.trainer import Trainer, load_optimizer
 from common.plan import Plan
 from common.records.output_dir import checkpoints
 from common.state import TrainState
@@ -50,6 +52,11 @@ class Checkpoint:
         check_same_model(self.path, shapes, model)
         # Not strict: a checkpoint of adapters holds them alone.
         model.load_state_dict({name: self.reader.tensor(f"model.{name}") for name in shapes}, strict=False)
+
+    def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Loads the state of the optimizer of a bare module."""
+        load_optimizer(optimizer, kept_tensors(model), self.reader)
+        Numbers(optimizer).load_state_dict(self.reader.content["trainer"].get("optimizer", {}))
 
     def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
         """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and
@@ -103,6 +110,9 @@ class FreshStart:
 
     def load_weights(self, model: nn.Module) -> None:
         """Keeps the model's weights."""
+
+    def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps the optimizer as it is."""
 
     def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
         """Keeps everything as it is."""

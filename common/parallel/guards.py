@@ -183,7 +183,12 @@ def _advice(value: Tensor, size: int) -> str:
         return ".squeeze(-1)"
     if value.shape == (size, size):
         return ".squeeze(-1) on the model output: (batch, 1) against (batch,) makes (batch, batch)"
-    return ".flatten(1).mean(1)" if value.shape[0] == size else "a reduction that keeps the batch dimension"
+    if value.shape[0] == size:
+        return (
+            ".flatten(1).mean(1); if some elements are ignored, the mean over the others, and their number as "
+            '"weight" of the batch'
+        )
+    return "a reduction that keeps the batch dimension"
 
 
 def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> None:

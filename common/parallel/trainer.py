@@ -1,7 +1,7 @@
 """The base class for optimizer steps and for the state that a checkpoint saves."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,14 +161,8 @@ class Trainer(ABC):
 
     def load_parts(self, reader: TensorReader) -> None:
         """Restores the optimizer state and the moving averages. The weights were loaded before `prepare`."""
-        slots = optimizer_slots(reader)
-        optimizer = self.optimizer.optimizer
-        on_device = counts_on_device(optimizer)
+        load_optimizer(self.optimizer.optimizer, self.saved_tensors(), reader)
         for name, weight in self.saved_tensors().items():
-            for slot in slots.get(name, []):
-                key = f"optimizer.{name}.{slot}"
-                kept = reader.tensor(key) if slot == "step" and not on_device else placed_like(weight, reader, key)
-                optimizer.state[weight][slot] = kept
             if self.ema is not None and f"average.{name}" in reader.tensors:
                 self.ema.averages[weight] = placed_like(weight, reader, f"average.{name}")
 
@@ -235,6 +229,16 @@ def weighted_metrics(values: dict[str, Tensor], batch: Batch) -> dict[str, Tenso
 def is_metric(value: Tensor) -> bool:
     """Whether a value of `forward_step` is a number to take means of, and not a class id."""
     return value.is_floating_point() or value.dtype == torch.bool
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], reader: TensorReader) -> None:
+    """Restores the tensors of an optimizer's state; each is placed as its weight is."""
+    slots, on_device = optimizer_slots(reader), counts_on_device(optimizer)
+    for name, weight in weights.items():
+        for slot in slots.get(name, []):
+            key = f"optimizer.{name}.{slot}"
+            kept = reader.tensor(key) if slot == "step" and not on_device else placed_like(weight, reader, key)
+            optimizer.state[weight][slot] = kept
 
 
 def optimizer_slots(reader: TensorReader) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from common.data import Batch
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    mistake: Literal["none", "batch_norm", "learning_rate", "dropout", "noise", "mean_of_means"] = flag(
+    mistake: Literal["none", "batch_norm", "learning_rate", "dropout", "noise", "own_noise", "mean_of_means"] = flag(
         "none", "what makes the results differ"
     )
     batch_size: int = 16
@@ -42,11 +42,13 @@ def main(config: Config) -> None:
     accelerator = start(config)
     layers = {"batch_norm": nn.BatchNorm1d(16), "dropout": nn.Dropout(0.3)}
     model = nn.Sequential(nn.Linear(8, 16), layers.get(config.mistake, nn.Tanh()), nn.Linear(16, 8))
+    own = torch.Generator().manual_seed(0)
     factor = accelerator.num_processes if config.mistake == "learning_rate" else 1
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate * factor)
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        noise = torch.randn_like(batch["x"]) / 10 if config.mistake == "noise" else 0
+        generator = own if config.mistake == "own_noise" else None
+        noise = torch.randn(batch["x"].shape, generator=generator) / 10 if "noise" in config.mistake else 0
         losses = (model(batch["x"] + noise) - batch["x"].sin()).square()
         counts = torch.arange(8) < batch["length"].unsqueeze(1)
         if config.mistake == "mean_of_means":

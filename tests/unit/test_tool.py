@@ -130,5 +130,5 @@ def test_a_missing_value_is_a_difference() -> None:
 
 
 def test_weights_alone_may_differ_by_rounding_noise() -> None:
-    clean = {name: [] for name in ("random_samples", "batch_norm", "dropout", "random_loss", "depends_on_batch")}
+    clean = {name: [] for name in ("random_samples", "batch_norm", "random_loss", "depends_on_batch")}
     assert "key bias" in likely_cause(clean, replace(SAME, weights=1e-4, tensor="k.bias", is_same=False))
