@@ -1,5 +1,6 @@
 """The interface for recipes: `start`, `fit`, `evaluate`, `run` and their config."""
 
+import common.stopping.signals  # noqa: F401  # first: from here on, the end of the launcher ends this process
 from common.checkpoint.export import load_exported
 from common.config import RunConfig, flag
 from common.environment import print_once

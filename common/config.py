@@ -54,7 +54,9 @@ class RunConfig:
     weight_decay: float = flag(0.0, "weight decay of matrices and kernels; not of biases, norms, embeddings", minimum=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0 does not clip", minimum=0)
     seed: int = flag(0, "seed of the initial weights, the sample order and all random numbers", minimum=0, below=2**31)
-    num_workers: int = flag(0, "data-loading processes per training process, for datasets that decode", minimum=0)
+    num_workers: int = flag(
+        0, "data-loading processes per training process, for datasets that decode", minimum=0, below=1025
+    )
     log_every: int = flag(10, "optimizer steps between training records", minimum=1)
     eval_every: int | None = flag(
         None, "optimizer steps between evaluations (default: once an epoch); the last step always evaluates", minimum=1

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Evaluation:
         examples: what `forward_step` returns for each sample of a set, in its order -> metrics to report; or None.
         state: the run's state.
         watch: the run's watch; a stop request ends an evaluation early.
+        export: writes more files beside the best weights.
 
     Attributes:
         metrics: those of the last evaluation; empty before the first.
@@ -55,7 +57,9 @@ class Evaluation:
         examples: Callable[[Examples], Metrics] | None,
         state: TrainState,
         watch: Watch,
+        export: Callable[[Path], Any] | None = None,
     ):
+        self.export = export
         self.trainer, self.summarize, self.examples, self.state = trainer, summarize, examples, state
         num_workers, device = trainer.plan.config.num_workers, trainer.accelerator.device
         # Moved once, not in each evaluation.
@@ -89,7 +93,7 @@ class Evaluation:
             state.evaluation_due = False
             name = config.metric_for_best_model
             if name is not None and state.is_best(name, metrics[name]):
-                export_model(trainer, config.output_dir / "best")
+                export_model(trainer, config.output_dir / "best", self.export)
         recorder.evaluation(metrics)
         self.metrics = metrics
 

@@ -1,6 +1,8 @@
 """`fit`: a whole training run in one function."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -40,6 +42,7 @@ def fit(
     collate_fn: CollateFn | None = None,
     sampler: Sampler | None = None,
     schedule: ScheduleFn | None = None,
+    export: Callable[[Path], Any] | None = None,
 ) -> Metrics:
     """Trains, evaluates, records, and exports the model to `<output_dir>/model/`.
 
@@ -64,6 +67,7 @@ def fit(
         sampler: (epoch, generator) -> order of sample ids in this epoch; the same length in each.
         schedule: (step, num_steps, warmup_steps) -> share of the peak learning rate, instead of
             `--lr_schedule`.
+        export: folder -> None; writes more files beside the exported weights, such as a tokenizer.
 
     Returns:
         The metrics of the last evaluation; empty if a resumed run was already done.
@@ -92,7 +96,7 @@ def fit(
             trainer = prepare(*parts, plan)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
         checkpoint.load_rest(trainer, state, group)
-        evaluation = Evaluation(trainer, eval_sets, summarize, examples, state, watch)
+        evaluation = Evaluation(trainer, eval_sets, summarize, examples, state, watch, export)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, first.facts)
         with recorder, Saver(trainer, this_run, group, watch) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
@@ -116,9 +120,10 @@ def fit(
                 stops = watch.stop_requested and result.grad_norm is not None
                 if stops or plan.saves(state):
                     with recorder.paused():
+                        recorder.flush()
                         saver.save(state)
                 if stops:
                     watch.raise_stopped(saver.finish())
             with trainer.ema_weights():
-                export_model(trainer, config.output_dir / "model")
+                recorder.facts["model_crc32"] = export_model(trainer, config.output_dir / "model", export)
     return evaluation.metrics

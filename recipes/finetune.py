@@ -97,8 +97,7 @@ def build(config: Config) -> tuple[nn.Module, Any]:
 
 
 def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
-    """Exports the tokenizer. Prints how many held-out questions the exported model answers right, and one answer."""
-    tokenizer.save_pretrained(config.output_dir / "model")
+    """Prints how many held-out questions the exported model answers right, and one answer."""
     if config.merge:
         write_merged(config.output_dir / "model", config.output_dir / "merged")
     asked = [chats.messages(index) for index in range(min(config.num_answers, len(chats)))]
@@ -129,7 +128,8 @@ def main(config: Config) -> None:
         optimizer: torch.optim.Optimizer = Muon(model, config.learning_rate, config.weight_decay)
     else:
         optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
-    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, summarize, collate_fn=collate_fn)
+    data = accelerator, model, optimizer, forward_step, train_set, eval_set, config
+    fit(*data, summarize, collate_fn=collate_fn, export=tokenizer.save_pretrained)
     if not config.evaluate_only:
         accelerator.on_main_process(write_answers)(config, tokenizer, eval_chats)
 

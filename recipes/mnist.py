@@ -115,7 +115,7 @@ def predict(picture: str, config: Config) -> None:
     form = ImageFormat.read(config.output_dir)
     image, steps = read_picture(picture, form)
     model = NETWORKS[form.network](form.image_shape, len(form.classes)).eval()
-    model.load_state_dict(load_exported(config.output_dir))
+    load_exported(config.output_dir, model)
     probability, label = model(image.unsqueeze(0))[0].softmax(-1).max(-1)
     print_once(f"{picture}: {form.classes[label]} with {probability:.1%} ({steps})")
 
@@ -130,8 +130,8 @@ def main(config: Config) -> None:
     model = network(train_set.image_shape, train_set.num_classes)
     optimizer_class = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
     optimizer = optimizer_class(parameter_groups(model, config.weight_decay), config.learning_rate)
-    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config)
-    accelerator.on_main_process(ImageFormat.of(train_set, config.model).write)(config.output_dir)
+    form = ImageFormat.of(train_set, config.model)
+    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, export=form.write)
 
 
 if __name__ == "__main__":

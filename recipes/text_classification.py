@@ -124,9 +124,8 @@ def main(config: Config) -> None:
     eval_set = EncodedTexts(eval_texts, tokenizer, config.max_length, weights)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     padding = pad_to_longest({"input_ids": tokenizer.pad_token_id})
-    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, examples=macro_f1, collate_fn=padding)
-    if not config.evaluate_only:
-        accelerator.on_main_process(tokenizer.save_pretrained)(config.output_dir / "model")
+    data = accelerator, model, optimizer, forward_step, train_set, eval_set, config
+    fit(*data, examples=macro_f1, collate_fn=padding, export=tokenizer.save_pretrained)
 
 
 if __name__ == "__main__":

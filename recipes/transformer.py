@@ -93,10 +93,9 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
     return load_pretrained(config.model_name_or_path, config.context, config.attention)
 
 
-def write_sample(config: Config, tokenizer: Any, prompt: Tensor) -> None:
-    """Exports the tokenizer. Prints a sample that the exported model generates from `prompt`, shape (tokens,)."""
+def print_sample(config: Config, prompt: Tensor) -> None:
+    """Prints a sample that the exported model generates from `prompt`, shape (tokens,)."""
     folder = Path(config.output_dir) / "model"
-    tokenizer.save_pretrained(folder)
     if config.sample_tokens == 0:
         return
     model, text = AutoModelForCausalLM.from_pretrained(folder), prompt
@@ -128,10 +127,11 @@ def main(config: Config) -> None:
         summarize,
         tokens_per_sample=config.context,
         flops_per_sample=flops_per_sample(model, config.context),
+        export=tokenizer.save_pretrained,
     )
     prompt = eval_set[0]["tokens"][: max(1, config.context // 2)]
     if not config.evaluate_only:
-        accelerator.on_main_process(write_sample)(config, tokenizer, prompt)
+        accelerator.on_main_process(print_sample)(config, prompt)
 
 
 if __name__ == "__main__":

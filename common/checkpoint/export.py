@@ -1,25 +1,37 @@
 """Writes and reads the exported model."""
 
 import shutil
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from common.checkpoint.format import check_same_model
-from common.checkpoint.writer import flush
 from common.errors import RunError, UsageError
+from common.files import give_usual_mode, replace_folder
 from common.parallel.parts import kept_tensors
 from common.parallel.trainer import Trainer
+from common.records.run_card import read_card
 
 
-def export_model(trainer: Trainer, folder: Path) -> None:
+def export_model(trainer: Trainer, folder: Path, export: Callable[[Path], Any] | None = None) -> int | None:
     """Writes the weights to `<folder>/model.safetensors`, with the module's own names and dtypes.
 
     A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with
     a `peft_adapter` (common/models/lora.py) writes PEFT's files.
+
+    Args:
+        trainer: holds the weights.
+        folder: replaced at once by the finished one.
+        export: writes more files into the folder, in the main process.
+
+    Returns:
+        A checksum of the weights, in the main process.
 
     Raises:
         RunError: the files cannot be written.
@@ -30,29 +42,62 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            flush(_write(trainer.module, weights, aside))
-            shutil.rmtree(folder, ignore_errors=True)
-            aside.rename(folder)
+            _write(trainer.module, weights, aside)
+            if export is not None:
+                export(aside)
+            for path in aside.rglob("*.safetensors"):
+                give_usual_mode(path)
+            replace_folder(aside, folder)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})") from None
     trainer.accelerator.wait_for_everyone()
+    return _checksum(weights) if trainer.accelerator.is_main_process else None
 
 
-def _write(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> Path:
-    """Writes the files of the model; returns the path of the one with the weights."""
+def _checksum(weights: Mapping[str, Tensor]) -> int:
+    """Of names, types and bytes; it finds accidents, not forgeries."""
+    found = 0
+    for name, weight in sorted(weights.items()):
+        found = zlib.crc32(f"{name} {weight.dtype} {tuple(weight.shape)}".encode(), found)
+        found = zlib.crc32(weight.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+def _write(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+    """Writes the files of the model."""
     if adapter := getattr(module, "peft_adapter", None):
-        return adapter.write(weights, folder)
+        adapter.write(weights, folder)
+        return
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})  # transformers needs it
     for part in ("config", "generation_config"):  # of a model of transformers
         settings: Any = getattr(module, part, None)
         if hasattr(settings, "save_pretrained"):
             settings.save_pretrained(folder)
-    return folder / "model.safetensors"
 
 
-def load_exported(output_dir: str | Path) -> dict[str, Tensor]:
-    """{name: tensor} of the model that `export_model` wrote."""
-    return load_file(Path(output_dir) / "model" / "model.safetensors")
+def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
+    """{name: tensor} of the model that a run exported; also loads them into `model`, if given.
+
+    Raises:
+        UsageError: there is none, it was altered, or `model` is another one.
+    """
+    folder = Path(output_dir) / "model"
+    try:
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise UsageError(_no_model(folder, error)) from None
+    expected = read_card(Path(output_dir)).get("model_crc32")
+    if expected is not None and _checksum(weights) != expected:
+        raise UsageError(f"{folder / 'model.safetensors'} was altered after its run: train again")
+    if model is not None:
+        check_same_model(folder, {name: list(weight.shape) for name, weight in weights.items()}, model)
+        model.load_state_dict(weights)
+    return weights
+
+
+def _no_model(folder: Path, error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    return f"no exported model in {folder} ({reason}): train first, or type the --output_dir of a run that is done"
 
 
 def load_exported_into(model: nn.Module, output_dir: Path) -> None:
@@ -62,10 +107,6 @@ def load_exported_into(model: nn.Module, output_dir: Path) -> None:
         adapter = getattr(model, "peft_adapter", None)
         weights = adapter.read(folder, [*kept_tensors(model)]) if adapter else load_exported(output_dir)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UsageError(
-            f"--evaluate_only: no exported model in {folder} ({reason}): train first, or type the --output_dir of a "
-            "run that is done"
-        ) from None
+        raise UsageError(_no_model(folder, error)) from None
     check_same_model(folder, {name: list(weight.shape) for name, weight in weights.items()}, model)
     model.load_state_dict(weights, strict=False)  # adapters are not all weights

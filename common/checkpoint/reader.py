@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.checkpoint.format import FILE_NAME, FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json
 from common.cpu_group import CpuGroup
+from common.errors import RunError
 
 
 class Reader:
@@ -20,14 +21,19 @@ class Reader:
 
     Raises:
         DamagedError: the manifest is missing or altered.
+        RunError: the file system cannot read it.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         try:
+            if not stat.S_ISREG((folder / MANIFEST).lstat().st_mode):  # a link, or a pipe that would block
+                raise DamagedError(f"{MANIFEST} is not a file")
             self.content = json.loads((folder / MANIFEST).read_text())
             expected = self.content.pop("sha256")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except OSError as error:
+            raise _damage_or_failure(folder / MANIFEST, error) from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DamagedError(f"{MANIFEST} cannot be read") from None
         if digest_of_json(self.content) != expected:
             raise DamagedError(f"{MANIFEST} was altered")
@@ -49,7 +55,7 @@ class Reader:
         Raises:
             DamagedError: in all processes, if a file was altered or the files do not hold each tensor completely.
         """
-        reader = reason = None
+        reader = reason = failure = None
         try:
             reader = cls(folder)
             for index, (name, expected) in enumerate(sorted(reader.content["files"].items())):
@@ -61,8 +67,13 @@ class Reader:
                 _check_coverage(name, tensor, reader.content["files"])
         except DamagedError as error:
             reason = str(error)
-        if found := [reason for reason in group.all_gather(reason) if reason]:
-            raise DamagedError(found[0])
+        except RunError as error:
+            failure = str(error)
+        reasons, failures = zip(*group.all_gather((reason, failure)))
+        for line in filter(None, failures):
+            raise RunError(line)
+        for line in filter(None, reasons):
+            raise DamagedError(line)
         assert reader is not None
         return reader
 
@@ -104,7 +115,7 @@ class Reader:
             if reads and digest_of_file(path) != expected["sha256"]:
                 raise DamagedError(f"{name} was altered")
         except OSError as error:
-            raise DamagedError(f"{name}: {error.strerror}") from None
+            raise _damage_or_failure(path, error) from None
 
     def _check_names(self, file: str) -> None:
         """Raises DamagedError unless a file holds exactly the parts that the manifest lists for it."""
@@ -121,6 +132,15 @@ class Reader:
             raise DamagedError(f"{file}: {error}") from None
         for name in said:
             raise DamagedError(f"{file} does not hold {name}")
+
+
+def _damage_or_failure(path: Path, error: OSError) -> Exception:
+    """A missing file is damage. Any other error of the file system says nothing about the checkpoint."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return DamagedError(
+            f"{path.name} cannot be read" if path.name == MANIFEST else f"{path.name}: {error.strerror}"
+        )
+    return RunError(f"{path} cannot be read ({error.strerror}): nothing was changed; try again")
 
 
 def _is_well_formed(content: dict[str, Any]) -> bool:

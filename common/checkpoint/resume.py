@@ -1,5 +1,6 @@
 """Finds, verifies and loads the checkpoint to resume from."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -19,7 +20,7 @@ from common.parallel.optimizer_state import Numbers
 from common.parallel.parts import kept_tensors
 from common.parallel.trainer import Trainer, load_optimizer
 from common.plan import Plan
-from common.records.output_dir import checkpoints
+from common.records.output_dir import checkpoints, starts_over
 from common.state import TrainState
 
 
@@ -136,6 +137,9 @@ def find_checkpoint(
     def open_checked(path: Path) -> Checkpoint:
         reader = Reader.verified(path, group)
         _check_content(reader.content)
+        at = f"step_{reader.content['state']['step']:08d}"
+        if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:
+            raise DamagedError(f"{MANIFEST} is that of {at}")
         if reader.content["identity"].get("exact_dropout"):
             raise UsageError(
                 f"{path} was made with --exact_dropout: resume it with version 0.1.0, the last that has it"
@@ -147,6 +151,10 @@ def find_checkpoint(
         _check_tensors(reader, averaged=trained if plan.config.ema_decay else [])
         return Checkpoint(path, reader, trained)
 
+    if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
+        if group.rank == 0:
+            print(f"an interrupted run was to replace what is in {plan.config.output_dir}: a fresh start", flush=True)
+        return FreshStart()
     if wanted == "latest":
         return _newest(plan.config, open_checked, group)
     try:

@@ -1,5 +1,6 @@
 """Writes checkpoints."""
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -10,11 +11,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from common.checkpoint.format import WriteError
+from common.checkpoint.format import DamagedError, WriteError
 from common.checkpoint.identity import curve, layout, own_flags
+from common.checkpoint.reader import Reader
 from common.checkpoint.writer import Shard, own_shard, remove, write
 from common.cpu_group import CpuGroup
 from common.errors import RunError
+from common.files import flush
 from common.parallel.parts import Part
 from common.parallel.trainer import Trainer
 from common.records.output_dir import checkpoints
@@ -32,6 +35,8 @@ class Saver:
         self._group_of_writer = CpuGroup(trainer.plan.config.hang_timeout) if in_background else group
         self._buffers: dict[str, Tensor] | None = {} if in_background else None
         self._writer = ThreadPoolExecutor(1) if in_background else None
+        self._known: dict[Path, bool] = {}  # {checkpoint: whether it is one of this run}
+        self._as_read = json.loads(json.dumps(identity))
         self._newest: Callable[[], Path | None] = lambda: None
 
     def __enter__(self) -> Self:
@@ -98,19 +103,36 @@ class Saver:
             self._trainer.accelerator.print(f"{line}: earlier ones are complete, the run goes on")
             return None
         if group.rank == 0:
-            for _, old in checkpoints(config.output_dir)[: -config.keep_checkpoints]:
+            for old in self._own(path, step)[: -config.keep_checkpoints]:
                 try:
                     remove(old)
                 except OSError as error:
                     print(f"{old} could not be removed ({error.strerror})", flush=True)
         return path
 
+    def _own(self, newest: Path, step: int) -> list[Path]:
+        """This run's checkpoints, the oldest first and the newest last. What is damaged, or of another run, does not
+        count: it is neither removed nor takes the place of one that could be resumed."""
+        config = self._trainer.plan.config
+        found = [path for number, path in checkpoints(config.output_dir) if number < step]
+        for path in found:
+            if path not in self._known:
+                try:
+                    content = Reader(path).content
+                    at = f"step_{content['state']['step']:08d}"
+                    self._known[path] = content["identity"] == self._as_read and at == path.name
+                except (DamagedError, RunError, KeyError, TypeError, ValueError):
+                    self._known[path] = False
+        return [*(path for path in found if self._known[path]), newest]
+
 
 def _make_folder(folder: Path, group: CpuGroup) -> None:
     reason = None
     if group.rank == 0:
         try:
-            folder.mkdir(exist_ok=True)  # without parents: an output_dir that was removed stays removed
+            if not folder.is_dir():
+                folder.mkdir(exist_ok=True)  # without parents: an output_dir that was removed stays removed
+                flush(folder.parent)
         except OSError as error:
             reason = str(error)
     if reason := group.broadcast(reason):

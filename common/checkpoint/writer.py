@@ -1,9 +1,7 @@
 """Writes the files of a checkpoint: each process its shard, the first process the manifest."""
 
-import errno
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from common.checkpoint.format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json
 from common.cpu_group import CpuGroup
+from common.files import flush, give_usual_mode
 from common.parallel.parts import Part
 
 UNFINISHED = "unfinished_"
@@ -98,18 +97,6 @@ def remove(folder: Path) -> None:
     shutil.rmtree(aside)
 
 
-def flush(path: Path) -> None:
-    """Flushes a file, or the list of files in a folder, to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot flush folders
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def _assigned(parts: Sequence[Part], group: CpuGroup) -> set[str]:
     """Names of the parts that this process writes: each part is written once, and the bytes are spread evenly."""
     everybody = group.all_gather([(part.name, part.offsets, part.sizes, part.of_first) for part in parts])
@@ -142,7 +129,10 @@ def _together(group: CpuGroup, do: Callable[[], Any]) -> list[Any]:
 
 def _make_empty(folder: Path) -> None:
     for left in folder.parent.glob(f"{UNFINISHED}*"):  # left by a killed process
-        shutil.rmtree(left)
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
     folder.mkdir()
 
 
@@ -164,6 +154,7 @@ def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries[part.name] = {"shape": part.shape, "dtype": dtype, "parts": [position]}
     save_file({part.name: tensor for part, tensor in shard}, path)
+    give_usual_mode(path)
     flush(path)
     file = {"size": path.stat().st_size, "sha256": digest_of_file(path)}
     return {"files": {path.name: file}, "tensors": entries}

@@ -49,11 +49,9 @@ class ImageFormat:
         extent = float(numpy.median([_extent(image) for image in drawings])) if is_even else 1.0
         return cls(network, train_set.image_shape, train_set.classes, background, extent)
 
-    def write(self, output_dir: Path) -> None:
-        """Adds `config.json` to the exported model, unless the run had been done already and has one."""
-        path = output_dir / "model" / "config.json"
-        if path.parent.is_dir() and not path.exists():
-            path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+    def write(self, folder: Path) -> None:
+        """Writes `config.json` into the folder of an exported model."""
+        (folder / "config.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, output_dir: Path) -> Self:

@@ -4,6 +4,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,7 +42,7 @@ def load_pretrained(
         model, loaded = AutoModelForCausalLM.from_pretrained(
             name_or_path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"--model_name_or_path {name_or_path}: no causal model there ({first_line(error)})") from None
     if missing := sorted(loaded["missing_keys"]):
         raise UsageError(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
@@ -37,7 +38,7 @@ def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -
         model = AutoModelForSequenceClassification.from_pretrained(
             name_or_path, dtype=torch.float32, ignore_mismatched_sizes=True, **names
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"--model_name_or_path {name_or_path}: no encoder there ({first_line(error)})") from None
     if tokenizer.pad_token_id is None:
         raise UsageError(

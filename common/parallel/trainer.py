@@ -12,6 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from common.data.batches import Batch, ForwardStep
+from common.errors import UsageError
 from common.parallel.ema import EMA
 from common.parallel.optimizer_state import Numbers, as_tensor
 from common.parallel.parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
@@ -237,6 +238,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tenso
     for name, weight in weights.items():
         for slot in slots.get(name, []):
             key = f"optimizer.{name}.{slot}"
+            shape = list(reader.tensors[key]["shape"])
+            if optimizer.defaults.get("fused") and shape not in ([], list(weight.shape)):  # its kernel does not look
+                raise UsageError(f"{key} of the checkpoint has the shape {shape}, the weight {list(weight.shape)}")
             kept = reader.tensor(key) if slot == "step" and not on_device else placed_like(weight, reader, key)
             optimizer.state[weight][slot] = kept
 

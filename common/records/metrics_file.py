@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.files import flush
+
 
 class MetricsFile:
     """Continues the metrics.jsonl of an output_dir.
@@ -26,7 +28,9 @@ class MetricsFile:
         self._waiting: list[bytes] = []
         part = self.path.with_name(f"{self.path.name}.part")
         part.write_bytes(b"".join(_kept(self.path, keeps)))
+        flush(part)
         part.rename(self.path)  # a rename, so that a kill loses no record
+        flush(output_dir)
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -42,6 +46,11 @@ class MetricsFile:
                     file=sys.stderr,
                     flush=True,
                 )
+
+    def flush(self) -> None:
+        """Flushes the file to the disk, if it can be written."""
+        with suppress(OSError):
+            os.fsync(self._file.fileno())
 
     def close(self) -> int:
         """Writes the waiting records and closes the file. Returns the number of lost records."""

@@ -14,7 +14,8 @@ from filelock import FileLock, Timeout
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
 from common.environment import num_machines
-from common.errors import Failure, UsageError, first_failure
+from common.errors import Failure, RunError, UsageError, first_failure
+from common.files import flush
 from common.launch.machines import check_shared_folder
 from common.plan import Plan
 from common.records.hub import can_upload, upload_later
@@ -22,6 +23,7 @@ from common.records.run_card import ending, read_card, replace_card
 from common.state import TrainState
 
 PREVIOUS = "previous"  # keeps what this run replaces until this run is done
+STARTS_OVER = "starts_over"  # this file says that all in the folder is an earlier run's, which a new run replaces
 
 
 class OutputDir:
@@ -32,6 +34,7 @@ class OutputDir:
         card: the last run card from the recorder; empty until the recorder starts.
 
     Raises (on entering):
+        RunError: the file system cannot read the folder.
         UsageError: the folder cannot be written, another run owns it, it holds checkpoints or a model
             and no flag says what to do with them, or not all machines share it. An earlier run's files are
             unchanged.
@@ -40,12 +43,19 @@ class OutputDir:
     def __init__(self, plan: Plan, group: CpuGroup):
         self.path, self.plan, self.config, self.group = plan.config.output_dir, plan, plan.config, group
         self.card: dict[str, Any] = {}
+        self._is_marked = self._was_marked = False  # by this run; by an earlier one that was interrupted
 
     def __enter__(self) -> Self:
-        problem = self._cannot_upload() or self._nothing_to_resume() or self._own() if self.group.rank == 0 else None
+        problem: RunError | None = None
+        if self.group.rank == 0:
+            try:
+                line = self._cannot_upload() or self._nothing_to_resume() or self._own()
+                problem = None if line is None else UsageError(line)
+            except RunError as error:
+                problem = error
         problem = self.group.broadcast(problem)
         if problem is not None:
-            raise UsageError(problem)
+            raise problem
         if num_machines() > 1:
             check_shared_folder(self.path, self.group)
         return self
@@ -56,6 +66,8 @@ class OutputDir:
         if error is not None:
             self._write_ending(first_failure(error), is_refused=isinstance(error, UsageError))
         if self.group.rank == 0:
+            if self._is_marked and not self.card:  # nothing has moved
+                self._unmark()
             self._lock.release()
             if error is None and self.config.push_to_hub is not None:
                 upload_later(self.config)
@@ -71,9 +83,17 @@ class OutputDir:
             replace_card(self.path, own | on_disk | self.card | ending(failure))
 
     def write_card(self, card: dict[str, Any]) -> None:
-        """Writes the run card."""
+        """Writes the run card. The folder is then this run's."""
         self.card = card
         replace_card(self.path, card)
+        if self._is_marked or starts_over(self.path):
+            self._unmark()
+
+    def _unmark(self) -> None:
+        with suppress(OSError):
+            (self.path / STARTS_OVER).unlink(missing_ok=True)
+            flush(self.path)
+        self._is_marked = False
 
     def is_done(self, state: TrainState) -> bool:
         """Whether a resumed run has nothing left to do; prints a line if so. The same in all processes."""
@@ -96,10 +116,10 @@ class OutputDir:
                 with suppress(OSError):
                     checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
         aside = self.path / PREVIOUS
-        if (aside / "model").exists() and not (self.path / "model").exists():
+        if (aside / "model").exists() and not (self.path / "model").exists() and not self._was_marked:
             # The last run exported no model: keep the older model in previous/.
             aside = self.path / f"{PREVIOUS}.unfinished"
-        if leftovers:
+        if leftovers and not self._was_marked:  # else an interrupted run has moved some already
             shutil.rmtree(aside, ignore_errors=True)
         for leftover in leftovers:
             place = aside / leftover.relative_to(self.path)
@@ -128,14 +148,28 @@ class OutputDir:
     def _own(self) -> str | None:
         """Locks the folder. Returns the problem, if there is one."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            if not self.path.is_dir():
+                self.path.mkdir(parents=True, exist_ok=True)
+                flush(self.path.parent)
             self._lock = FileLock(self.path / ".lock")
             self._lock.acquire(timeout=0)
         except Timeout:
             return f"another run writes to {self.path}: wait for it, or type another --output_dir"
         except OSError as error:
             return f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
-        return self._question()
+        if (problem := self._question()) is not None:
+            return problem
+        for left in self.path.glob("run.json.*"):  # by a process that was killed
+            left.unlink(missing_ok=True)
+        self._was_marked = starts_over(self.path)
+        if self.config.overwrite_output_dir and not self._was_marked:
+            try:
+                (self.path / STARTS_OVER).touch()
+                flush(self.path)
+            except OSError as error:
+                return f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
+            self._is_marked = True
+        return None
 
     def _question(self) -> str | None:
         """What the user must decide about an earlier run in the folder; None if nothing."""
@@ -165,7 +199,8 @@ def resumes_from_elsewhere(config: RunConfig) -> bool:
 def _is_done(plan: Plan, state: TrainState) -> bool:
     """Whether the run is done: by its run card, and by `state` or the last step in the card."""
     card, config = read_card(plan.config.output_dir), plan.config
-    if card.get("status") != "done":
+    left = all((config.output_dir / name).exists() for name in ("model", "metrics.jsonl"))
+    if card.get("status") != "done" or not left or starts_over(config.output_dir):
         return False
     try:
         same = all(card["config"].get(name) == getattr(config, name) for name in ("seed", "batch_size", "data"))
@@ -175,8 +210,20 @@ def _is_done(plan: Plan, state: TrainState) -> bool:
     return plan.is_over(state) or (config.resume_from_checkpoint == "latest" and same and at_end)
 
 
+def starts_over(output_dir: Path) -> bool:
+    """Whether a new run replaces what is in the folder, and was interrupted before it had begun."""
+    return (output_dir / STARTS_OVER).exists()
+
+
 def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of each checkpoint that has its final name, the oldest first."""
-    found = (output_dir / "checkpoints").glob("step_*")
-    named = (path for path in found if re.fullmatch(r"step_\d{8,}", path.name))
-    return sorted((int(path.name.removeprefix("step_")), path) for path in named)
+    """(step, folder) of each checkpoint that has its final name, the oldest first. Raises RunError for a folder that
+    cannot be read."""
+    folder = output_dir / "checkpoints"
+    try:
+        names = [path.name for path in folder.iterdir()]  # not glob, which hides errors
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{folder} cannot be read ({error.strerror}): nothing was changed") from None
+    named = [name for name in names if re.fullmatch(r"step_\d{8,}", name)]
+    return sorted((int(name.removeprefix("step_")), folder / name) for name in named)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +41,7 @@ class Recorder:
         state: the run's state.
         tokens_per_sample: adds `tokens_per_second` to records.
         flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu` to records.
-        facts: more entries of the run card.
+        facts: more entries of the run card; they may change until the run is done.
 
     Raises (on entering):
         UsageError: a tracker does not start, records cannot be written, or too few steps for `--profile`.
@@ -55,7 +55,7 @@ class Recorder:
         state: TrainState,
         tokens_per_sample: int | None,
         flops_per_sample: float | None,
-        facts: Mapping[str, Any],
+        facts: dict[str, Any],
     ):
         self.accelerator, self.plan, self.state = accelerator, plan, state
         self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
@@ -65,7 +65,7 @@ class Recorder:
         self.output_dir = output_dir
         self.last_metrics: dict[str, float] = {}
         self._line: dict[str, str] = {}
-        self._num_lost, self._more_facts = 0, facts
+        self._num_lost, self.facts = 0, facts
         self._learning_rate: float | None = None
         self._grad_norm: torch.Tensor | float | None = None
 
@@ -174,6 +174,11 @@ class Recorder:
         self._show(record)
         if self.state.num_steps and self.plan.is_over(self.state):  # early stopping between two training records
             self.training()
+
+    def flush(self) -> None:
+        """Writes the records to the disk: a checkpoint that survives a power loss needs those before it."""
+        if self.accelerator.is_main_process:
+            self._metrics.flush()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -294,7 +299,7 @@ class Recorder:
             "last_metrics": self.last_metrics,
             "wall_seconds": round(time.perf_counter() - self._started, 2),
             **self._facts,
-            **self._more_facts,
+            **self.facts,
         }
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from common.environment import was_launched
@@ -16,6 +17,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TWICE_S = 1.0  # one Ctrl-C sends SIGINT twice at once: from the terminal and from the launcher
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+_parent = [os.getppid()]  # when this process began, or imported this module
 _received: list[str] = []
 _at_once: Callable[[str], object] | None = None
 _before: dict[int, Any] = {}  # {signal number: handler before `catch`}
@@ -46,8 +48,28 @@ def catch(at_once: Callable[[str], object] | None = None) -> None:
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in STOPPING:
         _before[number] = signal.signal(number, _ignore)
-    if was_launched() and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    end_with_launcher()
+
+
+def end_with_launcher() -> None:
+    """On Linux, lets the end of the launcher send this process SIGTERM, also if it has ended already."""
+    if not was_launched() or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != _parent[0] or _is_orphan():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_orphan() -> bool:
+    """Whether the launcher ended before this module was imported, so that process 1 took its place. In a container,
+    process 1 may be the launcher itself, or its shell."""
+    if os.getppid() != 1:
+        return False
+    try:
+        words = Path("/proc/1/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return False
+    return not any(word in words for word in ("accelerate", "torch", "python", "launch", "sh\0"))
 
 
 def release() -> None:
@@ -76,3 +98,11 @@ def _listen(reader: socket.socket, writer: socket.socket, parent: int) -> None:
             _received.append(signal.Signals(number[0]).name)
             if _at_once is not None:
                 _at_once(_received[-1])
+
+
+def _note_parent() -> None:
+    _parent[0] = os.getppid()
+
+
+os.register_at_fork(after_in_child=_note_parent)
+end_with_launcher()  # at the import, because the imports after it take seconds

@@ -69,6 +69,7 @@ def test_config_gives_the_result_of_one_process(
     run = fork(tmp_path / "run", config, script, arguments + FLAGS.get(config, ""))
     assert_same_result(run, reference(script, arguments))
     assert run.card["precision"] == "float32"
+    assert run.card["checked_steps"] == (0 if config == "single" else 2)  # without a word
     assert run.card["num_processes"] == load_config_from_file(str(CONFIGS / f"{config}.yaml")).num_processes
 
 

@@ -55,8 +55,7 @@ def test_format_is_kept_with_the_model(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"config\.json does not describe an image classifier: train again"):
             ImageFormat.read(tmp_path)
     (tmp_path / "model" / "config.json").unlink()
-    form.write(tmp_path)
-    ImageFormat.of(images(240), "mlp").write(tmp_path)
+    form.write(tmp_path / "model")
     assert ImageFormat.read(tmp_path) == form
 
 

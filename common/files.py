@@ -1,0 +1,59 @@
+"""Operations on files that a power loss or a kill cannot leave half done."""
+
+import ctypes
+import errno
+import os
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def flush(path: Path) -> None:
+    """Flushes a file, or the list of files in a folder, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot flush folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def give_usual_mode(path: Path) -> None:
+    """Gives a file the mode of files that Python creates; safetensors' can be read by their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+def flush_all(folder: Path) -> None:
+    """Flushes a folder with all files in it. Raises OSError."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        flush(path)
+    flush(folder)
+
+
+def replace_folder(aside: Path, folder: Path) -> None:
+    """Gives a finished folder its name, in place of another one. If the file system can exchange names, one of the two
+    has the name at each moment. Raises OSError."""
+    flush_all(aside)
+    if folder.exists() and not _exchange(aside, folder):
+        shutil.rmtree(folder)
+    if aside.exists() and not folder.exists():
+        aside.rename(folder)
+    flush(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names. Returns whether the system can."""
+    if sys.platform != "linux":
+        return False
+    with suppress(AttributeError):  # a C library without the call
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+        return rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+    return False
