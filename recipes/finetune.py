@@ -30,7 +30,6 @@ from common.data.text import IGNORED
 from common.models.causal_lm import checkpoint_activations, load_pretrained, with_losses
 from common.models.chat import answer, small_chat_model, with_chat_template
 from common.models.lora import add_lora, write_merged
-from common.models.muon import Muon
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 
@@ -46,7 +45,7 @@ class Config(RunConfig):
     warmup_steps: int = 50
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
-    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = flag("adamw", "adafactor and muon: not with shards")
+    optimizer: Literal["adamw", "sgd", "adafactor"] = flag("adamw", "adafactor: not with shards")
     messages_column: str = flag("messages", "name of the column with a list of messages")
     max_samples: int | None = flag(
         None, "stream this many conversations of a data set and keep them, not all", minimum=1
@@ -124,10 +123,7 @@ def main(config: Config) -> None:
     eval_set: MapDataset = ChatDataset(eval_chats)
     if config.packing:
         train_set, eval_set = (PackedDataset(chats, config.max_length) for chats in (train_chats, eval_chats))
-    if config.optimizer == "muon":
-        optimizer: torch.optim.Optimizer = Muon(model, config.learning_rate, config.weight_decay)
-    else:
-        optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
+    optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
     data = accelerator, model, optimizer, forward_step, train_set, eval_set, config
     fit(*data, summarize, collate_fn=collate_fn, export=tokenizer.save_pretrained)
     if not config.evaluate_only:

@@ -153,9 +153,8 @@ class DeepSpeedTrainer(Trainer):
             if isinstance(value, Tensor) and value.shape == flat.shape:
                 yield Part.gathered(f"{name}.{slot}", shape, partial(safe_get_full_optimizer_state, weight, slot))
             else:
-                number = (
-                    value if isinstance(value, Tensor) else as_tensor(type(self._own_optimizer).__name__, slot, value)
-                )
+                kind = type(self._own_optimizer).__name__
+                number = value if isinstance(value, Tensor) else as_tensor(kind, slot, value)
                 yield Part.whole(f"{name}.{slot}", number.float() if slot == "step" else number)
 
     def _link_states(self) -> None:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from support.launching import fork
-from support.recipes import FINETUNE, FLAGS, RECIPES
-from support.runs import TOLERANCE, Run, assert_same_result, largest_difference, refused, weight_distance
+from support.recipes import FINETUNE, RECIPES
+from support.runs import TOLERANCE, Run, largest_difference, refused, weight_distance
 
 SHORT = "--max_length 96 --batch_size 8 --max_steps 6 --log_every 1 --eval_every 6 --num_answers 0"
 LORA = f"{SHORT} --lora_rank 4 --learning_rate 1e-2 --save_every 3 --keep_checkpoints 9"
@@ -69,61 +69,6 @@ def test_other_optimizers(tmp_path: Path, reference: Callable[..., Run], optimiz
         assert_close(sharded, expected)
     else:
         assert "Adafactor" in refused(sharded)
-
-
-MUON = f"{SHORT} --optimizer muon --warmup_steps 1 --save_every 3 --keep_checkpoints 9"
-
-
-@pytest.mark.parametrize(
-    "config", ["ddp", *(pytest.param(one, marks=pytest.mark.full) for one in ("single", "pipeline_parallel"))]
-)
-def test_muon(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
-    """One result, also in smaller micro-batches, and after a resume from the checkpoint of one process."""
-    expected, flags = reference(FINETUNE, MUON), f"{MUON} --micro_batch_size 2{FLAGS.get(config, '')}"
-    run = fork(tmp_path / "run", config, FINETUNE, flags)
-    assert_same_result(run, expected)
-    path = expected.output_dir / "checkpoints" / "step_00000003"
-    resumed = fork(tmp_path / "resumed", config, FINETUNE, f"{flags} --resume_from_checkpoint {path}")
-    assert weight_distance(resumed, expected) <= TOLERANCE
-    losses = run.column("train/loss")
-    assert losses[-1] < 0.9 * losses[0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("config", ["single", "ddp"])
-def test_muon_resumes_bit_for_bit(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
-    expected = fork(tmp_path / "whole", config, FINETUNE, MUON)
-    shutil.copytree(expected.output_dir / "checkpoints" / "step_00000003", tmp_path / "run/checkpoints/step_00000003")
-    resumed = fork(tmp_path / "run", config, FINETUNE, f"{MUON} --resume_from_checkpoint latest")
-    assert weight_distance(resumed, expected) == 0
-    assert resumed.column("train/loss") == expected.column("train/loss")[3:]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        "fsdp2",
-        *(
-            pytest.param(one, marks=pytest.mark.full)
-            for one in ("hsdp", "tensor_parallel", "fsdp2_tensor_parallel", "deepspeed_zero2")
-        ),
-    ],
-)
-def test_muon_on_shards_is_right_or_refused(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
-    run = fork(tmp_path / "run", config, FINETUNE, MUON, succeeds=False)
-    if run.exit_code == 0:
-        assert_same_result(run, reference(FINETUNE, MUON))
-    else:
-        assert refused(run) and run.exit_code == 2 and not (run.output_dir / "model").exists()
-
-
-@pytest.mark.full
-def test_muon_trains_adapters(tmp_path: Path, base: Path) -> None:
-    flags = f"{LORA} --optimizer muon --model_name_or_path {base}"
-    runs = [fork(tmp_path / config, config, FINETUNE, flags) for config in ("single", "ddp")]
-    assert largest_difference(*(run.column("train/loss") for run in runs)) <= TOLERANCE
-    ours, theirs = map(adapters, runs)
-    assert all((ours[name] - theirs[name]).abs().max() <= 1e-5 for name in theirs)
 
 
 @pytest.fixture(scope="module")

@@ -132,9 +132,6 @@ def test_altered_file_is_found_and_never_run(folder: Path, file: str, kind: str)
         path.symlink_to(folder.parent / "elsewhere")
     else:
         path.write_bytes(b"")
-    if kind == "link" and file == "manifest.json":  # the link leads to the right content
-        Reader.verified(folder, CpuGroup())
-        return
     with pytest.raises(DamagedError, match=file):
         Reader.verified(folder, CpuGroup())
     assert not ran.exists()
@@ -225,7 +222,6 @@ def test_another_format_is_named(folder: Path) -> None:
 
 def test_what_cannot_be_written_leaves_what_was_there(folder: Path) -> None:
     part = Part.whole("float", torch.zeros(1))
-    (folder.parent / "unfinished_step").touch()
-    with pytest.raises(WriteError, match="Not a directory"):
-        write(folder, own_shard([part], CpuGroup()), {}, CpuGroup())
+    with pytest.raises(WriteError, match="File name too long"):
+        write(folder.with_name("x" * 250), own_shard([part], CpuGroup()), {}, CpuGroup())
     assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
