@@ -117,6 +117,21 @@ def doctor(
 
 
 @app.command()
+def push(
+    output_dir: Annotated[Path, typer.Argument(help="output folder of a run that is done")],
+    name: Annotated[str, typer.Argument(help="repository on the Hugging Face Hub; a new one is private")],
+    as_json: AsJson = False,
+) -> None:
+    """Upload the model of a run, with a model card, to the Hugging Face Hub. Exit code 1 if that fails.
+
+    Example: accelerate-recipes push outputs/mnist your_name/digits
+    """
+    from accelerate_recipes.push import push
+
+    sys.exit(push(output_dir, name, as_json))
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="output folders of runs")],
     output: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),

@@ -51,7 +51,7 @@ GROUPS = {
     ),
     "saving": (
         *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save", "stop_on_save_error"),
-        *("resume_from_checkpoint", "metric_for_best_model", "push_to_hub"),
+        *("resume_from_checkpoint", "metric_for_best_model"),
     ),
     "records": (
         *("log_every", "eval_every", "evaluate_only", "save_predictions"),
@@ -78,7 +78,7 @@ OF_THE_LAUNCHER = [
 ]
 # Flags that --repeat leaves out: they belong to one run and do not change what it computes.
 NOT_REPEATED = (
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "push_to_hub", "evaluate_only"),
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only"),
     *("repeat", "flags"),
 )
 

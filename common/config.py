@@ -79,9 +79,6 @@ class RunConfig:
     early_stopping_patience: int | None = flag(
         None, "end the run after this many evaluations in a row without a new best value", minimum=1
     )
-    push_to_hub: str | None = flag(
-        None, "upload model/ with a model card to this repository of the Hugging Face Hub; a new one is private"
-    )
     check_steps: int = flag(
         2, "first optimizer steps that one process repeats alone, to compare; 0: no comparison", minimum=0
     )

@@ -10,10 +10,10 @@ from accelerate_recipes import bundle
 from accelerate_recipes.report.runs import CARD, Curve, Run
 
 # As --metric_for_best_model has it.
-_LOWER_IS_BETTER = ("loss", "perplexity", "error")
+LOWER_IS_BETTER = ("loss", "perplexity", "error")
 # Flags that belong to one run and do not change what it computes. `--repeat` leaves them out, too.
-_NOT_COMPARED = (
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "push_to_hub", "evaluate_only"),
+NOT_COMPARED = (
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only"),
     *("repeat", "flags"),
 )
 _FACTS = {
@@ -54,7 +54,7 @@ def best(metric: str, curve: Curve) -> tuple[int, float] | None:
     finite = [(step, value) for step, value in curve if value is not None]
     if not finite or not metric.startswith(("train/", "eval/")):
         return None
-    pick = min if any(word in metric for word in _LOWER_IS_BETTER) else max
+    pick = min if any(word in metric for word in LOWER_IS_BETTER) else max
     return pick(finite, key=lambda point: point[1])
 
 
@@ -78,7 +78,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _described(run: Run) -> dict[str, str]:
-    found = {f"--{name}": _text(value) for name, value in run.config.items() if name not in _NOT_COMPARED}
+    found = {f"--{name}": _text(value) for name, value in run.config.items() if name not in NOT_COMPARED}
     found |= {label: _text(run.card[key]) for key, label in _FACTS.items() if key in run.card}
     for key, prefix in (("versions", "version of "), ("hardware", "hardware: ")):
         inner = run.card.get(key)

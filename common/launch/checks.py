@@ -110,29 +110,6 @@ def check_num_gpus(num_processes: int, num_gpus: int) -> None:
         )
 
 
-def check_hub(name: str) -> None:
-    """Raises UsageError if it shows without a network that the model cannot be uploaded to the repository `name`."""
-    from huggingface_hub import get_token, is_offline_mode
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        raise UsageError(
-            f"--push_to_hub {name}: no name of a repository: type your_name/model, with letters, digits, - _ and ."
-        ) from None
-    if os.environ.get("GROUP_RANK", "0") != "0":  # the first machine uploads
-        return
-    if is_offline_mode():
-        raise UsageError(
-            f"--push_to_hub {name}: HF_HUB_OFFLINE forbids it: unset the variable, or leave out --push_to_hub and type "
-            f"hf upload {name} OUTPUT_DIR/model after the run"
-        )
-    if get_token() is None:
-        raise UsageError(f"--push_to_hub {name} needs a login on this machine: type hf auth login, or set HF_TOKEN")
-
-
 def _asks_for_fp16() -> bool:
     return os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
 

@@ -35,7 +35,7 @@ from common.environment import (
     world_size,
 )
 from common.errors import UsageError
-from common.launch.checks import check_compiler, check_hub, check_launch
+from common.launch.checks import check_compiler, check_launch
 from common.launch.extensions import load_extensions
 from common.launch.machines import agreement, store_number
 from common.parallel.deepspeed import load_models_whole
@@ -59,8 +59,6 @@ def start(config: RunConfig) -> Accelerator:
             compiler = os.environ.get("CC", "cc") if has_gpu() else os.environ.get("CXX", "g++")
             check_compiler("--compile", compiler)
         trackers = _trackers(config)
-        if config.push_to_hub is not None:
-            check_hub(config.push_to_hub)
     _set_num_threads()
     if config.deterministic:
         _use_deterministic_kernels()

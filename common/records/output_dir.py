@@ -18,7 +18,6 @@ from common.errors import Failure, RunError, UsageError, first_failure
 from common.files import flush
 from common.launch.machines import check_shared_folder
 from common.plan import Plan
-from common.records.hub import can_upload, upload_later
 from common.records.run_card import ending, read_card, replace_card
 from common.state import TrainState
 
@@ -49,7 +48,7 @@ class OutputDir:
         problem: RunError | None = None
         if self.group.rank == 0:
             try:
-                line = self._cannot_upload() or self._nothing_to_resume() or self._own()
+                line = self._nothing_to_resume() or self._own()
                 problem = None if line is None else UsageError(line)
             except RunError as error:
                 problem = error
@@ -69,8 +68,6 @@ class OutputDir:
             if self._is_marked and not self.card:  # nothing has moved
                 self._unmark()
             self._lock.release()
-            if error is None and self.config.push_to_hub is not None:
-                upload_later(self.config)
 
     def _write_ending(self, failure: Failure, is_refused: bool) -> None:
         """Writes into the run card how the run failed."""
@@ -130,14 +127,6 @@ class OutputDir:
     def remove_previous(self) -> None:
         """Removes `previous/`."""
         shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
-
-    def _cannot_upload(self) -> str | None:
-        if self.config.push_to_hub is None or can_upload():
-            return None
-        return (
-            "--push_to_hub works in a script that ends with run(main, Config): leave it out, and type hf upload "
-            f"{self.config.push_to_hub} {self.path / 'model'} after the run"
-        )
 
     def _nothing_to_resume(self) -> str | None:
         resumed = self.config.resume_from_checkpoint

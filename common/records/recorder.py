@@ -219,6 +219,7 @@ class Recorder:
         if self.plan.config.save_every:
             line += "; to train longer, type the same command with more --epochs or --max_steps and "
             line += "--resume_from_checkpoint latest"
+        line += f"; accelerate-recipes push {self.output_dir.path} NAME uploads it"
         print(line, flush=True)
 
     def _start_trackers(self) -> None:

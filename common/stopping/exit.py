@@ -24,7 +24,6 @@ from common.environment import (
     num_restarts,
 )
 from common.errors import StoppedError, first_failure, needs_no_traceback
-from common.records.hub import uploads
 from common.records.output_dir import checkpoints
 from common.records.run_card import read_card
 from common.stopping import signals
@@ -33,9 +32,9 @@ from common.stopping import signals
 def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoReturn:
     """Parses the command line, calls `main(config)` and ends the process.
 
-    Exit codes: 0 done, 2 the user's mistake, 3 a loss or gradient that is not finite, 4 done but not
-    uploaded, 75 stopped by a signal, 130 interrupted, 1 anything else. If several processes of a
-    machine fail, only the first prints: it mostly causes the other failures.
+    Exit codes: 0 done, 2 the user's mistake, 3 a loss or gradient that is not finite, 75 stopped by a
+    signal, 130 interrupted, 1 anything else. If several processes of a machine fail, only the first
+    prints: it mostly causes the other failures.
     """
     sys.stdout, sys.stderr = _Output(sys.stdout), _Output(sys.stderr)
     if code_file := os.environ.get(CODE_FILE):
@@ -49,11 +48,10 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
 
 
 def _train(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> None:
-    with uploads():
-        main(_after_restart(parse(config_class)))
-        if torch.distributed.is_initialized():
-            gc.collect()  # a DDP model that outlives its process group may abort the process
-            torch.distributed.destroy_process_group()
+    main(_after_restart(parse(config_class)))
+    if torch.distributed.is_initialized():
+        gc.collect()  # a DDP model that outlives its process group may abort the process
+        torch.distributed.destroy_process_group()
 
 
 class _Output:

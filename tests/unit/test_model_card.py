@@ -9,10 +9,10 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from accelerate_recipes.push.card import write_model_card
+from accelerate_recipes.push.plot import plot_losses
 from common.command_line import parse
 from common.config import RunConfig
-from common.records.model_card import write_model_card
-from common.records.plot import plot_losses
 
 CARD = {
     "command": "recipes/cats.py --flags cats.yaml",
@@ -42,7 +42,7 @@ def written(output_dir: Path, config_json: dict[str, Any] | None = None) -> Mode
     (output_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
     if config_json is not None:
         (output_dir / "model" / "config.json").write_text(json.dumps(config_json))
-    write_model_card(output_dir, "me/model")
+    write_model_card(output_dir, CARD, "me/model")
     return ModelCard.load(output_dir / "model" / "README.md")
 
 

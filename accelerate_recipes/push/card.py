@@ -8,26 +8,25 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-from common.command_line import NOT_REPEATED
-from common.records.metrics_file import read_records
-from common.records.plot import plot_losses
-from common.records.run_card import read_card
-from common.state import LOWER_IS_BETTER
+from accelerate_recipes.push.plot import plot_losses
+from accelerate_recipes.report.summary import LOWER_IS_BETTER, NOT_COMPARED
 
 PLOT = "loss.png"
 
 
-def write_model_card(output_dir: Path, name: str) -> None:
+def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
     """Writes `model/README.md` and `model/loss.png` from the records of a run that is done.
 
     Args:
-        output_dir: of the run. Its `certificate.md`, if there is one, becomes a part of the card.
+        output_dir: of the run. Its `certificate.md`, if there is one, becomes a part of the model card.
+        card: the run card.
         name: of the repository on the Hub.
 
     Raises:
         OSError: the files cannot be written.
     """
-    model, card, records = output_dir / "model", read_card(output_dir), read_records(output_dir)
+    model = output_dir / "model"
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_bytes().splitlines()]
     config, certificate = card["config"], output_dir / "certificate.md"
     metrics = sorted({key.removeprefix("eval/") for record in records for key in record if key.startswith("eval/")})
     parts = [
@@ -107,7 +106,7 @@ def _usage(model: Path, name: str) -> str:
 
 
 def _flags(config: dict[str, Any]) -> str:
-    given = {name: value for name, value in config.items() if name not in NOT_REPEATED and value is not None}
+    given = {name: value for name, value in config.items() if name not in NOT_COMPARED and value is not None}
     return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
 
 

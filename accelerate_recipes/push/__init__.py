@@ -1,0 +1,123 @@
+"""`accelerate-recipes push`: uploads the model of a finished run, with a model card, to the Hugging Face Hub."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from accelerate_recipes.console import print_json
+from accelerate_recipes.errors import UsageError
+
+# Longest silence of the Hub within a request, in seconds. Longest upload: hf_xet, which sends large files, was seen to
+# wait 20 minutes for a silent server; seconds, and bytes a second.
+TIMEOUT_S = float(os.environ.get("ACCELERATE_RECIPES_HUB_TIMEOUT", 60.0))
+LONGEST_S, SLOWEST = 10 * TIMEOUT_S, 1e6
+
+
+def push(output_dir: Path, name: str, as_json: bool) -> int:
+    """Uploads `model/` with its card.
+
+    Args:
+        output_dir: of a run that is done.
+        name: of the repository; a new one is private.
+        as_json: print the address as JSON.
+
+    Returns:
+        The exit code: 0, or 1 if the upload failed; the same command tries again.
+
+    Raises:
+        UsageError: no finished run there, no such name, or no login.
+    """
+    card = _finished(output_dir)
+    check_name(name)
+    model = output_dir / "model"
+    print(f"uploading {model} to {name} on the Hugging Face Hub", file=sys.stderr, flush=True)
+    try:
+        with FileLock(output_dir / ".lock", timeout=0):  # no run may replace model/ now
+            url = _within(_longest(model), lambda: _send(output_dir, card, name))
+    except Exception as error:  # the library and its network stack raise dozens of types
+        line = f"not uploaded: {model} did not get to {name} on the Hub ({_reason(error)}): type the same command again"
+        print(line, file=sys.stderr, flush=True)
+        # Not sys.exit: a silent Hub holds a thread.
+        os._exit(1)
+    print_json({"url": url}) if as_json else print(f"uploaded: {url}")
+    return 0
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError if it shows without a network that nothing can be uploaded to the repository `name`."""
+    from huggingface_hub import get_token, is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise UsageError(
+            f"{name}: no name of a repository: type your_name/model, with letters, digits, - _ and ."
+        ) from None
+    if is_offline_mode():
+        raise UsageError("HF_HUB_OFFLINE forbids an upload: unset the variable")
+    if get_token() is None:
+        raise UsageError("an upload needs a login on this machine: type hf auth login, or set HF_TOKEN")
+
+
+def _finished(output_dir: Path) -> dict[str, Any]:
+    """The run card. Raises UsageError unless a finished run is there."""
+    try:
+        card = json.loads((output_dir / "run.json").read_text())
+        is_done = card["status"] == "done" and any((output_dir / "model").glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"{output_dir} holds no run: type the --output_dir of one that is done") from None
+    if not is_done:
+        raise UsageError(f"the run in {output_dir} is not done: type its command with --resume_from_checkpoint latest")
+    return card
+
+
+def _longest(model: Path) -> float:
+    """Seconds after which an upload of the folder counts as failed."""
+    return LONGEST_S + sum(path.stat().st_size for path in model.iterdir()) / SLOWEST
+
+
+def _within(seconds: float, work: Callable[[], str]) -> str:
+    """The result of `work`. Raises TimeoutError after `seconds`; then the work goes on until the process ends."""
+    try:
+        return ThreadPoolExecutor(1).submit(work).result(seconds)
+    except TimeoutError:
+        raise TimeoutError(f"no end after {seconds:.0f} s") from None
+
+
+def _send(output_dir: Path, card: dict[str, Any], name: str) -> str:
+    """Uploads `model/` with its card; returns the address of the repository."""
+    # Not at the top: these imports take time.
+    from huggingface_hub import HfApi, get_session, set_client_factory
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    from accelerate_recipes.push.card import write_model_card
+
+    logging.set_verbosity_error()  # it retries some requests, and says so
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    default = get_session()
+    # By default it waits for ever.
+    set_client_factory(lambda: type(default)(event_hooks=default.event_hooks, follow_redirects=True, timeout=TIMEOUT_S))
+    repository = HfApi().create_repo(name, private=True, exist_ok=True)
+    write_model_card(output_dir, card, repository.repo_id)
+    HfApi().upload_folder(
+        repo_id=repository.repo_id, folder_path=output_dir / "model", commit_message="Upload a trained model"
+    )
+    return str(repository)
+
+
+def _reason(error: Exception) -> str:
+    """Why an upload failed, in one line."""
+    if isinstance(error, Timeout):
+        return "a run writes to the folder"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    text = getattr(error, "server_message", None) or str(error).split("\n\n")[0]
+    return f"{status or type(error).__name__}: {' '.join(text.split())}"
