@@ -517,8 +517,8 @@ def _luminance(colour: str) -> float:
 
 
 def test_the_report_judges_as_the_loop_does() -> None:
-    assert summary._LOWER_IS_BETTER == LOWER_IS_BETTER
-    assert set(summary._NOT_COMPARED) == set(command_line.NOT_REPEATED)
+    assert summary.LOWER_IS_BETTER == LOWER_IS_BETTER
+    assert set(summary.NOT_COMPARED) == set(command_line.NOT_REPEATED)
 
 
 @pytest.mark.parametrize(
