@@ -204,7 +204,9 @@ def _check_content(content: dict[str, Any]) -> None:
 
 
 def _check_tensors(reader: Reader, averaged: list[str]) -> None:
-    """Raises DamagedError if a tensor of a process, or a moving average of these weights, is missing."""
+    """Raises DamagedError if a tensor of a process, an average of these weights, or all slots are missing."""
+    if reader.content.get("has_state") and not any(name.startswith("optimizer.") for name in reader.tensors):
+        raise DamagedError("the state of the optimizer is missing")
     ranks = range(reader.content["layout"]["processes"])
     of_processes = (f"process_{rank:05d}.{name}" for rank in ranks for name in ("losses", "weights"))
     # If the weight is missing too, the checkpoint is of another model: load_weights reports that.

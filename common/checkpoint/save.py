@@ -60,6 +60,7 @@ class Saver:
         """
         self.finish()
         self._trainer.numbers.check_complete()
+        held = self._trainer.parts()
         content = {
             "layout": layout(self._trainer, self._group),
             "identity": self._identity,
@@ -67,6 +68,7 @@ class Saver:
             "own_flags": own_flags(self._trainer.plan),
             "state": state.state_dict(),
             "trainer": self._trainer.state_dict(),
+            "has_state": any(part.name.startswith("optimizer.") for part in held),
         }
         own = {
             "losses": torch.stack(state.losses) if state.losses else torch.zeros(0),
@@ -74,7 +76,7 @@ class Saver:
             **{f"metrics.{name}": total for name, total in state.metric_sums().items()},
         }
         parts = [Part.whole(f"process_{self._group.rank:05d}.{name}", tensor) for name, tensor in own.items()]
-        shard = own_shard(self._trainer.parts() + parts, self._group, self._buffers)
+        shard = own_shard(held + parts, self._group, self._buffers)
         if self._writer is not None:
             self._newest = self._writer.submit(self._write, shard, content).result
         else:

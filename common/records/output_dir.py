@@ -150,6 +150,7 @@ class OutputDir:
             return problem
         for left in self.path.glob("run.json.*"):  # by a process that was killed
             left.unlink(missing_ok=True)
+        shutil.rmtree(self.path / "checkpoints" / "removed", ignore_errors=True)
         self._was_marked = starts_over(self.path)
         if self.config.overwrite_output_dir and not self._was_marked:
             try:

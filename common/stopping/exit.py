@@ -101,7 +101,7 @@ def end(error: BaseException) -> NoReturn:
     failure = first_failure(error)
     sys.stdout.flush()
     if failure.is_mine:
-        text = failure.line + "\n" if needs_no_traceback(error) else "".join(traceback.format_exception(error))
+        text = failure.line + "\n" if needs_no_traceback(error) else _own_traceback(error)
         sys.stderr.write(text)  # one write: between two, another process could write into the line
         sys.stderr.flush()
     else:
@@ -114,6 +114,20 @@ def end(error: BaseException) -> NoReturn:
             Path(code_file).write_text(str(failure.exit_code))
     # Not sys.exit: destroying the process group would wait for processes that may wait for this one.
     os._exit(failure.exit_code)
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from the user's code on: without the frames of the loop that called it. Whole, if the loop itself
+    raised the error."""
+    ours, frames = Path(__file__).parents[1], list(traceback.walk_tb(error.__traceback__))
+    places = [Path(frame.f_code.co_filename).is_relative_to(ours) for frame, _ in frames]
+    start = len(places) - places[::-1].index(True) if True in places else 0  # behind the last frame of the loop
+    if start == len(frames):
+        return "".join(traceback.format_exception(error))
+    trace = error.__traceback__
+    for _ in range(start):
+        trace = trace.tb_next if trace is not None else None
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _after_restart(config: ConfigT) -> ConfigT:

@@ -347,6 +347,7 @@ def without(*names: str) -> Callable[[dict], dict]:
     ("change", "expected"),
     [
         (without("optimizer.body.weight."), "exp_avg, which does not match manifest.json"),
+        (without("optimizer."), "the state of the optimizer is missing"),
         (without("average.body.bias"), "average.body.bias is missing"),
         (without("process_00000.losses"), "process_00000.losses is missing"),
         (without("process_00000.losses"), "process_00000.losses is missing"),

@@ -92,6 +92,18 @@ def test_crash_of_one_process_shows_its_own_traceback_once(tmp_path: Path) -> No
     assert run.card["status"] == "failed" and run.card["exit_code"] == 1
 
 
+def test_traceback_of_the_user_s_code_begins_there(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "single", MISFIT, "--case put --deterministic --max_steps 3", succeeds=False)
+    assert "--deterministic: put_ has no deterministic kernel" in refused(run)
+    script = tmp_path / "own.py"
+    script.write_text((ROOT / MISFIT).read_text().replace("process_index == 1", "process_index == 0"))
+    run = fork(tmp_path / "own", "single", script, "--case crash --max_steps 3", succeeds=False)
+    lines = run.stderr.splitlines()
+    at = lines.index("Traceback (most recent call last):")
+    assert lines[at + 1].startswith(f'  File "{script}"') and lines[at + 1].endswith("in forward_step")
+    assert run.stderr.count("common/") == 0 and run.card["exit_code"] == 1
+
+
 def test_crash_of_one_process_alone_is_one_line_with_the_place(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "ddp", MISFIT, "--case crash --max_steps 3", succeeds=False)
     expected = "error: DDP cannot train this: ZeroDivisionError: a bug in a recipe (misfit.py:"
