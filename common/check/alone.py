@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from common.check.first_pass import FirstPass, evaluated
 from common.data.batches import Batch, ForwardStep, MapDataset, batches
+from common.errors import first_line
 from common.parallel.guards import checked
 from common.parallel.parts import is_divided, kept_tensors
 from common.parallel.trainer import weighted_sum
@@ -94,7 +95,9 @@ class Alone:
             group.setdefault("initial_lr", group["lr"])
             group["lr"] = group["initial_lr"] * plan.factor_at(number - self.num_skipped)
         started = time.monotonic()
-        for row, batch in enumerate(batches(self.train_set, samples, device, replace(config, num_workers=0))):
+        here = copy.copy(config)
+        here.num_workers = 0
+        for row, batch in enumerate(batches(self.train_set, samples, device, here)):
             is_first = row == 0 and number == numbers[0]
             first_pass = self.first_pass if is_first else None
             if is_first:
@@ -197,7 +200,8 @@ def recorded_outputs(module: nn.Module, outputs: Outputs) -> Iterator[None]:
 def borrowed(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
     """Gives model and optimizer copies of their tensors on the device for the `with` block, and their own ones back.
 
-    The objects stay the same, with their hooks: what a closure or an optimizer refers to is what trains.
+    The objects stay the same, with their hooks: what a closure or an optimizer refers to is what trains. Raises
+    NotChecked if a tensor cannot be copied.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -210,12 +214,16 @@ def borrowed(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
 
     weights = [(weight, weight.data, weight.grad) for weight in model.parameters()]
     layers = [(layer, dict(layer._buffers), _plain(layer)) for layer in model.modules()]
-    moved = {id(buffer): copied(buffer) for buffer in model.buffers()}
-    for weight, data, _ in weights:
-        weight.data = copied(data)
-    for layer, buffers, _ in layers:
-        layer._buffers.update({name: moved[id(buffer)] for name, buffer in buffers.items() if buffer is not None})
+    try:  # all copies first: if one fails, nothing has changed
+        copies = [copied(data) for _, data, _ in weights]
+        moved = {id(buffer): copied(buffer) for buffer in model.buffers()}
+    except RuntimeError as error:  # such as too little memory, or a kind of tensor without a storage
+        raise NotChecked(f"its weights cannot be copied: {first_line(error)}") from None
     try:
+        for (weight, _, _), data in zip(weights, copies):
+            weight.data = data
+        for layer, buffers, _ in layers:
+            layer._buffers.update({name: moved[id(buffer)] for name, buffer in buffers.items() if buffer is not None})
         with kept_optimizer(model, optimizer):
             for state in optimizer.state.values():
                 if isinstance(state, dict):
