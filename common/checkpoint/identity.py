@@ -43,6 +43,11 @@ def identity(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     }
 
 
+def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(setting, its value in a checkpoint, its value here) of those that differ. A checkpoint may have more."""
+    return [(name, there.get(name), value) for name, value in identity.items() if there.get(name) != value]
+
+
 def own_flags(plan: Plan) -> dict[str, str]:
     """{flag: value} of the flags that the recipe adds to the shared ones."""
     shared = {field.name for field in fields(RunConfig)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.format import MANIFEST, DamagedError, check_same_model
-from common.checkpoint.identity import curve, described, layout, num_replicas, own_flags
+from common.checkpoint.identity import curve, described, differences, layout, num_replicas, own_flags
 from common.checkpoint.reader import Reader
 from common.config import RunConfig
 from common.cpu_group import CpuGroup
@@ -20,7 +20,7 @@ from common.parallel.optimizer_state import Numbers
 from common.parallel.parts import kept_tensors
 from common.parallel.trainer import Trainer, load_optimizer
 from common.plan import Plan
-from common.records.output_dir import checkpoints, starts_over
+from common.records.output_dir import checkpoint_name, checkpoints, starts_over
 from common.state import TrainState
 
 
@@ -137,17 +137,15 @@ def find_checkpoint(
     def open_checked(path: Path) -> Checkpoint:
         reader = Reader.verified(path, group)
         _check_content(reader.content)
-        at = f"step_{reader.content['state']['step']:08d}"
+        at = checkpoint_name(reader.content["state"]["step"])
         if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:
             raise DamagedError(f"{MANIFEST} is that of {at}")
         if reader.content["identity"].get("exact_dropout"):
             raise UsageError(
                 f"{path} was made with --exact_dropout: resume it with version 0.1.0, the last that has it"
             )
-        for name, value in identity.items():
-            there = reader.content["identity"].get(name)
-            if there != value:
-                raise UsageError(f"{path} was made with {name} {there}, this run has {value}")
+        for name, there, here in differences(identity, reader.content["identity"]):
+            raise UsageError(f"{path} was made with {name} {there}, this run has {here}")
         _check_tensors(reader, averaged=trained if plan.config.ema_decay else [])
         return Checkpoint(path, reader, trained)
 

@@ -1,6 +1,5 @@
 """Writes checkpoints."""
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.format import DamagedError, WriteError
-from common.checkpoint.identity import curve, layout, own_flags
+from common.checkpoint.identity import curve, differences, layout, own_flags
 from common.checkpoint.reader import Reader
 from common.checkpoint.writer import Shard, own_shard, remove, write
 from common.cpu_group import CpuGroup
@@ -20,7 +19,7 @@ from common.errors import RunError
 from common.files import flush
 from common.parallel.parts import Part
 from common.parallel.trainer import Trainer
-from common.records.output_dir import checkpoints
+from common.records.output_dir import checkpoint_name, checkpoints
 from common.state import TrainState
 from common.stopping.watch import Watch
 
@@ -36,7 +35,6 @@ class Saver:
         self._buffers: dict[str, Tensor] | None = {} if in_background else None
         self._writer = ThreadPoolExecutor(1) if in_background else None
         self._known: dict[Path, bool] = {}  # {checkpoint: whether it is one of this run}
-        self._as_read = json.loads(json.dumps(identity))
         self._newest: Callable[[], Path | None] = lambda: None
 
     def __enter__(self) -> Self:
@@ -91,7 +89,7 @@ class Saver:
     def _write(self, shard: Shard, content: dict[str, Any]) -> Path | None:
         config, group = self._trainer.plan.config, self._group_of_writer
         folder, step = config.output_dir / "checkpoints", content["state"]["step"]
-        path = folder / f"step_{step:08d}"
+        path = folder / checkpoint_name(step)
         try:
             with self._watch.save():
                 _make_folder(folder, group)
@@ -121,9 +119,9 @@ class Saver:
             if path not in self._known:
                 try:
                     content = Reader(path).content
-                    at = f"step_{content['state']['step']:08d}"
-                    self._known[path] = content["identity"] == self._as_read and at == path.name
-                except (DamagedError, RunError, KeyError, TypeError, ValueError):
+                    is_there = checkpoint_name(content["state"]["step"]) == path.name
+                    self._known[path] = is_there and not differences(self._identity, content["identity"])
+                except (DamagedError, RunError, KeyError, TypeError, ValueError, AttributeError):
                     self._known[path] = False
         return [*(path for path in found if self._known[path]), newest]
 

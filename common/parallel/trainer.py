@@ -153,7 +153,7 @@ class Trainer(ABC):
             parts += parts_of(f"model.{name}", tensor, of_first=not isinstance(tensor, nn.Parameter))
             for slot, value in self.optimizer.optimizer.state.get(tensor, {}).items():
                 if value is not None and not isinstance(value, Tensor):
-                    value = as_tensor(type(self.optimizer.optimizer).__name__, slot, value)
+                    value = as_tensor(type(self._own_optimizer).__name__, slot, value)
                 if value is not None:
                     parts += parts_of(f"optimizer.{name}.{slot}", value)
             if tensor in averages:

@@ -205,6 +205,11 @@ def starts_over(output_dir: Path) -> bool:
     return (output_dir / STARTS_OVER).exists()
 
 
+def checkpoint_name(step: int) -> str:
+    """The name of the folder with the checkpoint after this many steps."""
+    return f"step_{step:08d}"
+
+
 def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """(step, folder) of each checkpoint that has its final name, the oldest first. Raises RunError for a folder that
     cannot be read."""
