@@ -1,5 +1,7 @@
-"""Makes a project from a recipe: the recipe, `common/` and configs as files that belong to the user."""
+"""Makes a project from a recipe: the recipe, the loop, the tasks it imports and configs as files that belong to the
+user."""
 
+import ast
 import json
 import re
 import shutil
@@ -13,7 +15,9 @@ from accelerate_recipes.console import print_json
 from accelerate_recipes.errors import UsageError
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_OURS_ALONE = ("typer", "rich")  # what this tool needs and a recipe does not
+# What the loop itself needs. A recipe and its tasks add what they import.
+_LOOP = {"accelerate", "filelock", "numpy", "psutil", "pyyaml", "safetensors", "torch", "tqdm"}
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "tokenizers": "transformers"}  # where names differ
 PLAIN = bundle.RECIPES / "plain" / "plain_accelerate.py"
 PLAIN_CONFIGS = ("single", "ddp", "fsdp2", "deepspeed_zero2")  # its docstring says: verified under these
 
@@ -82,14 +86,18 @@ def _write(project: Path, script: Path, configs: list[Path]) -> None:
     for config in configs:
         text = re.sub(r"recipes/\w+\.py", "train.py", config.read_text(encoding="utf-8"))
         (project / "accelerate_configs" / config.name).write_text(text, encoding="utf-8")
+    packages = _LOOP | _imported(script)
     if script != PLAIN:
-        _copy_common(project / "common")
+        tasks = _tasks_of(script)
+        packages = packages.union(*map(_imported, tasks))
+        _copy_common(project / "common", tasks)
     name = re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project"
     flags = {config.stem: FLAGS.get((script.stem, config.stem)) or "" for config in configs}
     values = {
         "config": configs[0].stem,
-        "dependencies": _requirements(),
-        "deepspeed": _requirements("deepspeed"),
+        "dependencies": json.dumps([line for line in _requirements() if _name(line) in packages], indent=4),
+        "deepspeed": json.dumps(_requirements("deepspeed")),
+        "lora": f"lora = {json.dumps(_requirements('lora'))}\n" * ("peft" in packages),
         "extras": ",".join(["deepspeed"] * any("deepspeed" in name for name in flags) + ["test"]),
         "flags": flags[configs[0].stem],
         "flags_of_configs": json.dumps(flags),
@@ -107,18 +115,59 @@ def _write(project: Path, script: Path, configs: list[Path]) -> None:
         (project / product).write_text(text, encoding="utf-8")
 
 
-def _copy_common(target: Path) -> None:
-    shutil.copytree(bundle.COMMON, target, ignore=shutil.ignore_patterns("__pycache__"))
+def _copy_common(target: Path, tasks: list[Path]) -> None:
+    """Copies the loop, and of the tasks only these."""
+    shutil.copytree(bundle.COMMON, target, ignore=shutil.ignore_patterns("__pycache__", "tasks"))
+    for task in tasks and [bundle.COMMON / "tasks" / "__init__.py", *tasks]:
+        copy = target / task.relative_to(bundle.COMMON)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(task, copy)
     init = target / "__init__.py"
     line = f"# From accelerate-recipes {bundle.VERSION}. This copy is yours: change what you like.\n"
     init.write_text(line + init.read_text(encoding="utf-8"), encoding="utf-8")
 
 
-def _requirements(extra: str = "") -> str:
-    """What accelerate-recipes requires for this extra, or without one, as a list of TOML."""
+def _tasks_of(script: Path) -> list[Path]:
+    """The modules of `common/tasks/` that a recipe imports, and those that they import."""
+    folder = bundle.COMMON / "tasks"
+    tasks: list[Path] = []
+    wanted = {name.removeprefix("common.tasks.") for name in _modules(script) if name.startswith("common.tasks.")}
+    while wanted:
+        path = folder / f"{wanted.pop()}.py"
+        if path.exists() and path not in tasks:
+            tasks.append(path)
+            wanted |= {name.removeprefix(".") for name in _modules(path) if re.fullmatch(r"\.\w+", name)}
+    return sorted(tasks)
+
+
+def _imported(path: Path) -> set[str]:
+    """The distributions that a file imports anywhere, or looks for by `find_spec`."""
+    text = path.read_text(encoding="utf-8")
+    names = {name.partition(".")[0] for name in [*_modules(path), *re.findall(r"find_spec\(\"(\w+)\"\)", text)]}
+    return {_DISTRIBUTIONS.get(name, name) for name in names}
+
+
+def _modules(path: Path) -> list[str]:
+    """The modules that a file imports anywhere: `a.b`, and `.b` for one of the same folder."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            separator = "" if module.endswith(".") else "."
+            names += [module, *(f"{module}{separator}{alias.name}" for alias in node.names)]
+    return names
+
+
+def _requirements(extra: str = "") -> list[str]:
+    """What accelerate-recipes requires for this extra, or without one."""
     split = [requirement.partition(";") for requirement in requires("accelerate-recipes") or []]
-    wanted = [name.strip() for name, _, marker in split if marker.partition("extra == ")[2].strip("'\" ") == extra]
-    return json.dumps([name for name in wanted if not name.startswith(_OURS_ALONE)], indent=4)
+    return [name.strip() for name, _, marker in split if marker.partition("extra == ")[2].strip("'\" ") == extra]
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement, maxsplit=1)[0]
 
 
 def _tree(folder: Path, indent: str = "") -> list[str]:

@@ -38,10 +38,10 @@ from gpt2_loops import DEVICE, Clock, build, profile_of_ours, train_ours, train_
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.data.text import TokenDataset
 from common.errors import UsageError
-from common.models.causal_lm import flops_per_sample
 from common.records.hardware import peak_flops
+from common.tasks.causal_lm import flops_per_sample
+from common.tasks.text import TokenDataset
 
 SIZES = {
     "layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50304,

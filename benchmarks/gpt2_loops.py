@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Subset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.config import RunConfig
-from common.data.text import TokenDataset
 from common.loop import fit
-from common.models.causal_lm import flops_per_sample, with_losses
+from common.tasks.causal_lm import flops_per_sample, with_losses
+from common.tasks.text import TokenDataset
 
 LEARNING_RATE, MAX_NORM = 6e-4, 1.0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -34,9 +34,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from common.config import RunConfig
 from common.data.batches import Batch, ForwardStep
-from common.data.images import ImageDataset
-from common.data.text import TokenDataset
 from common.loop import fit
+from common.tasks.images import ImageDataset
+from common.tasks.text import TokenDataset
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3
@@ -72,7 +72,7 @@ def cnn() -> nn.Module:
 
 def transformer() -> nn.Module:
     """The network of recipes/transformer.py, which returns losses."""
-    from common.models.causal_lm import with_losses
+    from common.tasks.causal_lm import with_losses
 
     module = recipe("transformer")
     return with_losses(module["build"](module["Config"]())[0])

@@ -86,7 +86,7 @@ def build() -> nn.Module:
     """A Llama with two matrices for embedding and head, so that tensor parallelism can divide both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from common.models.causal_lm import with_losses
+    from common.tasks.causal_lm import with_losses
 
     shape = LlamaConfig(
         vocab_size=1024,

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from common.config import RunConfig, check_value, declaration, script_name
-from common.errors import UsageError
+from .config import RunConfig, check_value, declaration, script_name
+from .errors import UsageError
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 

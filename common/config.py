@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from common.errors import UsageError
-from common.schedule import Schedule
+from .errors import UsageError
+from .schedule import Schedule
 
 
 def flag(

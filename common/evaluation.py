@@ -12,19 +12,19 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import Subset
 
-from common.checkpoint.export import export_model, load_exported_into
-from common.cpu_group import CpuGroup
-from common.data.batches import Collated, ForwardStep, MapDataset, batches, resident
-from common.errors import StoppedError, UsageError
-from common.parallel.guards import check_same_start, check_trainable
-from common.parallel.prepare import prepare
-from common.parallel.trainer import Trainer, is_metric
-from common.plan import Plan
-from common.records.predictions import write_predictions
-from common.records.recorder import Recorder
-from common.seeds import EVALUATION, seed_forward
-from common.state import TrainState
-from common.stopping.watch import Watch
+from .checkpoint.export import export_model, load_exported_into
+from .cpu_group import CpuGroup
+from .data.batches import Collated, ForwardStep, MapDataset, batches, resident
+from .errors import StoppedError, UsageError
+from .parallel.guards import check_same_start, check_trainable
+from .parallel.prepare import prepare
+from .parallel.trainer import Trainer, is_metric
+from .plan import Plan
+from .records.predictions import write_predictions
+from .records.recorder import Recorder
+from .seeds import EVALUATION, seed_forward
+from .state import TrainState
+from .stopping.watch import Watch
 
 Metrics = dict[str, float]
 Examples = dict[str, torch.Tensor]

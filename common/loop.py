@@ -8,23 +8,23 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from common.check.first_steps import FirstSteps
-from common.checkpoint.export import export_model
-from common.checkpoint.identity import identity
-from common.checkpoint.resume import find_checkpoint
-from common.checkpoint.save import Saver
-from common.config import RunConfig
-from common.cpu_group import CpuGroup
-from common.data.batches import CollateFn, ForwardStep, MapDataset, batches, checked_datasets
-from common.evaluation import Evaluation, Examples, Metrics, evaluate_exported
-from common.parallel.guards import check_same_start, check_trainable
-from common.parallel.layout import data_parallel_size_and_rank
-from common.parallel.prepare import prepare
-from common.plan import Plan, Sampler
-from common.records.output_dir import OutputDir
-from common.records.recorder import Recorder
-from common.schedule import ScheduleFn
-from common.stopping.watch import Watch
+from .check.first_steps import FirstSteps
+from .checkpoint.export import export_model
+from .checkpoint.identity import identity
+from .checkpoint.resume import find_checkpoint
+from .checkpoint.save import Saver
+from .config import RunConfig
+from .cpu_group import CpuGroup
+from .data.batches import CollateFn, ForwardStep, MapDataset, batches, checked_datasets
+from .evaluation import Evaluation, Examples, Metrics, evaluate_exported
+from .parallel.guards import check_same_start, check_trainable
+from .parallel.layout import data_parallel_size_and_rank
+from .parallel.prepare import prepare
+from .plan import Plan, Sampler
+from .records.output_dir import OutputDir
+from .records.recorder import Recorder
+from .schedule import ScheduleFn
+from .stopping.watch import Watch
 
 
 def fit(

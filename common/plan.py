@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from common.config import RunConfig
-from common.errors import UsageError
-from common.schedule import ScheduleFn, learning_rate_factor
-from common.seeds import seed_epoch
-from common.state import TrainState
+from .config import RunConfig
+from .errors import UsageError
+from .schedule import ScheduleFn, learning_rate_factor
+from .seeds import seed_epoch
+from .state import TrainState
 
 # (epoch, generator seeded for this epoch) -> the order of sample ids; an id may be there several times or not at all.
 Sampler = Callable[[int, torch.Generator], torch.Tensor | Sequence[int]]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from common import RunConfig, Schedule, UsageError, fit, flag, load_exported, parameter_groups, run, start
 from common.data import Batch
-from common.data.tables import TableDataset, load_csv, load_diabetes, make_linear
+from common.tasks.tables import TableDataset, load_csv, load_diabetes, make_linear
 
 
 @dataclass(kw_only=True)

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from common import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, print_once, run, start
 from common.data import Batch
-from common.data.images import load_images
-from common.data.pictures import ImageFormat, read_picture
+from common.tasks.images import load_images
+from common.tasks.pictures import ImageFormat, read_picture
 
 
 @dataclass(kw_only=True)

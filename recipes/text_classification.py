@@ -26,15 +26,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from common.data import Batch, pad_to_longest
-from common.data.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
 from common.evaluation import Examples, Metrics
-from common.models.encoder import (
+from common.tasks.encoder import (
     BERT_TP_PLAN,
     exported_tokenizer,
     freeze_key_biases,
     load_classifier,
     word_tokenizer,
 )
+from common.tasks.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
 
 
 @dataclass(kw_only=True)

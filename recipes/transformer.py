@@ -25,14 +25,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from common.data import Batch
-from common.data.text import load_tokens
-from common.models.causal_lm import (
+from common.tasks.causal_lm import (
     byte_tokenizer,
     checkpoint_activations,
     flops_per_sample,
     load_pretrained,
     with_losses,
 )
+from common.tasks.text import load_tokens
 
 
 @dataclass(kw_only=True)

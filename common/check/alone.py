@@ -14,14 +14,14 @@ from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
-from common.check.first_pass import FirstPass, evaluated
-from common.data.batches import Batch, ForwardStep, MapDataset, batches
-from common.errors import first_line
-from common.parallel.guards import checked
-from common.parallel.parts import is_divided, kept_tensors
-from common.parallel.trainer import weighted_sum
-from common.plan import Plan
-from common.seeds import UPDATE, generator_states, kept_generators, seed_forward
+from ..data.batches import Batch, ForwardStep, MapDataset, batches
+from ..errors import first_line
+from ..parallel.guards import checked
+from ..parallel.parts import is_divided, kept_tensors
+from ..parallel.trainer import weighted_sum
+from ..plan import Plan
+from ..seeds import UPDATE, generator_states, kept_generators, seed_forward
+from .first_pass import FirstPass, evaluated
 
 MAX_SECONDS = 60.0
 Outputs = dict[str, tuple[tuple[int, ...], float]]  # {module: (shape, norm) of its output}

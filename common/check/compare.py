@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.check.alone import Step
-from common.check.first_pass import FirstPass
-from common.plan import Plan
+from ..plan import Plan
+from .alone import Step
+from .first_pass import FirstPass
 
 TOLERANCE = 1e-5
 TIMES_FLOOR = 4  # a difference up to this many times what rounding does to one process is noise

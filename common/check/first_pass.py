@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.data.batches import Batch, ForwardStep
-from common.errors import UsageError
-from common.plan import Plan
-from common.seeds import EVALUATION, kept_generators, seed_forward
+from ..data.batches import Batch, ForwardStep
+from ..errors import UsageError
+from ..plan import Plan
+from ..seeds import EVALUATION, kept_generators, seed_forward
 
 Values = dict[str, Tensor]
 

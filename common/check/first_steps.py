@@ -14,7 +14,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.check.alone import (
+from ..checkpoint.resume import Checkpoint, FreshStart
+from ..cpu_group import CpuGroup
+from ..data.batches import Batch, ForwardStep, MapDataset, draws_for_batches
+from ..errors import RunError, UsageError, first_line, needs_no_traceback
+from ..parallel.layout import parallelism
+from ..parallel.parts import kept_tensors, parts_of
+from ..parallel.trainer import StepResult, Trainer
+from ..plan import Plan
+from .alone import (
     Alone,
     NotChecked,
     Step,
@@ -25,7 +33,7 @@ from common.check.alone import (
     recorded_outputs,
     twins,
 )
-from common.check.compare import (
+from .compare import (
     TIMES_FLOOR,
     TOLERANCE,
     Gap,
@@ -38,15 +46,7 @@ from common.check.compare import (
     value_gaps,
     weight_gap,
 )
-from common.check.first_pass import FirstPass, evaluated
-from common.checkpoint.resume import Checkpoint, FreshStart
-from common.cpu_group import CpuGroup
-from common.data.batches import Batch, ForwardStep, MapDataset, draws_for_batches
-from common.errors import RunError, UsageError, first_line, needs_no_traceback
-from common.parallel.layout import parallelism
-from common.parallel.parts import kept_tensors, parts_of
-from common.parallel.trainer import StepResult, Trainer
-from common.plan import Plan
+from .first_pass import FirstPass, evaluated
 
 ROUNDINGS = (1, 2, 4, 8)  # rounding errors by which the weights are moved, until the differences are explained
 

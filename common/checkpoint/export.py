@@ -11,19 +11,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from common.checkpoint.format import check_same_model
-from common.errors import RunError, UsageError
-from common.files import give_usual_mode, replace_folder
-from common.parallel.parts import kept_tensors
-from common.parallel.trainer import Trainer
-from common.records.run_card import read_card
+from ..errors import RunError, UsageError
+from ..files import give_usual_mode, replace_folder
+from ..parallel.parts import kept_tensors
+from ..parallel.trainer import Trainer
+from ..records.run_card import read_card
+from .format import check_same_model
 
 
 def export_model(trainer: Trainer, folder: Path, export: Callable[[Path], Any] | None = None) -> int | None:
     """Writes the weights to `<folder>/model.safetensors`, with the module's own names and dtypes.
 
     A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with
-    a `peft_adapter` (common/models/lora.py) writes PEFT's files.
+    a `peft_adapter` (common/tasks/lora.py) writes PEFT's files.
 
     Args:
         trainer: holds the weights.

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from common.errors import UsageError
-from common.parallel.parts import kept_tensors
+from ..errors import UsageError
+from ..parallel.parts import kept_tensors
 
 FORMAT = "accelerate-recipes checkpoint, version 2"
 MANIFEST = "manifest.json"

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.config import RunConfig
-from common.cpu_group import CpuGroup
-from common.parallel.trainer import Trainer
-from common.plan import Plan
+from ..config import RunConfig
+from ..cpu_group import CpuGroup
+from ..parallel.trainer import Trainer
+from ..plan import Plan
 
 
 def layout(trainer: Trainer, group: CpuGroup) -> dict[str, Any]:

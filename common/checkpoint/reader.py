@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.checkpoint.format import FILE_NAME, FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json
-from common.cpu_group import CpuGroup
-from common.errors import RunError
+from ..cpu_group import CpuGroup
+from ..errors import RunError
+from .format import FILE_NAME, FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json
 
 
 class Reader:

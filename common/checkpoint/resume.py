@@ -10,18 +10,18 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint.format import MANIFEST, DamagedError, check_same_model
-from common.checkpoint.identity import curve, described, differences, layout, num_replicas, own_flags
-from common.checkpoint.reader import Reader
-from common.config import RunConfig
-from common.cpu_group import CpuGroup
-from common.errors import UsageError
-from common.parallel.optimizer_state import Numbers
-from common.parallel.parts import kept_tensors
-from common.parallel.trainer import Trainer, load_optimizer
-from common.plan import Plan
-from common.records.output_dir import checkpoint_name, checkpoints, starts_over
-from common.state import TrainState
+from ..config import RunConfig
+from ..cpu_group import CpuGroup
+from ..errors import UsageError
+from ..parallel.optimizer_state import Numbers
+from ..parallel.parts import kept_tensors
+from ..parallel.trainer import Trainer, load_optimizer
+from ..plan import Plan
+from ..records.output_dir import checkpoint_name, checkpoints, starts_over
+from ..state import TrainState
+from .format import MANIFEST, DamagedError, check_same_model
+from .identity import curve, described, differences, layout, num_replicas, own_flags
+from .reader import Reader
 
 
 @dataclass

@@ -10,18 +10,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from common.checkpoint.format import DamagedError, WriteError
-from common.checkpoint.identity import curve, differences, layout, own_flags
-from common.checkpoint.reader import Reader
-from common.checkpoint.writer import Shard, own_shard, remove, write
-from common.cpu_group import CpuGroup
-from common.errors import RunError
-from common.files import flush
-from common.parallel.parts import Part
-from common.parallel.trainer import Trainer
-from common.records.output_dir import checkpoint_name, checkpoints
-from common.state import TrainState
-from common.stopping.watch import Watch
+from ..cpu_group import CpuGroup
+from ..errors import RunError
+from ..files import flush
+from ..parallel.parts import Part
+from ..parallel.trainer import Trainer
+from ..records.output_dir import checkpoint_name, checkpoints
+from ..state import TrainState
+from ..stopping.watch import Watch
+from .format import DamagedError, WriteError
+from .identity import curve, differences, layout, own_flags
+from .reader import Reader
+from .writer import Shard, own_shard, remove, write
 
 
 class Saver:

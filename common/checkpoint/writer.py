@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.checkpoint.format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json
-from common.cpu_group import CpuGroup
-from common.files import flush, give_usual_mode
-from common.parallel.parts import Part
+from ..cpu_group import CpuGroup
+from ..files import flush, give_usual_mode
+from ..parallel.parts import Part
+from .format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json
 
 UNFINISHED = "unfinished_"
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from common.config import RunConfig
-from common.errors import UsageError
-from common.plan import Samples
-from common.seeds import CPU, generator_states, seed_batch, seed_sample
+from ..config import RunConfig
+from ..errors import UsageError
+from ..plan import Samples
+from ..seeds import CPU, generator_states, seed_batch, seed_sample
 
 MAX_BYTES_ON_DEVICE = 2**30  # larger datasets stay in the CPU's memory
 
@@ -116,7 +116,7 @@ def _check(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise UsageError(
             f"{kind} is not a map-style dataset: a run that resumes exactly needs len(dataset) and dataset[index]; "
-            "load it without streaming=True, or type convert_stream(dataset, FOLDER), from common.data.streams"
+            "load it without streaming=True, or type convert_stream(dataset, FOLDER), from common.tasks.streams"
         )
     if len(dataset) == 0:
         raise UsageError(f"{kind} is empty: training and evaluation need samples")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from common.data.batches import Batch, CollateFn
+from .batches import Batch, CollateFn
 
 
 def pad_to_longest(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common.environment import (
+from ..environment import (
     device_type,
     has_gpu,
     is_true,
@@ -20,7 +20,7 @@ from common.environment import (
     uses_deepspeed,
     world_size,
 )
-from common.errors import UsageError
+from ..errors import UsageError
 
 SUPPORTED = ("cpu", "cuda", "xpu", "npu")
 

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 from torch import distributed as dist
 
-from common.config import RunConfig
-from common.cpu_group import CpuGroup
-from common.environment import CODE_FILE, local_world_size, num_machines, num_restarts, versions
-from common.errors import RunError, UsageError
+from ..config import RunConfig
+from ..cpu_group import CpuGroup
+from ..environment import CODE_FILE, local_world_size, num_machines, num_restarts, versions
+from ..errors import RunError, UsageError
 
 ARRIVAL_S = 300  # longest wait of one machine's processes for those of the others
 SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file

@@ -20,9 +20,9 @@ from accelerate.utils import (
     set_seed,
 )
 
-from common.config import RunConfig
-from common.cpu_group import collective_timeout
-from common.environment import (
+from ..config import RunConfig
+from ..cpu_group import collective_timeout
+from ..environment import (
     device_type,
     has_gpu,
     is_true,
@@ -34,14 +34,14 @@ from common.environment import (
     why_no_gpu,
     world_size,
 )
-from common.errors import UsageError
-from common.launch.checks import check_compiler, check_launch
-from common.launch.extensions import load_extensions
-from common.launch.machines import agreement, store_number
-from common.parallel.deepspeed import load_models_whole
-from common.parallel.layout import data_parallel_size_and_rank, parallelism, precision
-from common.parallel.tensor_parallel import mixed_precision_policy
-from common.plan import split_batch
+from ..errors import UsageError
+from ..parallel.deepspeed import load_models_whole
+from ..parallel.layout import data_parallel_size_and_rank, parallelism, precision
+from ..parallel.tensor_parallel import mixed_precision_policy
+from ..plan import split_batch
+from .checks import check_compiler, check_launch
+from .extensions import load_extensions
+from .machines import agreement, store_number
 
 
 def start(config: RunConfig) -> Accelerator:

@@ -9,10 +9,10 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data.batches import Batch
-from common.parallel.guards import check_all_used
-from common.parallel.parts import by_mesh, is_divided, local
-from common.parallel.trainer import StepResult, Trainer, weighted_metrics, weighted_sum
+from ..data.batches import Batch
+from .guards import check_all_used
+from .parts import by_mesh, is_divided, local
+from .trainer import StepResult, Trainer, weighted_metrics, weighted_sum
 
 
 class AccelerateTrainer(Trainer):

@@ -1,5 +1,6 @@
 """DeepSpeed ZeRO 1 to 3: config, steps, and saving and loading of its state."""
 
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,13 +12,13 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from common.data.batches import Batch
-from common.errors import UsageError
-from common.parallel.guards import check_all_used
-from common.parallel.optimizer_state import as_tensor
-from common.parallel.parts import Part, TensorReader
-from common.parallel.trainer import StepResult, Trainer, counts_on_device, weighted_metrics, weighted_sum
-from common.plan import Plan
+from ..data.batches import Batch
+from ..errors import UsageError
+from ..plan import Plan
+from .guards import check_all_used
+from .optimizer_state import as_tensor
+from .parts import Part, TensorReader
+from .trainer import StepResult, Trainer, counts_on_device, weighted_metrics, weighted_sum
 
 
 def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -61,7 +62,7 @@ def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
 def load_models_whole(accelerator: Accelerator) -> None:
     """Stops transformers from sharding each model that it loads under ZeRO-3. Otherwise a process that loads a model
     alone, for example the exported one, would wait for the others."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and "transformers" in sys.modules:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from common.parallel.parts import local
+from .parts import local
 
 
 class EMA:

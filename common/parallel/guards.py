@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from common.cpu_group import CpuGroup
-from common.data.batches import Batch, ForwardStep, MapDataset, fetch
-from common.errors import UsageError
+from ..cpu_group import CpuGroup
+from ..data.batches import Batch, ForwardStep, MapDataset, fetch
+from ..errors import UsageError
 
 
 def check_trainable(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

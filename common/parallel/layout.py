@@ -3,7 +3,7 @@
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from common.config import RunConfig
+from ..config import RunConfig
 
 
 def parallelism(accelerator: Accelerator, config: RunConfig) -> str:

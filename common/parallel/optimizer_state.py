@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import UsageError
+from ..errors import UsageError
 
 OF_THE_RUN = ("params", "lr", "initial_lr", "split_from")  # the command line or the layout decides these
 NUMBERS = {"bool": bool, "int": int, "float": float}

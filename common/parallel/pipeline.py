@@ -9,11 +9,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from common.data.batches import Batch, ForwardStep
-from common.errors import UsageError
-from common.parallel.stages import Stage, check_pipeline, keep_stage
-from common.parallel.trainer import StepResult, Trainer, weighted_sum
-from common.plan import Plan
+from ..data.batches import Batch, ForwardStep
+from ..errors import UsageError
+from ..plan import Plan
+from .stages import Stage, check_pipeline, keep_stage
+from .trainer import StepResult, Trainer, weighted_sum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,18 +7,18 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from common.data.batches import ForwardStep
-from common.parallel import deepspeed
-from common.parallel.accelerate_trainer import AccelerateTrainer
-from common.parallel.guards import (
+from ..data.batches import ForwardStep
+from ..plan import Plan
+from . import deepspeed
+from .accelerate_trainer import AccelerateTrainer
+from .guards import (
     checked,
     choose_wrapped_layers,
 )
-from common.parallel.parts import is_divided, local
-from common.parallel.pipeline import Pipeline, PipelineTrainer
-from common.parallel.tensor_parallel import parallelize, sharded_layers, tensor_parallel_size
-from common.parallel.trainer import Trainer
-from common.plan import Plan
+from .parts import is_divided, local
+from .pipeline import Pipeline, PipelineTrainer
+from .tensor_parallel import parallelize, sharded_layers, tensor_parallel_size
+from .trainer import Trainer
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 

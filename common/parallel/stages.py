@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from common.errors import UsageError
+from ..errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.errors import UsageError
-from common.parallel.parts import by_mesh, is_divided
+from ..errors import UsageError
+from .parts import by_mesh, is_divided
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

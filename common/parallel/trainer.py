@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from common.data.batches import Batch, ForwardStep
-from common.errors import UsageError
-from common.parallel.ema import EMA
-from common.parallel.optimizer_state import Numbers, as_tensor
-from common.parallel.parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
-from common.plan import Plan
-from common.seeds import UPDATE, generator_states, seed_forward
+from ..data.batches import Batch, ForwardStep
+from ..errors import UsageError
+from ..plan import Plan
+from ..seeds import UPDATE, generator_states, seed_forward
+from .ema import EMA
+from .optimizer_state import Numbers, as_tensor
+from .parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
 
 
 @dataclass

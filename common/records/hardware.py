@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common.environment import device_type, has_gpu
+from ..environment import device_type, has_gpu
 
 # Dense bf16 and fp16 floating-point operations per second, from NVIDIA's data sheets. For H100,
 # H200, L4 and L40S they list twice as much, with sparsity. The more specific name comes first.

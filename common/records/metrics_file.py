@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.files import flush
+from ..files import flush
 
 
 class MetricsFile:

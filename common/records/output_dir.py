@@ -11,15 +11,15 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from common.config import RunConfig
-from common.cpu_group import CpuGroup
-from common.environment import num_machines
-from common.errors import Failure, RunError, UsageError, first_failure
-from common.files import flush
-from common.launch.machines import check_shared_folder
-from common.plan import Plan
-from common.records.run_card import ending, read_card, replace_card
-from common.state import TrainState
+from ..config import RunConfig
+from ..cpu_group import CpuGroup
+from ..environment import num_machines
+from ..errors import Failure, RunError, UsageError, first_failure
+from ..files import flush
+from ..launch.machines import check_shared_folder
+from ..plan import Plan
+from ..state import TrainState
+from .run_card import ending, read_card, replace_card
 
 PREVIOUS = "previous"  # keeps what this run replaces until this run is done
 STARTS_OVER = "starts_over"  # this file says that all in the folder is an earlier run's, which a new run replaces

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
-from common.errors import UsageError
-from common.plan import Plan
+from ..errors import UsageError
+from ..plan import Plan
 
 WAIT, WARMUP, ACTIVE = 2, 1, 3  # steps; the first ones allocate and compile, the profiler's warm-up takes one
 

@@ -16,17 +16,17 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from common.environment import versions
-from common.errors import UsageError, first_line
-from common.parallel.layout import parallelism, precision
-from common.parallel.trainer import StepResult
-from common.plan import Plan
-from common.records.hardware import hardware, peak_flops
-from common.records.metrics_file import MetricsFile
-from common.records.output_dir import OutputDir
-from common.records.profile import profile
-from common.records.run_card import launch_command, read_card
-from common.state import TrainState
+from ..environment import versions
+from ..errors import UsageError, first_line
+from ..parallel.layout import parallelism, precision
+from ..parallel.trainer import StepResult
+from ..plan import Plan
+from ..state import TrainState
+from .hardware import hardware, peak_flops
+from .metrics_file import MetricsFile
+from .output_dir import OutputDir
+from .profile import profile
+from .run_card import launch_command, read_card
 
 
 class Recorder:

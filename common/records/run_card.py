@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from common.errors import Failure, StoppedError
+from ..errors import Failure, StoppedError
 
 
 def read_card(output_dir: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from common.plan import Plan, next_smaller_divisor
+from ..plan import Plan, next_smaller_divisor
 
 
 def advice_for(error: BaseException, plan: Plan) -> str | None:

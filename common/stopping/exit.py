@@ -17,16 +17,16 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-from common.command_line import ConfigT, parse
-from common.environment import (
+from ..command_line import ConfigT, parse
+from ..environment import (
     CODE_FILE,
     num_machines,
     num_restarts,
 )
-from common.errors import StoppedError, first_failure, needs_no_traceback
-from common.records.output_dir import checkpoints
-from common.records.run_card import read_card
-from common.stopping import signals
+from ..errors import StoppedError, first_failure, needs_no_traceback
+from ..records.output_dir import checkpoints
+from ..records.run_card import read_card
+from . import signals
 
 
 def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoReturn:

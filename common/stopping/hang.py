@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import distributed as dist
 
-from common.cpu_group import CpuGroup
-from common.errors import HangError, first_failure
-from common.plan import Plan
-from common.records.run_card import write_failure
-from common.stopping.exit import end, report
+from ..cpu_group import CpuGroup
+from ..errors import HangError, first_failure
+from ..plan import Plan
+from ..records.run_card import write_failure
+from .exit import end, report
 
 ANSWER_S = 3.0  # how long a hanging process waits for the positions of the others
 

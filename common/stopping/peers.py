@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 from torch import distributed as dist
 
-from common.cpu_group import CpuGroup
-from common.errors import RunError, first_failure
-from common.records.run_card import read_card, write_failure
-from common.stopping.exit import end, report
+from ..cpu_group import CpuGroup
+from ..errors import RunError, first_failure
+from ..records.run_card import read_card, write_failure
+from .exit import end, report
 
 STUCK_S = 5.0  # mostly the collective fails sooner, with a better message
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.environment import was_launched
+from ..environment import was_launched
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TWICE_S = 1.0  # one Ctrl-C sends SIGINT twice at once: from the terminal and from the launcher

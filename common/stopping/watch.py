@@ -11,14 +11,14 @@ from typing import Self
 import torch
 from accelerate import Accelerator
 
-from common.cpu_group import CpuGroup
-from common.errors import NonFiniteError, RunError, StoppedError, UsageError
-from common.parallel.trainer import StepResult
-from common.plan import Plan
-from common.stopping import signals
-from common.stopping.advice import advice_for
-from common.stopping.hang import HangWatch
-from common.stopping.peers import PeerWatch
+from ..cpu_group import CpuGroup
+from ..errors import NonFiniteError, RunError, StoppedError, UsageError
+from ..parallel.trainer import StepResult
+from ..plan import Plan
+from . import signals
+from .advice import advice_for
+from .hang import HangWatch
+from .peers import PeerWatch
 
 MAX_SKIPS_IN_ROW = 40  # by then a loss scale of 2^16 has fallen to 2^-24
 MAX_IDS_NAMED = 8

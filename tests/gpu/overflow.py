@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from common import RunConfig, fit, run, start
 from common.data import Batch
-from common.data.tables import TableDataset
+from common.tasks.tables import TableDataset
 
 
 @dataclass(kw_only=True)

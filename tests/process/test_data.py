@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from common.data.images import load_images
+from common.tasks.images import load_images
 from support.launching import CONFIGS, environment, execute, fork
 from support.recipes import MNIST
 from support.runs import ROOT

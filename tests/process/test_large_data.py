@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from common.data.text import MAX_BYTES_IN_MEMORY
+from common.tasks.text import MAX_BYTES_IN_MEMORY
 from support.launching import environment, fork
 from support.recipes import MNIST, TRANSFORMER
 from support.runs import ROOT, assert_equal_to_the_last_bit, assert_same_result, refused
@@ -116,7 +116,7 @@ CONVERSION = """
 import sys
 from pathlib import Path
 import datasets
-from common.data.streams import convert_stream
+from common.tasks.streams import convert_stream
 def anonymous_mb():
     return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) / 1000
 most = 0

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from common import load_exported
-from common.data.images import load_images
-from common.data.pictures import ImageFormat, read_picture
+from common.tasks.images import load_images
+from common.tasks.pictures import ImageFormat, read_picture
 from support.launching import fork
 from support.recipes import MNIST
 from support.runs import ROOT, refused

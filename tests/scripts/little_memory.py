@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common import run
-from common.data import hub_images
+from common.tasks import hub_images
 
 recipe = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "mnist.py"))
 

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from common import RunConfig, UsageError, fit, flag, run, start
 from common.data import Batch
-from common.data.images import ImageDataset
+from common.tasks.images import ImageDataset
 
 CASES = ("none", "iterable", "batch_norm", "nan", "crash", "one_process", "late", "frozen", "memory", "put")
 

@@ -128,7 +128,7 @@ SMALL = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,
 def tied() -> "PreTrainedModel":
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from common.models.causal_lm import with_losses
+    from common.tasks.causal_lm import with_losses
 
     return with_losses(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=32, tie_word_embeddings=True)))
 
@@ -136,7 +136,7 @@ def tied() -> "PreTrainedModel":
 def experts() -> "PreTrainedModel":
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from common.models.causal_lm import with_losses
+    from common.tasks.causal_lm import with_losses
 
     shape = {"intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 4}
     return with_losses(MixtralForCausalLM(MixtralConfig(**SMALL, **shape)))

@@ -9,12 +9,12 @@ from pathlib import Path
 MODULES = """
     accelerate.commands.launch
     accelerate.utils.deepspeed
-    common.data.images
-    common.data.labelled_texts
-    common.data.tables
-    common.data.text
-    common.models.causal_lm
-    common.models.encoder
+    common.tasks.images
+    common.tasks.labelled_texts
+    common.tasks.tables
+    common.tasks.text
+    common.tasks.causal_lm
+    common.tasks.encoder
     deepspeed.launcher.runner
     deepspeed.ops.adam
     deepspeed.ops.op_builder.all_ops

@@ -31,7 +31,7 @@ def write_encoder(folder: Path) -> None:
     import torch
     from transformers import BertConfig, BertModel
 
-    from common.models.encoder import word_tokenizer
+    from common.tasks.encoder import word_tokenizer
 
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

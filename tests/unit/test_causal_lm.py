@@ -21,7 +21,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from common.models.causal_lm import with_losses
+from common.tasks.causal_lm import with_losses
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, bos_token_id=None, eos_token_id=None)

@@ -37,10 +37,10 @@ from accelerate_recipes.errors import UsageError
 from common.config import RunConfig
 from common.errors import UsageError as Refusal
 from common.launch.checks import check_launch
-from common.models.lora import add_lora
 from common.parallel.stages import check_pipeline
 from common.parallel.tensor_parallel import STYLES, check_plan
 from common.plan import Plan, split_batch
+from common.tasks.lora import add_lora
 from support.runs import ROOT
 
 FILES = ROOT / "tests" / "support" / "doctor"

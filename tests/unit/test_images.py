@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from common.data.images import load_images
 from common.errors import UsageError
+from common.tasks.images import load_images
 from support.small_mnist import write_idx, write_mnist
 
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from common.config import RunConfig
 from common.data.batches import Batch, batches
-from common.data.images import ImageDataset
 from common.parallel.prepare import _choose_fused_kernels
+from common.tasks.images import ImageDataset
 
 
 def optimizer_of(kind: type, weights: list[nn.Parameter], **settings: object) -> torch.optim.Optimizer:

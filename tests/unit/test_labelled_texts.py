@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from common.data.labelled_texts import EncodedTexts, load_labelled_texts
 from common.errors import UsageError
-from common.models.encoder import load_classifier, word_tokenizer
+from common.tasks.encoder import load_classifier, word_tokenizer
+from common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
 from support.small_model import write_encoder, write_model
 
 NAMES = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}

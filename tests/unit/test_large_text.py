@@ -11,10 +11,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from common.data import mapped, text, text_files, token_map
-from common.data.text import MappedTokenDataset, TokenBlocks, TokenDataset, load_tokens
 from common.errors import UsageError
-from common.models.causal_lm import byte_tokenizer
+from common.tasks import mapped, text, text_files, token_map
+from common.tasks.causal_lm import byte_tokenizer
+from common.tasks.text import MappedTokenDataset, TokenBlocks, TokenDataset, load_tokens
 from support.small_model import write_model
 
 AWKWARD = "naïve 日本\r\nline\rtab\t\n\n" * 40 + "é" * 300 + "\n"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from common.data.images import ImageDataset, load_images
-from common.data.pictures import ImageFormat, read_picture
 from common.errors import UsageError
+from common.tasks.images import ImageDataset, load_images
+from common.tasks.pictures import ImageFormat, read_picture
 
 
 def images(value: int, shape: tuple[int, int, int] = (1, 12, 10)) -> ImageDataset:

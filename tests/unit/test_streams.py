@@ -15,11 +15,11 @@ import torch
 from datasets import Dataset, load_dataset
 from torch.utils.data import IterableDataset
 
-from common.data import mapped
 from common.data.batches import checked_datasets, fetch
-from common.data.sources import load_splits
-from common.data.streams import convert_stream
 from common.errors import UsageError
+from common.tasks import mapped
+from common.tasks.sources import load_splits
+from common.tasks.streams import convert_stream
 from support.launching import environment, until
 from support.runs import ROOT
 
@@ -98,7 +98,7 @@ def test_a_shuffled_stream_loses_no_sample(tmp_path: Path, parquet: Path) -> Non
 KILLED = """
 import sys, time
 from datasets import load_dataset
-from common.data.streams import convert_stream
+from common.tasks.streams import convert_stream
 stream = load_dataset(sys.argv[1], streaming=True, cache_dir=sys.argv[2] + "/cache")["train"]
 def slow(row):
     time.sleep(0.001)
@@ -127,7 +127,7 @@ def test_killed_conversion_goes_on(tmp_path: Path, parquet: Path) -> None:
 
 
 def test_max_samples_of_a_data_set(tmp_path: Path, parquet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.data.sources.cache_folder", lambda kind: tmp_path / kind)
+    monkeypatch.setattr("common.tasks.sources.cache_folder", lambda kind: tmp_path / kind)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     train, test = load_splits(str(parquet), "", max_samples=1200)
     assert train["id"][:] == list(range(1200)) and test["text"][:] == ["test"]
@@ -151,7 +151,7 @@ def test_bad_streams(tmp_path: Path, samples: list[Any], expected: str) -> None:
 
 
 def test_a_stream_in_fit_is_told_how_to_convert() -> None:
-    with pytest.raises(UsageError, match=re.escape("type convert_stream(dataset, FOLDER), from common.data.streams")):
+    with pytest.raises(UsageError, match=re.escape("type convert_stream(dataset, FOLDER), from common.tasks.streams")):
         checked_datasets(Numbers(5), Numbers(5), None)  # type: ignore[arg-type]  # that is the mistake
 
 

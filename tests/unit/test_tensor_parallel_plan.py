@@ -5,8 +5,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from common.errors import UsageError
-from common.models.lora import add_lora
 from common.parallel.tensor_parallel import check_plan
+from common.tasks.lora import add_lora
 
 
 class Net(nn.Module):

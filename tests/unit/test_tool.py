@@ -75,10 +75,22 @@ def test_a_project_has_all_it_needs(
     assert "<<" not in text and "recipes/transformer.py train.py" not in text and str(ROOT) not in text
     assert 'name = "my-project"' in text and "accelerate_configs/fsdp2.yaml train.py" in text
     assert "import accelerate_recipes" not in text and "from accelerate_recipes" not in text
-    for path in (COMMON / "loop.py", COMMON / "data" / "text.py"):
+    for path in (COMMON / "loop.py", COMMON / "tasks" / "text.py"):
         assert (project / path.relative_to(COMMON.parent)).read_text() == path.read_text()
     assert not list(project.rglob("__pycache__"))
     assert (project / "common" / "__init__.py").read_text().startswith("# From accelerate-recipes 0.")
+
+
+def test_a_project_owns_what_its_recipe_imports_and_requires_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tool(monkeypatch, "new", "mnist", str(tmp_path / "images")) == 0
+    assert tool(monkeypatch, "new", "finetune", str(tmp_path / "chats")) == 0
+    images, chats = ((tmp_path / name / "pyproject.toml").read_text() for name in ("images", "chats"))
+    assert "transformers" not in images and "scikit-learn" in images and "peft" not in images
+    assert "transformers" in chats and "pandas" not in chats and 'lora = ["peft' in chats
+    tasks = {path.name for path in (tmp_path / "images" / "common" / "tasks").iterdir()}
+    assert "images.py" in tasks and not tasks & {"chats.py", "text.py", "causal_lm.py", "lora.py"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import UsageError
+from ..errors import UsageError
 
 BYTES_PER_PIECE = 100_000
 BYTES_PER_LINE = 50_000  # a piece ends within a line that is longer

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from filelock import FileLock
 from torch import distributed as dist
 
-from common.environment import print_once
+from ..environment import print_once
 
 # Work that was killed goes on after its last complete file.
 BYTES_PER_FILE = 2**30

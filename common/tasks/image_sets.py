@@ -7,9 +7,9 @@ from typing import Any
 import numpy
 import torch
 
-from common.data import sources
-from common.data.batches import Batch, InMemoryDataset, RowDataset
-from common.errors import UsageError
+from ..data.batches import Batch, InMemoryDataset, RowDataset
+from ..errors import UsageError
+from . import sources
 
 
 class Images(RowDataset):

@@ -9,8 +9,8 @@ import numpy
 import torch
 from PIL import Image, ImageOps
 
-from common.data.image_sets import Images
-from common.errors import UsageError
+from ..errors import UsageError
+from .image_sets import Images
 
 NUM_LOOKED_AT = 1000  # training images, about
 SHARE_OF_ONE_KIND = 0.95  # of the training images must have a dark edge, or a light one, to call the set so

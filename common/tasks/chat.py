@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from common.environment import print_once
-from common.errors import UsageError
-from common.models.causal_lm import byte_tokenizer
+from ..environment import print_once
+from ..errors import UsageError
+from .causal_lm import byte_tokenizer
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
 TEMPLATE = (

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from common.data.mapped import BYTES_PER_BATCH, alone_in, first_process_first
-from common.environment import print_once
-from common.errors import UsageError
+from ..environment import print_once
+from ..errors import UsageError
+from .mapped import BYTES_PER_BATCH, alone_in, first_process_first
 
 BYTES_PER_FILE = 100_000_000  # a conversion that is killed loses at most so much
 ROWS_OF_FIRST_BATCH, MAX_ROWS_PER_BATCH = 16, 1000

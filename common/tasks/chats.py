@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from common.data.mapped import map_once
-from common.data.sources import hold_out, load_splits
-from common.data.text import IGNORED
-from common.data.token_map import digest_of
-from common.errors import UsageError, first_line
+from ..errors import UsageError, first_line
+from .mapped import map_once
+from .sources import hold_out, load_splits
+from .text import IGNORED
+from .token_map import digest_of
 
 Messages = list[dict[str, str]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from common.data.mapped import cache_folder, first_process_first
-from common.data.streams import convert_stream
-from common.errors import UsageError, first_line
+from ..errors import UsageError, first_line
+from .mapped import cache_folder, first_process_first
+from .streams import convert_stream
 
 # {end of a file's name: its kind for `datasets`}
 KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from common.data.sources import hold_out, load_splits
-from common.errors import UsageError
+from ..errors import UsageError
+from .sources import hold_out, load_splits
 
 # Packages that every Python has, without parts that a distribution may leave out.
 PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "unittest")

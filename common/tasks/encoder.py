@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from common.errors import UsageError, first_line
+from ..errors import UsageError, first_line
 
 # How tensor parallelism divides the layers of a BERT.
 BERT_TP_PLAN = {

@@ -10,11 +10,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from common.data.batches import Batch, InMemoryDataset, RowDataset
-from common.data.sources import load_splits
-from common.data.text_files import pieces, read_pieces, read_text
-from common.data.token_map import TokenMap, is_bytewise, tokenise
-from common.errors import UsageError
+from ..data.batches import Batch, InMemoryDataset, RowDataset
+from ..errors import UsageError
+from .sources import load_splits
+from .text_files import pieces, read_pieces, read_text
+from .token_map import TokenMap, is_bytewise, tokenise
 
 STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to evaluate
 MAX_BYTES_IN_MEMORY = 16_000_000  # larger text is tokenised once, into a file

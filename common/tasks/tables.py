@@ -7,9 +7,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from common.data.batches import Batch, InMemoryDataset
-from common.data.sources import sklearn_file
-from common.errors import UsageError
+from ..data.batches import Batch, InMemoryDataset
+from ..errors import UsageError
+from .sources import sklearn_file
 
 
 class TableDataset(InMemoryDataset):

@@ -7,7 +7,9 @@ import numpy
 import psutil
 import torch
 
-from common.data.image_sets import (
+from ..environment import local_world_size, print_once
+from ..errors import UsageError
+from .image_sets import (
     ImageDataset,
     Images,
     MappedImageDataset,
@@ -16,9 +18,7 @@ from common.data.image_sets import (
     hold_out,
     in_colour,
 )
-from common.data.sources import load_splits
-from common.environment import local_world_size, print_once
-from common.errors import UsageError
+from .sources import load_splits
 
 
 def load_hub_images(data: str, max_samples: int | None) -> tuple[Images, Images]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy
 
-from common.data.mapped import map_once
+from .mapped import map_once
 
 VERSION = 1  # of what `tokenise` writes: another number makes it work anew
 

@@ -18,9 +18,9 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common.data.text import IGNORED
-from common.environment import print_once
-from common.errors import UsageError, first_line
+from ..environment import print_once
+from ..errors import UsageError, first_line
+from .text import IGNORED
 
 
 def load_pretrained(

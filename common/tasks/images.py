@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy
 import torch
 
-from common.data.hub_images import load_hub_images
-from common.data.image_sets import ImageDataset, Images, hold_out
-from common.data.sources import sklearn_file
-from common.errors import UsageError
+from ..errors import UsageError
+from .hub_images import load_hub_images
+from .image_sets import ImageDataset, Images, hold_out
+from .sources import sklearn_file
 
 
 def load_images(data: str, max_samples: int | None = None) -> tuple[Images, Images]:

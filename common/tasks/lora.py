@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.environment import print_once
-from common.errors import UsageError
+from ..environment import print_once
+from ..errors import UsageError
 
 FILE = "adapter_model.safetensors"
 

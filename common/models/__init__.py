@@ -1,1 +1,0 @@
-"""Models of transformers, and parameter groups for an optimizer."""

@@ -1,0 +1,1 @@
+"""What recipes need for their task: images, tables, texts, chats, pretrained models. The loop imports none of it."""
