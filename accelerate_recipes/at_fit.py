@@ -15,13 +15,13 @@ from accelerate_recipes.bundle import ROOT
 from accelerate_recipes.errors import UsageError
 
 
-def at_fit(script: Path, flags: Sequence[str], function: str) -> Any:
+def at_fit(script: Path | None, flags: Sequence[str], function: str) -> Any:
     """What a function says about the arguments of a recipe's call of `fit`.
 
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
 
     Args:
-        script: the recipe.
+        script: the recipe; with None, the function is called without arguments.
         flags: its flags.
         function: "module:name" of a function that takes the arguments of `fit` and returns what JSON can hold.
 
@@ -30,25 +30,28 @@ def at_fit(script: Path, flags: Sequence[str], function: str) -> Any:
     """
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", __spec__.name, function, str(result), str(script), *flags]
+        command = [sys.executable, "-m", __spec__.name, function, str(result), str(script or ""), *flags]
         command += ["--output_dir", str(Path(folder) / "run")]
         run = subprocess.run(command, env=environment(script), capture_output=True, text=True)
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
-            raise UsageError(f"{script} does not get to its call of fit: {lines[-1]}")
+            raise UsageError(f"{script or 'the loop'} does not get to its call of fit: {lines[-1]}")
         return json.loads(result.read_text())
 
 
-def environment(script: Path) -> dict[str, str]:
+def environment(script: Path | None) -> dict[str, str]:
     """The variables for a run of a recipe on the CPU. A recipe of the installed package finds `common` beside it."""
     variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-    if script.resolve().is_relative_to(ROOT):
+    if script is None or script.resolve().is_relative_to(ROOT):
         variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return variables
 
 
 def _main(function: str, result: str, script: str, *flags: str) -> None:
     module, name = function.split(":")
+    if not script:
+        Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)()))
+        return
     sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
     common, loop = importlib.import_module("common"), importlib.import_module("common.loop")  # the recipe's own
 

@@ -28,6 +28,7 @@ from common import RunConfig, start
 from common.checkpoint.save import Saver
 from common.checkpoint.writer import flush
 from common.cpu_group import CpuGroup
+from common.layout import Layout
 from common.parallel.prepare import prepare
 from common.plan import Plan
 from common.state import TrainState
@@ -59,7 +60,7 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple
     def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": model(batch["x"]).square().mean(-1)}
 
-    plan = Plan.of(config, 10, 1, 0)
+    plan = Plan.of(config, Layout(), 10)
     trainer = prepare(accelerator, model, optimizer, forward_step, plan)
     trainer.step([{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
     (folder / "ours").mkdir()

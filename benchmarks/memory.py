@@ -126,16 +126,17 @@ def worker(path: str) -> None:
     """One process of a run. The first process writes its numbers to `path`."""
     from common.config import RunConfig
     from common.launch.start import start
-    from common.parallel.layout import data_parallel_size_and_rank
+    from common.layout import Layout
     from common.parallel.prepare import prepare
-    from common.parallel.tensor_parallel import check_plan, tensor_parallel_size
+    from common.parallel.tensor_parallel import check_plan
     from common.plan import Plan
 
     config = RunConfig(batch_size=BATCH_SIZE, max_steps=STEPS, output_dir=path)
     accelerator = start(config)
     model = build()
     whole = sum(weight.numel() for weight in model.parameters())
-    plan = check_plan(model, max(2, tensor_parallel_size(accelerator)))
+    layout = Layout.asked(config)
+    plan = check_plan(model, max(2, layout.tensor))
     named = sum(model.get_submodule(name).weight.numel() for name in plan)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     at_step: list[int] = []
@@ -152,7 +153,7 @@ def worker(path: str) -> None:
     def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": model(batch["tokens"], batch["labels"])}
 
-    share = Plan.of(config, BATCH_SIZE, *data_parallel_size_and_rank(accelerator, config))
+    share = Plan.of(config, layout, BATCH_SIZE)
     before = live_bytes()
     trainer = prepare(accelerator, model, optimizer, forward_step, share)
     del model

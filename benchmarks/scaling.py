@@ -180,7 +180,7 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
 
     from common.config import RunConfig
     from common.launch.start import start
-    from common.parallel.layout import data_parallel_size_and_rank
+    from common.layout import Layout
     from common.parallel.prepare import prepare
     from common.plan import Plan
 
@@ -190,7 +190,7 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
     model = task.build()
     num_weights = sum(weight.numel() for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    plan = Plan.of(config, batch_size, *data_parallel_size_and_rank(accelerator, config))
+    plan = Plan.of(config, Layout.asked(config), batch_size)
     trainer = prepare(accelerator, model, optimizer, recipe(task.recipe)["forward_step"], plan)
     batch = {name: tensor.to(accelerator.device) for name, tensor in task.batch(plan.micro_batch_size).items()}
 

@@ -1,4 +1,4 @@
-"""The interface for recipes: `start`, `fit`, `evaluate`, `run` and their config."""
+"""The interface for recipes: `start`, `fit`, `run` and their config."""
 
 from .stopping import signals as _signals  # noqa: F401  # first: from here on, the end of the launcher ends this process
 
@@ -7,7 +7,6 @@ from .checkpoint.export import load_exported
 from .config import RunConfig, flag
 from .environment import print_once
 from .errors import UsageError
-from .evaluation import evaluate
 from .launch.start import start
 from .loop import fit
 from .parameter_groups import parameter_groups
@@ -18,7 +17,6 @@ __all__ = [
     "RunConfig",
     "Schedule",
     "UsageError",
-    "evaluate",
     "fit",
     "flag",
     "load_exported",

@@ -54,14 +54,6 @@ def uses_deepspeed() -> bool:
     return is_true("ACCELERATE_USE_DEEPSPEED")
 
 
-def offloads() -> bool:
-    """Whether DeepSpeed keeps weights or optimizer state in CPU memory."""
-    return "cpu" in (
-        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
-        os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
-    )
-
-
 def device_type() -> str:
     """The kind of device to train on: "cuda" (also AMD's GPUs), "xpu" (Intel), "npu" (Ascend), ... or "cpu"."""
     device = torch.accelerator.current_accelerator(check_available=True)

@@ -16,7 +16,8 @@ from .checkpoint.export import export_model, load_exported_into
 from .cpu_group import CpuGroup
 from .data.batches import Collated, ForwardStep, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
-from .parallel.guards import check_same_start, check_trainable
+from .parallel.checks import check_trainable
+from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.prepare import prepare
 from .parallel.trainer import Trainer, is_metric
 from .plan import Plan
@@ -102,7 +103,7 @@ class Evaluation:
         trainer, config = self.trainer, self.trainer.plan.config
         keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
-            found = _evaluate(
+            found = evaluate_set(
                 trainer.accelerator, trainer.model, trainer.forward_step, eval_set, trainer.plan, poll, keeps
             )
             if found is None:
@@ -155,7 +156,8 @@ def evaluate_exported(
     load_exported_into(model, config.output_dir)
     check_same_start(model, train_set, eval_sets, group)
     with Watch(accelerator, plan, group) as watch:
-        check_trainable(accelerator, model, optimizer)
+        check_trainable(model, optimizer, plan)
+        freeze_what_is_not_trained(accelerator, model, optimizer)
         trainer = prepare(accelerator, model, optimizer, forward_step, plan)
         evaluation = Evaluation(trainer, eval_sets, summarize, examples, TrainState(), watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
@@ -171,36 +173,8 @@ def evaluate_exported(
     return metrics
 
 
-def evaluate(
-    accelerator: Accelerator,
-    model: nn.Module,
-    forward_step: ForwardStep,
-    eval_set: MapDataset,
-    plan: Plan,
-    poll: Callable[[], bool] = lambda: False,
-) -> Metrics | None:
-    """Mean of each metric over the evaluation set, each sample counted exactly once.
-
-    Every process runs the same number of forward passes, because the processes of a sharded model wait
-    for each other. The last passes are padded with samples that are not counted.
-
-    Args:
-        accelerator: from `start(config)`.
-        model: the model from `prepare`.
-        forward_step: as for `fit`.
-        eval_set: map-style dataset of dicts of tensors.
-        plan: the run's plan.
-        poll: called before each forward pass. It must return the same in all processes; True ends the evaluation.
-
-    Returns:
-        {metric: mean}, the same in every process; None if `poll` ended the evaluation.
-    """
-    found = _evaluate(accelerator, model, forward_step, eval_set, plan, poll, keeps=False)
-    return None if found is None else found[0]
-
-
 @torch.no_grad()
-def _evaluate(
+def evaluate_set(
     accelerator: Accelerator,
     model: nn.Module,
     forward_step: ForwardStep,
@@ -209,10 +183,14 @@ def _evaluate(
     poll: Callable[[], bool],
     keeps: bool,
 ) -> tuple[Metrics, Examples] | None:
-    """(means, examples) as `evaluate` describes; the values of each sample if it keeps them. Integers, such as class
+    """(means over an evaluation set, the values of each sample if it `keeps` them); None if `poll` ended it.
+
+    Every process runs the same number of forward passes, because the processes of a sharded model wait for each other.
+    The last passes are padded with samples that are not counted. `poll` is called before each pass, and must return the
+    same in all processes. Integers, such as class
     ids, then have no mean."""
     size, num_samples, device = plan.micro_batch_size, len(eval_set), accelerator.device
-    num_passes = -(-num_samples // (size * plan.data_parallel_size))
+    num_passes = -(-num_samples // (size * plan.layout.data_parallel_size))
     # Ids past the end are padding.
     starts = [plan.row(index) * size for index in range(num_passes)]
     samples = ((EVALUATION, torch.arange(start, start + size).clamp_(max=num_samples - 1)) for start in starts)
@@ -237,7 +215,7 @@ def _evaluate(
                 sums[name] = sums.get(name, 0) + (value.double() * weight).sum()
     _set_training(model, True)
     *means, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
-    num_replicas = accelerator.num_processes // plan.data_parallel_size  # processes with the same samples
+    num_replicas = plan.layout.num_processes // plan.layout.data_parallel_size  # processes with the same samples
     gathered = {name: accelerator.reduce(whole, "sum").cpu() for name, whole in examples.items()}
     examples = {name: _divided(whole, num_replicas) for name, whole in gathered.items()}
     return {name: mean / (total or math.nan) for name, mean in zip(sums, means)}, examples

@@ -17,8 +17,9 @@ from .config import RunConfig
 from .cpu_group import CpuGroup
 from .data.batches import CollateFn, ForwardStep, MapDataset, batches, checked_datasets
 from .evaluation import Evaluation, Examples, Metrics, evaluate_exported
-from .parallel.guards import check_same_start, check_trainable
-from .parallel.layout import data_parallel_size_and_rank
+from .layout import Layout
+from .parallel.checks import check_trainable
+from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.prepare import prepare
 from .plan import Plan, Sampler
 from .records.output_dir import OutputDir
@@ -77,7 +78,7 @@ def fit(
         NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
     """
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
-    plan = Plan.of(config, len(train_set), *data_parallel_size_and_rank(accelerator, config), schedule, sampler)
+    plan = Plan.of(config, Layout.asked(config), len(train_set), schedule, sampler)
     group, this_run = CpuGroup(config.hang_timeout), identity(plan, model, optimizer)
     if config.evaluate_only:
         given = accelerator, model, optimizer, forward_step, train_set, eval_sets
@@ -89,7 +90,8 @@ def fit(
             return {}
         checkpoint.load_weights(model)
         check_same_start(model, train_set, eval_sets, group)
-        check_trainable(accelerator, model, optimizer)
+        check_trainable(model, optimizer, plan)
+        freeze_what_is_not_trained(accelerator, model, optimizer)
         parts = accelerator, model, optimizer, forward_step
         first = FirstSteps(*parts, train_set, plan, checkpoint, group, watch.is_stopping)
         with first.translated():

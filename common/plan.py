@@ -7,6 +7,7 @@ import torch
 
 from .config import RunConfig
 from .errors import UsageError
+from .layout import Layout
 from .schedule import ScheduleFn, learning_rate_factor
 from .seeds import seed_epoch
 from .state import TrainState
@@ -16,17 +17,9 @@ Sampler = Callable[[int, torch.Generator], torch.Tensor | Sequence[int]]
 Samples = tuple[int, torch.Tensor]  # the epoch, and sample ids of shape (micro_batch,), int64
 
 
-def split_batch(
-    batch_size: int, micro_batch_size: int | None, data_parallel_size: int, num_stages: int = 1
-) -> tuple[int, int]:
-    """Divides the samples of an optimizer step into micro-batches for each process.
-
-    Args:
-        batch_size: samples per optimizer step over all processes.
-        micro_batch_size: samples per forward pass per process; None takes all samples of a process, or in a
-            pipeline the most that keep all stages busy.
-        data_parallel_size: the number of data-parallel ranks.
-        num_stages: the number of pipeline stages.
+def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
+    """Divides the samples of an optimizer step into micro-batches for each process. Without `--micro_batch_size`, each
+    takes all samples of a process, or in a pipeline the most that keep all stages busy.
 
     Returns:
         (samples per forward pass per process, forward passes per optimizer step)
@@ -34,6 +27,8 @@ def split_batch(
     Raises:
         UsageError: the sizes do not divide, or give fewer micro-batches than stages; the message names sizes that work.
     """
+    batch_size, micro_batch_size = config.batch_size, config.micro_batch_size
+    data_parallel_size, num_stages = layout.data_parallel_size, layout.stages
     if batch_size % data_parallel_size:
         raise UsageError(
             f"--batch_size {batch_size} is not divisible by {data_parallel_size} data-parallel ranks: "
@@ -78,11 +73,10 @@ class Plan:
     It depends only on the config and the number of samples; the number of processes only divides the samples.
 
     Attributes:
+        layout: how the processes share the samples.
         num_samples: size of the training set.
         micro_batch_size: samples per forward pass per process.
         accumulation: forward passes per optimizer step.
-        data_parallel_size: the number of data-parallel ranks, each with different samples.
-        data_parallel_rank: this process's data-parallel rank.
         steps_per_epoch: optimizer steps per pass over the data. The remaining samples are dropped:
             different ones each epoch, because the order changes.
         num_steps: optimizer steps of the whole run.
@@ -91,9 +85,8 @@ class Plan:
     """
 
     config: RunConfig
+    layout: Layout
     num_samples: int
-    data_parallel_size: int
-    data_parallel_rank: int
     micro_batch_size: int
     accumulation: int
     steps_per_epoch: int
@@ -105,28 +98,24 @@ class Plan:
     def of(
         cls,
         config: RunConfig,
+        layout: Layout,
         num_samples: int,
-        data_parallel_size: int,
-        data_parallel_rank: int,
         schedule: ScheduleFn | None = None,
         sampler: Sampler | None = None,
     ) -> "Plan":
         """Computes the plan. Raises UsageError if sizes do not divide, if the training set is smaller than a batch, or
         if the sampler does not return sample ids."""
         length = num_samples if sampler is None else _length(sampler, config.seed, num_samples)
-        micro_batch_size, accumulation = split_batch(
-            config.batch_size, config.micro_batch_size, data_parallel_size, config.pipeline_stages
-        )
+        micro_batch_size, accumulation = split_batch(config, layout)
         steps_per_epoch = length // config.batch_size
         if steps_per_epoch == 0:
-            smaller = length // data_parallel_size * data_parallel_size
+            smaller = length // layout.data_parallel_size * layout.data_parallel_size
             advice = f"type --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
             raise UsageError(f"{length} training samples are fewer than --batch_size {config.batch_size}: {advice}")
         return cls(
             config=config,
+            layout=layout,
             num_samples=num_samples,
-            data_parallel_size=data_parallel_size,
-            data_parallel_rank=data_parallel_rank,
             micro_batch_size=micro_batch_size,
             accumulation=accumulation,
             steps_per_epoch=steps_per_epoch,
@@ -162,8 +151,8 @@ class Plan:
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
                 order = self.epoch_order(epoch)[: self.steps_per_epoch * self.config.batch_size]
-                shape = (self.steps_per_epoch, self.accumulation, self.data_parallel_size, self.micro_batch_size)
-                rows = order.view(shape)[:, :, self.data_parallel_rank]
+                shape = (self.steps_per_epoch, self.accumulation, self.layout.data_parallel_size, self.micro_batch_size)
+                rows = order.view(shape)[:, :, self.layout.data_parallel_rank]
             for ids in rows[step % self.steps_per_epoch]:
                 yield epoch, ids
 
@@ -175,7 +164,7 @@ class Plan:
 
     def row(self, index: int) -> int:
         """The number of this process's micro-batch `index` among those of all processes in a step."""
-        return index * self.data_parallel_size + self.data_parallel_rank
+        return index * self.layout.data_parallel_size + self.layout.data_parallel_rank
 
     def learning_rate_factor(self, state: TrainState) -> float:
         """The share of the peak learning rate for the next step."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from accelerate_recipes.catalog import find_config, find_recipe
 from accelerate_recipes.console import print_json, print_table
-from accelerate_recipes.doctor import machine, recipe, rules
+from accelerate_recipes.doctor import machine, rules
+from accelerate_recipes.doctor.asked import ask
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import Finding, findings
 from accelerate_recipes.errors import UsageError
@@ -41,9 +42,7 @@ def check(config: Path | None, script: Path | None, as_json: bool, flags: Sequen
     if read_config is None:
         found += findings(rules.MACHINE_WITHOUT_CONFIG, here)
     else:
-        found += findings(rules.CONFIG, read_config)
-    if read_config is not None and script is not None:
-        found += _pair(read_config, script, flags)
+        found += _of_config(read_config, script, flags)
     if as_json:
         print_json([asdict(finding) for finding in found])
     else:
@@ -60,14 +59,19 @@ def _existing(path: Path | None, find: Callable[[str], Path]) -> Path | None:
     raise UsageError(f"{path}: no such file; type the path of a file, or accelerate-recipes list for the names of ours")
 
 
-def _pair(config: Config, script: Path, flags: Sequence[str]) -> list[Finding]:
+def _of_config(config: Config, script: Path | None, flags: Sequence[str]) -> list[Finding]:
+    found = findings(rules.CONFIG, config)
+    if not config.is_for_the_loop:
+        return found
     try:
-        facts = recipe.look(script, flags)
+        answer = ask(config.path, bool(config.machine.gpus), script, flags)
     except UsageError as error:
         command = " ".join(["python", str(script), *flags])
         why = "doctor runs a recipe up to this call to look at its model and data; a run would end there, too"
-        return [Finding(str(error), why, f"{command}, to see all of its output")]
-    return findings(rules.PAIR, config, facts)
+        return [*found, Finding(str(error), why, f"{command}, to see all of its output")]
+    # Most files that the launcher refuses have a finding that says more.
+    found += answer.refusals if answer.refusals or found else answer.of_the_launcher
+    return found + findings(rules.RECIPE, config, answer.facts)
 
 
 def _print(found: list[Finding]) -> None:

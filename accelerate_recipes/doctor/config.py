@@ -13,7 +13,6 @@ from accelerate_recipes.errors import UsageError
 ONE_PROCESS = ("NO", "MULTI_CPU")
 # {section: prefix that Accelerate adds to keys that lack it}
 PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
-SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 
 
 @dataclass(frozen=True)
@@ -67,17 +66,9 @@ class Config:
         return self.kind not in (*ONE_PROCESS, "XLA", "")
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes in parallelism_config; 1 for those that it does not set."""
-        given = self.section("parallelism_config")
-        sizes = {name: given.get(f"parallelism_config_{name}", 1) for name in SIZES}
-        return {name: size if is_count(size) else 1 for name, size in sizes.items()}
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        """The number of processes that take the same samples."""
-        sizes = self.sizes
-        return sizes["tp_size"] * sizes["cp_size"] * sizes["sp_size"]
+    def is_for_the_loop(self) -> bool:
+        """Whether the processes start in a way whose variables `launched` knows: not by MPI, on TPUs or elsewhere."""
+        return self.is_local and self.kind not in ("XLA", "MEGATRON_LM", "") and not self.section("mpirun_config")
 
     def section(self, name: str) -> dict[str, Any]:
         """A section of the file, with the prefixes that Accelerate adds; empty if there is none."""

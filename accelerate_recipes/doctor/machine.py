@@ -4,7 +4,6 @@ import os
 import platform
 import resource
 import shutil
-import sysconfig
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -68,7 +67,6 @@ class Machine:
         has_infiniband: whether there is a network adapter for RDMA.
         open_files, locked_memory: limits of a process; None: unlimited.
         compiler, ninja, mpirun: paths; None where not found.
-        python_header: Python.h, which compiled extensions need.
         versions: {package: version} of those of `PACKAGES` that are installed.
         requirements: {package: its own requirements, such as "torch>=2.0"}.
         locks: in torch's folder of compiled extensions.
@@ -89,7 +87,6 @@ class Machine:
     compiler: str | None
     ninja: str | None
     mpirun: str | None = None
-    python_header: Path | None
     versions: dict[str, str]
     requirements: dict[str, list[str]] = field(default_factory=dict)
     locks: tuple[Lock, ...] = ()
@@ -118,7 +115,6 @@ def look() -> Machine:
     gpus, why_no_gpu = _gpus()
     versions, requirements = _packages()
     default_config = _default_config()
-    header = Path(sysconfig.get_path("include")) / "Python.h"
     shared = Path("/dev/shm")
     return Machine(
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
@@ -134,7 +130,6 @@ def look() -> Machine:
         compiler=shutil.which(os.environ.get("CXX", "c++")),
         ninja=shutil.which("ninja"),
         mpirun=shutil.which("mpirun") or shutil.which("mpiexec"),
-        python_header=header if header.exists() else None,
         versions=versions,
         requirements=requirements,
         locks=_locks(),

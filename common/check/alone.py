@@ -137,7 +137,7 @@ class Alone:
         if self.is_stopping():
             raise NotChecked("a signal stops the run")
         self._fastest = min(self._fastest, seconds)
-        num_rows = self.plan.accumulation * self.plan.data_parallel_size
+        num_rows = self.plan.accumulation * self.plan.layout.data_parallel_size
         left = (numbers[-1] - number) * num_rows + num_rows - row - 1
         is_first = row == 0 and number == numbers[0]
         if time.monotonic() + self._fastest * left > self._deadline and (not is_first or seconds > self._longest / 4):
@@ -146,7 +146,7 @@ class Alone:
     @contextmanager
     def _in_precision(self, model: nn.Module) -> Iterator[None]:
         """Lets the model run in the precision of the run, as Accelerate does without sharding."""
-        if self.accelerator.mixed_precision == "no":
+        if self.plan.layout.precision == "float32":
             yield
             return
         before = vars(model).get("forward")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layout import Kind
 from ..plan import Plan
 from .alone import Step
 from .first_pass import FirstPass
@@ -114,7 +115,7 @@ def first_other_layer(outputs: Mapping[str, Any], alone: Mapping[str, Any], mode
 
 
 def likely_cause(
-    gaps: Mapping[Key, Gap], is_first_step: bool, other_sample: str | None, first: FirstPass, kind: str, optimizer: str
+    gaps: Mapping[Key, Gap], is_first_step: bool, other_sample: str | None, first: FirstPass, kind: Kind, optimizer: str
 ) -> str:
     """What the differences point to, and what to type.
 
@@ -123,7 +124,7 @@ def likely_cause(
         is_first_step: whether they are in the first step.
         other_sample: names a sample that a process read with another content; None if there is none.
         first: what the first forward pass does.
-        kind: the parallelism: "pipeline", "TP", "FSDP2", "DeepSpeed" or "DDP" is in it.
+        kind: of the run's layout.
         optimizer: name of its class.
     """
     elsewhere = "type --config_file accelerate_configs/ddp.yaml"
@@ -142,12 +143,12 @@ def likely_cause(
             f"the forward pass changes {written}, and each process sees other samples: do it outside the forward pass",
         ),
         (
-            at_once and "pipeline" in kind,
+            at_once and kind == Kind.PIPELINE,
             f"something beside the layers {random}changes hidden states, logits or losses, which a pipeline cannot "
             "divide: type --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages",
         ),
         (
-            at_once and "TP" in kind,
+            at_once and kind == Kind.TENSOR,
             f"something between two layers of the tp_plan {random}needs all features, as softmax, norms and means do: "
             f"leave these layers out of the tp_plan, or {elsewhere}",
         ),
@@ -161,7 +162,7 @@ def likely_cause(
             "not all gradients pass through the model that forward_step is given: call model(...), not model.module, "
             "one of its layers or a model from outside; and use no hooks on gradients",
         ),
-        ("DDP" in kind, f"{optimizer} changes weights in another way in each process: let gradients alone decide"),
+        (kind == Kind.DDP, f"{optimizer} changes weights in another way in each process: let gradients alone decide"),
     ]
     shards = f"{optimizer} does not get each weight whole, or keeps weights beside param_groups and state: {elsewhere}"
     return next((text for condition, text in causes if condition), shards)

@@ -18,7 +18,7 @@ from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
 from ..data.batches import Batch, ForwardStep, MapDataset, draws_for_batches
 from ..errors import RunError, UsageError, first_line, needs_no_traceback
-from ..parallel.layout import parallelism
+from ..layout import Kind
 from ..parallel.parts import kept_tensors, parts_of
 from ..parallel.trainer import StepResult, Trainer
 from ..plan import Plan
@@ -90,7 +90,7 @@ class FirstSteps:
         is_stopping: Callable[[], bool],
     ):
         self.accelerator, self.plan, self.group = accelerator, plan, group
-        self.kind = parallelism(accelerator, plan.config)
+        self.layout = plan.layout
         self.first, self.numbers = checkpoint.state.step, range(0)
         self.facts: dict[str, Any] = {"checked_steps": 0, "draws": None}
         self._error: str | None = None
@@ -152,7 +152,7 @@ class FirstSteps:
 
     def _check_possible(self, model: nn.Module) -> None:
         """Raises NotChecked for fp16 and for a model that leaves no room for the copies."""
-        if self.accelerator.mixed_precision == "fp16":
+        if self.layout.precision == "fp16":
             raise NotChecked("fp16 skips steps")
         num_bytes, device = sum(weight.nbytes for weight in model.parameters()), self.accelerator.device
         # Weights, gradients and two slots of an optimizer; beside them a copy of the weights, and all after each step.
@@ -183,15 +183,15 @@ class FirstSteps:
             path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
             path.write_text(traceback.format_exc())
             raise UsageError(
-                f"{self.kind} cannot train this: {type(error).__name__}: {first_line(error)}{_place(error)}; one "
+                f"{self.layout} cannot train this: {type(error).__name__}: {first_line(error)}{_place(error)}; one "
                 f"process can: type {self._other_config}; the traceback is in {path}"
             ) from None
 
     @property
     def _other_config(self) -> str:
-        if "pipeline" in self.kind:
+        if self.layout.kind == Kind.PIPELINE:
             return "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
-        return f"--config_file accelerate_configs/{'single' if self.kind.startswith('DDP') else 'ddp'}.yaml"
+        return f"--config_file accelerate_configs/{'single' if self.layout.kind == Kind.DDP else 'ddp'}.yaml"
 
     def step(self, trainer: Trainer, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """`Trainer.step`, with the check if it is one of the first steps.
@@ -220,9 +220,9 @@ class FirstSteps:
         result = trainer.step(number, micro_batches, wants_norm)
         trainer.forward_step = forward_step
         first_pass.draws = bool(trainer.draws)
-        if first_pass.draws and ("TP" in self.kind or "pipeline" in self.kind):
+        if first_pass.draws and self.layout.divides_layers:
             raise UsageError(
-                f"the forward pass draws random numbers, as dropout does, and {self.kind} divides it: set dropout to "
+                f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
                 f"0, or type {self._other_config}"
             )
         if self.group.size > 1:
@@ -266,7 +266,7 @@ class FirstSteps:
     def _note_rounding(self, trainer: Trainer) -> None:
         """Notes what DeepSpeed does to the weights before the first step: in bf16 it rounds them."""
         self._rounding: dict[str, Tensor] = {}
-        if self.accelerator.mixed_precision == "no" or "DeepSpeed" not in self.kind:
+        if self.layout.precision == "float32" or self.layout.kind != Kind.DEEPSPEED:
             return
         initial = kept_tensors(self._twins[0]) if self.accelerator.is_main_process else {}
         for name, weight in trainer.each_full_weight():
@@ -307,7 +307,7 @@ class FirstSteps:
 
     def _without_noise(self, gaps: dict[Key, Gap], number: int) -> dict[Key, Gap]:
         """The differences that rounding errors do not explain."""
-        is_low = self.accelerator.mixed_precision != "no"
+        is_low = self.layout.precision != "float32"
         if is_low:  # a metric such as an accuracy jumps with the rounding
             gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
         gaps = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}
@@ -345,7 +345,7 @@ class FirstSteps:
         """The lines that end the run."""
         order = ("value", "eval", "norm", "weight", "replica")
         first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
-        lines = [f"{self.kind} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
+        lines = [f"{self.layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
         alone, model = self._steps[number - self.first], self._twins[0]
         layer = first_other_layer(own.outputs, alone.outputs, model) if first[0] == "value" else None
         if layer is not None:
@@ -356,7 +356,7 @@ class FirstSteps:
             number == self.first,
             self._other_sample(number, samples),
             self._first_pass,
-            self.kind,
+            self.layout.kind,
             optimizer,
         )
         lines.append(f"  likely cause: {cause}")

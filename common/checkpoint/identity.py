@@ -8,26 +8,24 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..cpu_group import CpuGroup
-from ..parallel.trainer import Trainer
+from ..layout import Layout
 from ..plan import Plan
 
 
-def layout(trainer: Trainer, group: CpuGroup) -> dict[str, Any]:
+def shared_by(layout: Layout) -> dict[str, int]:
     """How the processes share the samples: the numbers of processes, of data-parallel ranks ("shares") and of pipeline
     stages."""
-    plan = trainer.plan
-    return {"processes": group.size, "shares": plan.data_parallel_size, "stages": plan.config.pipeline_stages}
+    return {"processes": layout.num_processes, "shares": layout.data_parallel_size, "stages": layout.stages}
 
 
-def num_replicas(layout: dict[str, Any]) -> int:
+def num_replicas(shared: dict[str, int]) -> int:
     """The number of processes that count the same loss: the size of a tensor-parallel group."""
-    return layout["processes"] // (layout["shares"] * layout["stages"])
+    return shared["processes"] // (shared["shares"] * shared["stages"])
 
 
-def described(layout: dict[str, Any]) -> str:
-    """The layout for the terminal, for example "4 processes in 2 groups"."""
-    processes, shares = layout["processes"], layout["shares"]
+def described(shared: dict[str, int]) -> str:
+    """For the terminal, for example "4 processes in 2 groups"."""
+    processes, shares = shared["processes"], shared["shares"]
     groups = f" in {shares} group{'s' * (shares > 1)}" if shares < processes else ""
     return f"{processes} process{'es' * (processes > 1)}{groups}"
 

@@ -20,7 +20,7 @@ from ..plan import Plan
 from ..records.output_dir import checkpoint_name, checkpoints, starts_over
 from ..state import TrainState
 from .format import MANIFEST, DamagedError, check_same_model
-from .identity import curve, described, differences, layout, num_replicas, own_flags
+from .identity import curve, described, differences, num_replicas, own_flags, shared_by
 from .reader import Reader
 
 
@@ -65,7 +65,7 @@ class Checkpoint:
         content = self.reader.content
         trainer.load_parts(self.reader)
         trainer.load_state_dict(content["trainer"])
-        accelerator, here = trainer.accelerator, layout(trainer, group)
+        accelerator, here = trainer.accelerator, shared_by(trainer.plan.layout)
         there = {name: content["layout"][name] for name in here}  # an older checkpoint may have more entries
         accelerator.print(f"resumed from {self.path}")
         if content.get("curve", curve(trainer.plan)) != curve(trainer.plan):

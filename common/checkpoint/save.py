@@ -19,7 +19,7 @@ from ..records.output_dir import checkpoint_name, checkpoints
 from ..state import TrainState
 from ..stopping.watch import Watch
 from .format import DamagedError, WriteError
-from .identity import curve, differences, layout, own_flags
+from .identity import curve, differences, own_flags, shared_by
 from .reader import Reader
 from .writer import Shard, own_shard, remove, write
 
@@ -60,7 +60,7 @@ class Saver:
         self._trainer.numbers.check_complete()
         held = self._trainer.parts()
         content = {
-            "layout": layout(self._trainer, self._group),
+            "layout": shared_by(self._trainer.plan.layout),
             "identity": self._identity,
             "curve": curve(self._trainer.plan),
             "own_flags": own_flags(self._trainer.plan),

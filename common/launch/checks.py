@@ -1,4 +1,5 @@
-"""Checks of the config file and the launcher, before the processes join."""
+"""What cannot be launched: checks of the config file and the launcher, before the processes join. A run raises the
+first refusal; `accelerate-recipes doctor` asks for all of them."""
 
 import math
 import os
@@ -9,28 +10,26 @@ from pathlib import Path
 
 import torch
 
-from ..environment import (
-    device_type,
-    has_gpu,
-    is_true,
-    launcher_was_given,
-    local_world_size,
-    num_machines,
-    offloads,
-    uses_deepspeed,
-    world_size,
-)
+from ..config import RunConfig
+from ..environment import is_true, launcher_was_given, local_world_size, num_machines, world_size
 from ..errors import UsageError
+from ..layout import Kind, Layout, deepspeed_section, mesh_size
 
 SUPPORTED = ("cpu", "cuda", "xpu", "npu")
 
 
-def check_launch() -> None:
+def check_launch(config: RunConfig) -> None:
     """Raises UsageError for mistakes that show before the processes join."""
+    for check in CHECKS:
+        check(Layout.asked(config), config)
+
+
+def check_launcher(layout: Layout, config: RunConfig) -> None:
+    """Processes that would train alone."""
     launched = "LOCAL_RANK" in os.environ
-    if not launched and world_size() > 1:
+    if not launched and layout.num_processes > 1:
         raise UsageError(
-            f"WORLD_SIZE is {world_size()} but LOCAL_RANK is not set, so each process would train alone: "
+            f"WORLD_SIZE is {layout.num_processes} but LOCAL_RANK is not set, so each process would train alone: "
             "start with accelerate launch or torchrun, or unset WORLD_SIZE"
         )
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -41,63 +40,17 @@ def check_launch() -> None:
             "distributed_type is NO or MULTI_CPU): type --config_file accelerate_configs/ddp.yaml, or "
             "--num_processes 1"
         )
-    if device_type() not in SUPPORTED:
+
+
+def check_device(layout: Layout, config: RunConfig) -> None:
+    """An accelerator that these recipes do not know, or fewer GPUs than processes."""
+    if layout.device not in SUPPORTED:
         raise UsageError(
-            f"this machine's accelerator is {device_type()}, but these recipes support {', '.join(SUPPORTED)}: put "
+            f"this machine's accelerator is {layout.device}, but these recipes support {', '.join(SUPPORTED)}: put "
             "ACCELERATE_USE_CPU=true before the command to rehearse on the CPU"
         )
-    if has_gpu():
+    if layout.device != "cpu":
         check_num_gpus(local_world_size(), torch.accelerator.device_count())
-    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if dynamo.lower() != "no":
-        raise UsageError(f"--dynamo_backend {dynamo}: remove it, and type --compile after the recipe")
-    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    if accumulation not in ("auto", "1"):
-        raise UsageError(
-            f"gradient_accumulation_steps: {accumulation} in the config file: remove it; accumulation follows "
-            "from --batch_size and --micro_batch_size"
-        )
-    if is_true("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UsageError("fsdp_version: 1 in the config file: type fsdp_version: 2 there")
-    if is_true("ACCELERATE_USE_FSDP") and is_true("FSDP_OFFLOAD_PARAMS") and not has_gpu():
-        raise UsageError("fsdp_offload_params: true in the config file needs a GPU: type false there to rehearse")
-    if uses_deepspeed():
-        _check_deepspeed()
-    if is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        _check_parallelism_config()
-
-
-def _check_parallelism_config() -> None:
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-    sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)) for name in names}
-    for name in ("cp_size", "sp_size"):
-        if sizes[name] > 1:
-            raise UsageError(
-                f"parallelism_config: {name}: {sizes[name]}: these recipes do not divide sequences: type 1"
-            )
-    by_fsdp = is_true("ACCELERATE_USE_FSDP")
-    if sizes["tp_size"] > 1 and (by_fsdp or uses_deepspeed()):
-        raise UsageError(
-            "parallelism_config has a tp_size: type distributed_type: MULTI_GPU in the config file, as in "
-            "accelerate_configs/fsdp2_tensor_parallel.yaml"
-        )
-    if sizes["tp_size"] > 1 and _asks_for_fp16():
-        raise UsageError(
-            "fp16 does not work with tensor parallelism: type --mixed_precision bf16 after accelerate launch"
-        )
-    if sizes["tp_size"] == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
-        raise UsageError(
-            "parallelism_config has a dp_shard_size: type distributed_type: FSDP in the config file, as in "
-            "accelerate_configs/hsdp.yaml"
-        )
-    used = {name: size for name, size in sizes.items() if size > 1}
-    product = math.prod(used.values())
-    if product != world_size():
-        factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
-        raise UsageError(
-            f"parallelism_config has {factors} = {product} processes, but there are {world_size()}: type "
-            f"--num_processes {product}, or change the sizes in the config file"
-        )
 
 
 def check_num_gpus(num_processes: int, num_gpus: int) -> None:
@@ -110,32 +63,126 @@ def check_num_gpus(num_processes: int, num_gpus: int) -> None:
         )
 
 
-def _asks_for_fp16() -> bool:
-    return os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
+def check_flags_of_the_loop(layout: Layout, config: RunConfig) -> None:
+    """What the command line of the recipe decides, in the config file."""
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if dynamo.lower() != "no":
+        raise UsageError(f"--dynamo_backend {dynamo}: remove it, and type --compile after the recipe")
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if accumulation not in ("auto", "1"):
+        raise UsageError(
+            f"gradient_accumulation_steps: {accumulation} in the config file: remove it; accumulation follows "
+            "from --batch_size and --micro_batch_size"
+        )
 
 
-def _check_deepspeed() -> None:
-    for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
-        if find_spec(package) is None:
-            raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
-    if _asks_for_fp16():
+def check_fsdp(layout: Layout, config: RunConfig) -> None:
+    """FSDP1, or weights to move from a GPU that is not there."""
+    if not is_true("ACCELERATE_USE_FSDP"):
+        return
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UsageError(
+            "the config file asks for FSDP1, which is Accelerate's default: type fsdp_version: 2 there, or accelerate "
+            "to-fsdp2 --config_file FILE --output_file fsdp2.yaml"
+        )
+    if is_true("FSDP_OFFLOAD_PARAMS") and layout.device == "cpu":
+        raise UsageError("fsdp_offload_params: true in the config file needs a GPU: type false there to rehearse")
+
+
+def check_mesh(layout: Layout, config: RunConfig) -> None:
+    """Sizes of parallelism_config that these recipes do not run, or that do not multiply to the processes."""
+    if not is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return
+    sizes = {f"{name}_size": mesh_size(name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    for name in ("cp_size", "sp_size"):
+        if sizes[name] > 1:
+            raise UsageError(
+                f"parallelism_config: {name}: {sizes[name]}: these recipes do not divide sequences: type 1"
+            )
+    by_fsdp = is_true("ACCELERATE_USE_FSDP")
+    if layout.tensor > 1 and (by_fsdp or layout.kind == Kind.DEEPSPEED):
+        raise UsageError(
+            "parallelism_config has a tp_size: type distributed_type: MULTI_GPU in the config file, as in "
+            "accelerate_configs/fsdp2_tensor_parallel.yaml"
+        )
+    if layout.tensor > 1 and layout.precision == "fp16":
+        raise UsageError(
+            "fp16 does not work with tensor parallelism: type --mixed_precision bf16 after accelerate launch"
+        )
+    if layout.tensor == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
+        raise UsageError(
+            "parallelism_config has a dp_shard_size: type distributed_type: FSDP in the config file, as in "
+            "accelerate_configs/hsdp.yaml"
+        )
+    if sizes["dp_replicate_size"] > 1 and sizes["dp_shard_size"] == 1 and (by_fsdp or layout.tensor > 1):
+        raise UsageError(
+            f"parallelism_config has a dp_replicate_size of {sizes['dp_replicate_size']} and no dp_shard_size, which "
+            "Accelerate refuses: type dp_shard_size instead, or --config_file accelerate_configs/ddp.yaml"
+        )
+    used = {name: size for name, size in sizes.items() if size > 1}
+    product = math.prod(used.values())
+    if product != world_size():
+        factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
+        raise UsageError(
+            f"parallelism_config has {factors} = {product} processes, but there are {world_size()}: type "
+            f"--num_processes {product}, or change the sizes in the config file"
+        )
+
+
+def check_stages(layout: Layout, config: RunConfig) -> None:
+    """A pipeline under a config that divides the model, too, or whose stages do not divide the processes."""
+    if layout.kind != Kind.PIPELINE:
+        return
+    if layout.num_processes % layout.stages:
+        raise UsageError(
+            f"--pipeline_stages {layout.stages} does not divide {layout.num_processes} processes: type "
+            f"--num_processes {layout.stages} after accelerate launch"
+        )
+    others = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+    if any(map(is_true, others)) or layout.precision == "fp16":
+        raise UsageError(
+            "--pipeline_stages needs a config without sharding, in float32 or bf16: type --config_file "
+            "accelerate_configs/pipeline_parallel.yaml"
+        )
+
+
+def check_deepspeed(layout: Layout, config: RunConfig) -> None:
+    """A stage or precision that these recipes do not run under DeepSpeed."""
+    if layout.kind != Kind.DEEPSPEED:
+        return
+    if layout.precision == "fp16":
         raise UsageError(
             "fp16 under DeepSpeed is not supported yet: type --mixed_precision bf16 after accelerate launch, or "
             "--config_file accelerate_configs/ddp_fp16.yaml"
         )
-    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    if stage not in ("1", "2", "3"):
+    if layout.zero_stage not in (1, 2, 3):
         raise UsageError(
-            f"zero_stage: {stage} in the config file: type 1, 2 or 3; for stage 0, use accelerate_configs/ddp.yaml"
+            f"zero_stage: {layout.zero_stage} in the config file, or in DeepSpeed's own: type 1, 2 or 3; for stage 0, "
+            "use accelerate_configs/ddp.yaml"
         )
-    if has_gpu() and not offloads():
+    for name, owner in (("optimizer", "the recipe's optimizer"), ("scheduler", "--lr_schedule")):
+        if name in deepspeed_section():  # DeepSpeed's own scheduler would override our learning rates
+            raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} replaces: remove it there")
+
+
+def check_packages(layout: Layout, config: RunConfig) -> None:
+    """Packages and compilers that the config or `--compile` needs."""
+    if config.compile:  # inductor compiles C++ for the CPU; Triton compiles C for a GPU
+        variable, default = ("CXX", "g++") if layout.device == "cpu" else ("CC", "cc")
+        _check_compiler("--compile", os.environ.get(variable, default))
+    if layout.kind != Kind.DEEPSPEED:
+        return
+    for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
+        if find_spec(package) is None:
+            raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
+    if layout.device != "cpu" and not layout.offloads:
         return
     if shutil.which("ninja") is None:
         raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja: type pip install ninja")
-    check_compiler("DeepSpeed", os.environ.get("CXX", "c++"))
+    _check_compiler("DeepSpeed", os.environ.get("CXX", "c++"))
 
 
-def check_compiler(who: str, compiler: str) -> None:
+def _check_compiler(who: str, compiler: str) -> None:
     if shutil.which(compiler) is None:
         raise UsageError(
             f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++): no {compiler} found"
@@ -145,3 +192,15 @@ def check_compiler(who: str, compiler: str) -> None:
         raise UsageError(
             f"{who} compiles on first use and needs Python's headers (Debian: apt-get install python3-dev): no {header}"
         )
+
+
+CHECKS = (
+    check_launcher,
+    check_device,
+    check_flags_of_the_loop,
+    check_fsdp,
+    check_mesh,
+    check_stages,
+    check_deepspeed,
+    check_packages,
+)

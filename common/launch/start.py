@@ -28,18 +28,16 @@ from ..environment import (
     is_true,
     local_world_size,
     num_machines,
-    offloads,
     user_chose_threads,
     uses_deepspeed,
     why_no_gpu,
     world_size,
 )
 from ..errors import UsageError
+from ..layout import Kind, Layout
 from ..parallel.deepspeed import load_models_whole
-from ..parallel.layout import data_parallel_size_and_rank, parallelism, precision
-from ..parallel.tensor_parallel import mixed_precision_policy
 from ..plan import split_batch
-from .checks import check_compiler, check_launch
+from .checks import check_launch
 from .extensions import load_extensions
 from .machines import agreement, store_number
 
@@ -54,10 +52,7 @@ def start(config: RunConfig) -> Accelerator:
     """
     _quiet()
     with agreement(config):
-        check_launch()
-        if config.compile:  # inductor compiles C++ for the CPU; Triton compiles C for a GPU
-            compiler = os.environ.get("CC", "cc") if has_gpu() else os.environ.get("CXX", "g++")
-            check_compiler("--compile", compiler)
+        check_launch(config)
         trackers = _trackers(config)
     _set_num_threads()
     if config.deterministic:
@@ -66,8 +61,8 @@ def start(config: RunConfig) -> Accelerator:
     if store_number() > 0:
         _join_after_restart(torch.distributed.get_default_backend_for_device(device_type()), timeout)
     if rehearses:
-        _prepare_rehearsal(timeout)
-    elif uses_deepspeed() and offloads():
+        _prepare_rehearsal(timeout, Layout.asked(config).offloads)
+    elif Layout.asked(config).offloads:
         load_extensions(["cpu_adam"])
     try:
         accelerator = Accelerator(
@@ -80,15 +75,14 @@ def start(config: RunConfig) -> Accelerator:
         )
     except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
-    _check_applied(accelerator)
-    if config.pipeline_stages > 1:
-        _check_pipeline(accelerator, config)
+    layout = Layout.asked(config)
+    _check_applied(accelerator, layout)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
-    torch.backends.cudnn.allow_tf32 = config.tf32 or accelerator.mixed_precision != "no"  # torch's default is on
-    _set_reduction_precision(accelerator)
-    load_models_whole(accelerator)
+    torch.backends.cudnn.allow_tf32 = config.tf32 or layout.precision != "float32"  # torch's default is on
+    if layout.kind == Kind.DEEPSPEED:
+        load_models_whole()
     set_seed(config.seed)  # the same in every process, so that each builds the same model
-    accelerator.print(_banner(accelerator, config, rehearses))
+    accelerator.print(_banner(layout, config, rehearses))
     return accelerator
 
 
@@ -136,7 +130,7 @@ def _set_num_threads() -> None:
     torch.set_num_threads(max(1, num_cores // local_world_size()))
 
 
-def _prepare_rehearsal(timeout: timedelta) -> None:
+def _prepare_rehearsal(timeout: timedelta, offloads: bool) -> None:
     """Makes the config of a GPU run work on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
     tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
@@ -149,7 +143,7 @@ def _prepare_rehearsal(timeout: timedelta) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if uses_deepspeed():
         with contextlib.redirect_stdout(io.StringIO()):  # hides "... built successfully" of every process
-            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads() else [])])
+            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads else [])])
             PartialState(backend="gloo", timeout=timeout)
     elif divides:
         PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU
@@ -157,13 +151,13 @@ def _prepare_rehearsal(timeout: timedelta) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
-def _check_applied(accelerator: Accelerator) -> None:
+def _check_applied(accelerator: Accelerator, layout: Layout) -> None:
     """Raises UsageError if Accelerate does not run what the config asks for."""
     expected = {
-        "number of processes": (world_size(), accelerator.num_processes),
-        "DeepSpeed": (uses_deepspeed(), accelerator.distributed_type == DistributedType.DEEPSPEED),
-        "FSDP": (is_true("ACCELERATE_USE_FSDP"), accelerator.distributed_type == DistributedType.FSDP),
-        "precision": (os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), accelerator.mixed_precision),
+        "number of processes": (layout.num_processes, accelerator.num_processes),
+        "DeepSpeed": (layout.kind == Kind.DEEPSPEED, accelerator.distributed_type == DistributedType.DEEPSPEED),
+        "FSDP": (layout.kind == Kind.FSDP2, accelerator.distributed_type == DistributedType.FSDP),
+        "precision": (layout.precision, accelerator.mixed_precision.replace("no", "float32")),
         "gradient accumulation": (1, accelerator.gradient_accumulation_steps),
     }
     for what, (asked, got) in expected.items():
@@ -171,45 +165,16 @@ def _check_applied(accelerator: Accelerator) -> None:
             raise UsageError(f"the config asks for {what} {asked}, but Accelerate runs {got}: see accelerate_configs/")
 
 
-def _check_pipeline(accelerator: Accelerator, config: RunConfig) -> None:
-    if accelerator.num_processes % config.pipeline_stages:
-        raise UsageError(
-            f"--pipeline_stages {config.pipeline_stages} does not divide {accelerator.num_processes} processes: type "
-            f"--num_processes {config.pipeline_stages} after accelerate launch"
-        )
-    plain = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    if not plain or accelerator.parallelism_config is not None or accelerator.mixed_precision == "fp16":
-        raise UsageError(
-            "--pipeline_stages needs a config without sharding, in float32 or bf16: type --config_file "
-            "accelerate_configs/pipeline_parallel.yaml"
-        )
-
-
-def _set_reduction_precision(accelerator: Accelerator) -> None:
-    """Sums gradients in float32 under bf16."""
-    if accelerator.mixed_precision != "bf16":
-        return
-    if accelerator.distributed_type == DistributedType.FSDP:
-        accelerator.state.fsdp_plugin.mixed_precision_policy = mixed_precision_policy(accelerator)
-    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.deepspeed_plugin.deepspeed_config
-        config.setdefault("communication_data_type", "fp32")
-        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-
-
-def _banner(accelerator: Accelerator, config: RunConfig, rehearses: bool) -> str:
-    num_processes, (data_parallel_size, _) = accelerator.num_processes, data_parallel_size_and_rank(accelerator, config)
-    micro_batch_size, accumulation = split_batch(
-        config.batch_size, config.micro_batch_size, data_parallel_size, config.pipeline_stages
-    )
-    factors = f"{data_parallel_size} × {micro_batch_size}" + (
+def _banner(layout: Layout, config: RunConfig, rehearses: bool) -> str:
+    num_processes, (micro_batch_size, accumulation) = layout.num_processes, split_batch(config, layout)
+    factors = f"{layout.data_parallel_size} × {micro_batch_size}" + (
         f" × {accumulation} accumulated" if accumulation > 1 else ""
     )
     line = (
         f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines()} machine{'s' * (num_machines() > 1)}, "
-        f"{parallelism(accelerator, config)}, {precision(accelerator)}, batch {config.batch_size} = {factors}"
+        f"{layout}, {layout.precision}, batch {config.batch_size} = {factors}"
     )
-    if not rehearses and accelerator.mixed_precision == "no":
+    if not rehearses and layout.precision == "float32":
         line += " with TF32" if config.tf32 else " without TF32 (--tf32 or --mixed_precision bf16 is faster)"
     if rehearses and (reason := why_no_gpu()):
         line += f" (on the CPU, because torch cannot use this machine's GPU: {reason})"

@@ -5,11 +5,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batches import Batch
+from ..layout import Kind
 from .guards import check_all_used
 from .parts import by_mesh, is_divided, local
 from .trainer import StepResult, Trainer, weighted_metrics, weighted_sum
@@ -21,9 +21,7 @@ class AccelerateTrainer(Trainer):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._by_mesh = by_mesh(weight for group in self.optimizer.param_groups for weight in group["params"])
-        self._waits_for_all_weights = (
-            isinstance(self.model, DistributedDataParallel) or self.accelerator.distributed_type == DistributedType.FSDP
-        )
+        self._waits_for_all_weights = self.plan.layout.kind in (Kind.DDP, Kind.FSDP2)
 
     @property
     def module(self) -> nn.Module:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..data.batches import Batch
 from ..errors import UsageError
+from ..layout import deepspeed_section
 from ..plan import Plan
 from .guards import check_all_used
 from .optimizer_state import as_tensor
@@ -21,31 +21,38 @@ from .parts import Part, TensorReader
 from .trainer import StepResult, Trainer, counts_on_device, weighted_metrics, weighted_sum
 
 
-def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Writes batch sizes, accumulation and clipping from the command line into DeepSpeed's config. By default,
-    Accelerate would clip at 1.0 and take the accumulation from the config file."""
+def check_section(plan: Plan) -> None:
+    """Raises UsageError for a DeepSpeed section or file that contradicts the command line."""
     if plan.config.ema_decay:
         raise UsageError(
             "--ema_decay does not work under DeepSpeed, which trains its own flat copy of the weights: type "
             "--config_file accelerate_configs/fsdp2.yaml"
         )
-    section = accelerator.deepspeed_plugin.deepspeed_config
-    for name, owner in (("optimizer", "the recipe's optimizer"), ("scheduler", "--lr_schedule")):
-        if name in section:  # DeepSpeed's own scheduler would override our learning rates
-            raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} replaces: remove it there")
-    if section.get("zero_optimization", {}).get("stage") not in (1, 2, 3):
-        raise UsageError("the DeepSpeed config has no zero_optimization with stage 1, 2 or 3: add it there")
-    decided = {
+    section = deepspeed_section()
+    for key, (value, flag) in _decided(plan).items():
+        given = section.get(key, "auto")
+        if given not in ("auto", value):
+            raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
+
+
+def _decided(plan: Plan) -> dict[str, tuple[float, str]]:
+    """{key of DeepSpeed's section: (its value, the flags that decide it)}"""
+    return {
         "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "--micro_batch_size"),
         "gradient_accumulation_steps": (plan.accumulation, "--batch_size and --micro_batch_size"),
         "train_batch_size": (plan.config.batch_size, "--batch_size"),
         "gradient_clipping": (plan.config.max_grad_norm, "--max_grad_norm"),
     }
-    for key, (value, flag) in decided.items():
-        given = section.get(key, "auto")
-        if given not in ("auto", value):
-            raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
-        section[key] = value
+
+
+def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Writes batch sizes, accumulation and clipping from the command line into DeepSpeed's config. By default,
+    Accelerate would clip at 1.0 and take the accumulation from the config file."""
+    section = accelerator.deepspeed_plugin.deepspeed_config
+    section.update({key: value for key, (value, _) in _decided(plan).items()})
+    if plan.layout.precision == "bf16":  # sum gradients in float32
+        section.setdefault("communication_data_type", "fp32")
+        section.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     # DeepSpeed's default of 500 million values takes 2 GB per bucket, even for a small model. Most models are smaller:
     # with one bucket, communication starts when the backward pass has ended.
     num_weights = sum(weight.numel() for weight in model.parameters())
@@ -59,10 +66,10 @@ def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
     section.setdefault("zero_force_ds_cpu_optimizer", is_adam and not lacks)
 
 
-def load_models_whole(accelerator: Accelerator) -> None:
+def load_models_whole() -> None:
     """Stops transformers from sharding each model that it loads under ZeRO-3. Otherwise a process that loads a model
     alone, for example the exported one, would wait for the others."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED and "transformers" in sys.modules:
+    if "transformers" in sys.modules:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()

@@ -1,14 +1,11 @@
-"""Checks of the user's model, optimizer, data and forward_step. Each config trains them with the result of a single
-process, or refuses them in one line, at the start or in the step that shows the problem."""
+"""Checks of the user's data and forward_step, at the start or in the step that shows the problem."""
 
 import hashlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from ..cpu_group import CpuGroup
@@ -16,23 +13,10 @@ from ..data.batches import Batch, ForwardStep, MapDataset, fetch
 from ..errors import UsageError
 
 
-def check_trainable(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for an optimizer or weights that the config cannot train; freezes what is not trained."""
-    check_optimizer(accelerator, optimizer)
-    freeze_what_is_not_trained(accelerator, model, optimizer)
-    check_weights(accelerator, model)
-
-
 def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Freezes the weights that the optimizer was not given: otherwise their gradients accumulate and count in the
-    clipping norm. Raises UsageError for a weight outside the model: the processes would not synchronize it."""
+    clipping norm."""
     given = {weight for group in optimizer.param_groups for weight in group["params"]}
-    strange = given - set(model.parameters())
-    if strange:
-        raise UsageError(
-            f"the optimizer was given a weight of shape {tuple(strange.pop().shape)} that is not in "
-            f"{type(model).__name__}: give fit one module that holds all weights"
-        )
     left = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad and weight not in given]
     for _, weight in left:
         weight.requires_grad_(False)
@@ -41,107 +25,6 @@ def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optim
             f"{len(left)} of {len(list(model.parameters()))} weights are frozen, as the optimizer was not given them: "
             f"{left[0][0]}{', ...' * (len(left) > 1)}"
         )
-
-
-def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for an optimizer that fails under this config or gives another result than on one process."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError(
-            "LBFGS calls the model several times a step, which fit does not support: use another optimizer"
-        )
-    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-        raise UsageError(f"{name} has a tensor as learning rate: give it a float")
-    if accelerator.scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
-        raise UsageError("fused=True hides the steps that the loss scaling of fp16 skips: remove it")
-
-
-def choose_wrapped_layers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Sets the layers that FSDP gathers one at a time: the classes in the config file, else in `_no_split_modules`.
-
-    Leaves out classes with the input embedding in one of their layers: Accelerate shards the embedding separately.
-
-    Raises:
-        UsageError: the config file names a class that the model lacks, or FSDP cannot gather a shared weight.
-    """
-    named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    present = {type(module).__name__ for module in model.modules()}
-    missing = [name for name in named.split(",") if name not in present] if named else []
-    if missing:
-        raise UsageError(
-            f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, but the model's layers are "
-            f"{', '.join(sorted(present))}"
-        )
-    for end in ("input", "output"):
-        if _embedding(model, end) is None:  # Accelerate asks models of transformers, and some raise an error
-            setattr(model, f"get_{end}_embeddings", lambda: None)
-    embedding = _embedding(model, "input")
-    classes = named.split(",") if named else getattr(model, "_no_split_modules", None) or []
-    layers = [module for module in model.modules() if type(module).__name__ in classes]
-    whole = {type(layer).__name__ for layer in layers if any(module is embedding for module in layer.modules())}
-    kept = sorted({type(layer).__name__ for layer in layers} - whole)
-    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = kept
-    if not kept:
-        accelerator.print(
-            f"{type(model).__name__} names no layers in _no_split_modules: FSDP gathers the whole model at once, "
-            "which saves less memory"
-        )
-    _check_shared_weights(model, [layer for layer in layers if type(layer).__name__ in kept])
-
-
-def _check_shared_weights(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Raises UsageError if two modules share a weight but FSDP gathers them separately. FSDP gathers each layer, the
-    input embedding and the rest of the model separately; a tied output embedding goes with the input embedding."""
-    group_of = {module: layer for layer in layers for module in layer.modules()}
-    ends = [_embedding(model, end) for end in ("input", "output")]
-    if getattr(ends[0], "weight", None) is not getattr(ends[1], "weight", 0):
-        ends = ends[:1]
-    group_of |= {module: model for module in ends if module is not None}
-    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for path, module in model.named_modules():
-        for weight in module._parameters.values():
-            if weight is not None:
-                owners.setdefault(weight, []).append((path, module))
-    for sharing in owners.values():
-        if len({group_of.get(module) for _, module in sharing}) > 1:
-            raise UsageError(
-                f"{sharing[0][0]} and {sharing[-1][0]} share a weight, but FSDP gathers them separately: type "
-                "--config_file accelerate_configs/ddp.yaml, or remove layers that share one from _no_split_modules"
-            )
-
-
-def check_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raises UsageError for a weight that FSDP or DeepSpeed cannot shard or would silently cast."""
-    names = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}
-    who = names.get(accelerator.distributed_type)
-    if who is None:
-        return
-    # FSDP in bf16 and DeepSpeed hold all weights in float32 or lower, without imaginary parts.
-    casts = who == "DeepSpeed" or accelerator.mixed_precision != "no"
-    for name, weight in model.named_parameters():
-        if weight.ndim == 0:
-            raise UsageError(f"{name} has no dimension that {who} could shard: give it the shape (1,)")
-        if weight.numel() == 0:
-            raise UsageError(f"{name} has no elements, which {who} does not support: remove it from the model")
-        if casts and weight.dtype in (torch.float64, torch.complex64, torch.complex128):
-            raise UsageError(
-                f"{name} is {_name(weight)}, which {who} would cast: type "
-                "--config_file accelerate_configs/ddp.yaml, or make it float32"
-            )
-    others = sorted({_name(weight) for weight in model.parameters()} - {"float32"})
-    if casts and others:
-        accelerator.print(f"{who} trains and exports this model's {', '.join(others)} weights in float32")
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _embedding(model: nn.Module, end: str) -> nn.Module | None:
-    try:
-        return getattr(model, f"get_{end}_embeddings")()  # transformers models have it
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def checked(forward_step: ForwardStep, size: int) -> ForwardStep:

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from ..data.batches import Batch, ForwardStep
 from ..errors import UsageError
 from ..plan import Plan
-from .stages import Stage, check_pipeline, keep_stage
+from .stages import Stage, keep_stage
 from .trainer import StepResult, Trainer, weighted_sum
 
 if TYPE_CHECKING:
@@ -58,9 +58,6 @@ class Pipeline(nn.Module):
         model: whole transformers model from `with_losses`; the layers of other stages are removed from it.
         optimizer: over the model's parameters; the parameters of other stages are removed from it.
         plan: of the run.
-
-    Raises:
-        UsageError: the model cannot be cut into `--pipeline_stages` stages.
     """
 
     def __init__(
@@ -71,14 +68,13 @@ class Pipeline(nn.Module):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-        config, self.device = plan.config, accelerator.device
-        self.num_stages = config.pipeline_stages
+        layout, self.device = plan.layout, accelerator.device
+        self.num_stages = layout.stages
         mesh = init_device_mesh(
-            self.device.type, (plan.data_parallel_size, self.num_stages), mesh_dim_names=("data", "pipe")
+            self.device.type, (layout.data_parallel_size, self.num_stages), mesh_dim_names=("data", "pipe")
         )
         self.group, self.index = mesh.get_group("pipe"), mesh.get_local_rank("pipe")
         self.is_first, self.is_last = self.index == 0, self.index == self.num_stages - 1
-        check_pipeline(model, self.num_stages)
         embedding = model.get_input_embeddings().weight
         is_tied = model.get_output_embeddings().weight is embedding
         self.tied = embedding if is_tied and (self.is_first or self.is_last) else None
@@ -88,8 +84,8 @@ class Pipeline(nn.Module):
         for group in optimizer.param_groups:
             group["params"] = [weight for weight in group["params"] if weight in kept]
         self.stage = Stage(model, self.is_first, self.is_last)
-        self.data_group = mesh.get_group("data") if plan.data_parallel_size > 1 else None
-        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[config.pipeline_schedule]
+        self.data_group = mesh.get_group("data") if layout.data_parallel_size > 1 else None
+        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[plan.config.pipeline_schedule]
         stage = PipelineStage(self.stage, self.index, self.num_stages, self.device, group=self.group)
         stage.forward_one_chunk = partial(self._forward_one, stage.forward_one_chunk)  # type: ignore[method-assign]
         self.schedule = schedule(stage, plan.accumulation, loss_fn=self._loss, scale_grads=False)

@@ -1,23 +1,21 @@
-"""Wraps model and optimizer for the config file's parallelism, and chooses the Trainer."""
+"""Wraps model and optimizer for the run's layout, and chooses what takes the steps."""
 
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from ..data.batches import ForwardStep
+from ..layout import Kind
 from ..plan import Plan
-from . import deepspeed
+from . import deepspeed, fsdp
 from .accelerate_trainer import AccelerateTrainer
-from .guards import (
-    checked,
-    choose_wrapped_layers,
-)
+from .checks import casts_weights
+from .guards import checked
 from .parts import is_divided, local
 from .pipeline import Pipeline, PipelineTrainer
-from .tensor_parallel import parallelize, sharded_layers, tensor_parallel_size
+from .tensor_parallel import parallelize
 from .trainer import Trainer
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
@@ -26,53 +24,75 @@ FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, forward_step: ForwardStep, plan: Plan
 ) -> Trainer:
-    """Checks model and optimizer, and wraps them for the config's parallelism.
+    """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
+    arguments = accelerator, model, optimizer, plan
+    by_kind = {Kind.PIPELINE: _pipeline, Kind.DEEPSPEED: _deepspeed, Kind.FSDP2: _fsdp2, Kind.TENSOR: _tensor}
+    trainer, model, prepared = by_kind.get(plan.layout.kind, _whole)(*arguments)
+    return trainer(accelerator, model, prepared, checked(forward_step, plan.micro_batch_size), plan)
 
-    Raises:
-        UsageError: the DeepSpeed section contradicts the command line, or model or optimizer would not give the
-            result of a single process.
-    """
-    forward_step = checked(forward_step, plan.micro_batch_size)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        choose_wrapped_layers(accelerator, model)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        deepspeed.configure(accelerator, model, optimizer, plan)
-    if accelerator.mixed_precision != "no":
-        _cast_inputs_and_outputs(accelerator, model)
-    if plan.config.pipeline_stages > 1:
-        pipeline = Pipeline(accelerator, model, optimizer, plan)
-        if plan.config.compile:
-            _compile(accelerator, pipeline.stage)
-        prepared = accelerator.prepare_optimizer(optimizer)
-        _choose_fused_kernels(accelerator, optimizer)
-        return PipelineTrainer(accelerator, pipeline, prepared, forward_step, plan)
-    if plan.config.compile:
-        _compile(accelerator, model)
-    if tensor_parallel_size(accelerator) > 1:
-        parallelize(accelerator, model, optimizer)
-    model, prepared = _hand_to_accelerate(accelerator, model, optimizer)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        deepspeed.load_models_whole(accelerator)
-        return deepspeed.DeepSpeedTrainer(accelerator, model, prepared, forward_step, plan)
+
+Wrapped = tuple[type[Trainer], nn.Module, Any]  # the class that takes the steps, the model, the optimizer
+
+
+def _whole(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
+    """One process, or DDP."""
+    _compile_if_asked(model, plan)
+    model, prepared = accelerator.prepare(model, optimizer)
     _choose_fused_kernels(accelerator, optimizer)
-    return AccelerateTrainer(accelerator, model, prepared, forward_step, plan)
+    return AccelerateTrainer, model, prepared
 
 
-def _hand_to_accelerate(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, Any]:
-    """Accelerate's `prepare`. Under tensor parallelism Accelerate reads the tensor-parallel size from the model: from
-    its attribute `tp_size`, or from the config of a transformers model, where that attribute cannot be set."""
-    size, config = tensor_parallel_size(accelerator), getattr(model, "config", None)
-    if size == 1:
-        return accelerator.prepare(model, optimizer)
+def _fsdp2(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
+    for end in ("input", "output"):
+        if fsdp.embedding_of(model, end) is None:  # Accelerate asks models of transformers, and some raise an error
+            setattr(model, f"get_{end}_embeddings", lambda: None)
+    classes = fsdp.wrapped_classes(model)
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = classes
+    accelerator.state.fsdp_plugin.mixed_precision_policy = fsdp.mixed_precision_policy(plan.layout.precision)
+    if not classes:
+        accelerator.print(
+            f"{type(model).__name__} names no layers in _no_split_modules: FSDP gathers the whole model at once, "
+            "which saves less memory"
+        )
+    if casts_weights(plan):
+        _say_what_is_cast(accelerator, model, plan)
+        model.register_forward_hook(_float32_outputs)  # Accelerate's autocast under DDP casts them; FSDP2 does not
+    return _whole(accelerator, model, optimizer, plan)
+
+
+def _deepspeed(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
+    deepspeed.configure(accelerator, model, optimizer, plan)
+    _say_what_is_cast(accelerator, model, plan)
+    if plan.layout.precision != "float32":
+        model.register_forward_pre_hook(_bf16_inputs, with_kwargs=True)
+        model.register_forward_hook(_float32_outputs)
+    _compile_if_asked(model, plan)
+    model, prepared = accelerator.prepare(model, optimizer)
+    deepspeed.load_models_whole()
+    return deepspeed.DeepSpeedTrainer, model, prepared
+
+
+def _pipeline(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
+    pipeline = Pipeline(accelerator, model, optimizer, plan)
+    _compile_if_asked(pipeline.stage, plan)
+    prepared = accelerator.prepare_optimizer(optimizer)
+    _choose_fused_kernels(accelerator, optimizer)
+    return PipelineTrainer, pipeline, prepared
+
+
+def _tensor(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
+    """Tensor parallelism. Accelerate reads its size from the model: from its attribute `tp_size`, or from the config of
+    a transformers model, where that attribute cannot be set."""
+    _compile_if_asked(model, plan)
+    parallelize(accelerator, model, optimizer, plan.layout)
+    size, config = plan.layout.tensor, getattr(model, "config", None)
     before = getattr(config, "distributed_config", ...)
     if config is None:
         model.tp_size = size  # type: ignore[assignment]  # torch's annotation is too narrow
     else:
         config.distributed_config = {"tp_size": size}
     weights = [group["params"] for group in optimizer.param_groups]
-    prepared = accelerator.prepare(model, optimizer)
+    model, prepared = accelerator.prepare(model, optimizer)
     # Accelerate finds the optimizer's weights by their addresses, and shards without elements have none.
     for group, own in zip(optimizer.param_groups, weights):
         group["params"] = own
@@ -81,7 +101,8 @@ def _hand_to_accelerate(
             del config.distributed_config
         else:
             config.distributed_config = before
-    return prepared
+    _choose_fused_kernels(accelerator, optimizer)
+    return AccelerateTrainer, model, prepared
 
 
 def _choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
@@ -115,26 +136,28 @@ def _is_dense(weight: Tensor) -> bool:
     return torch.empty_like(weight, device="meta").stride() == weight.stride()
 
 
-def _compile(accelerator: Accelerator, model: nn.Module) -> None:
+def _compile_if_asked(model: nn.Module, plan: Plan) -> None:
     """Compiles in place, to keep the names of the weights. If FSDP gathers weights layer by layer, compiles each layer
     separately, as torchtitan does: gathering cannot be part of a graph."""
-    sizes = accelerator.parallelism_config
-    is_sharded = accelerator.distributed_type == DistributedType.FSDP or (sizes is not None and sizes.dp_shard_enabled)
-    for module in (is_sharded and sharded_layers(model)) or [model]:
+    if not plan.config.compile:
+        return
+    for module in (plan.layout.fsdp_shards and fsdp.sharded_layers(model)) or [model]:
         # Not module.compile(): it silently skips torch's own modules, for example Sequential.
         module.forward = torch.compile(module.forward)
 
 
-def _cast_inputs_and_outputs(accelerator: Accelerator, model: nn.Module) -> None:
-    """Makes FSDP2 and DeepSpeed take float32 inputs and return float32 outputs, as Accelerate's autocast does under
-    DDP. FSDP2 does not cast outputs; DeepSpeed casts no outputs and, in bf16, no inputs."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.mixed_precision == "bf16":
-        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        model.register_forward_hook(lambda module, args, output: _cast(output, torch.float32))
+def _say_what_is_cast(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
+    others = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()} - {"float32"})
+    if others:
+        accelerator.print(f"{plan.layout.kind} trains and exports this model's {', '.join(others)} weights in float32")
 
 
-def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _float32_outputs(module: nn.Module, args: tuple, output: Any) -> Any:
+    return _cast(output, torch.float32)
+
+
+def _bf16_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """DeepSpeed casts no inputs in bf16."""
     return _cast(args, torch.bfloat16), _cast(kwargs, torch.bfloat16)
 
 

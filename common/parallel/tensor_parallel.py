@@ -3,30 +3,23 @@
 import difflib
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..errors import UsageError
+from ..layout import Layout
+from .fsdp import mixed_precision_policy, sharded_layers
 from .parts import by_mesh, is_divided
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
 STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
 
 
-def tensor_parallel_size(accelerator: Accelerator) -> int:
-    """The number of processes that share each layer."""
-    config = accelerator.parallelism_config
-    return config.tp_size if config is not None else 1
-
-
-def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     """Shards the layers in a model's `tp_plan`, and gives the optimizer the sharded parameters.
 
     The plan is an attribute of the model in the format of transformers, {pattern: style}: a pattern
@@ -51,17 +44,17 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=whole),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=whole),
     }
-    size, mesh = tensor_parallel_size(accelerator), accelerator.torch_device_mesh
+    mesh = accelerator.torch_device_mesh
     before = dict(model.named_parameters())
     names = {id(weight): name for name, weight in before.items()}
-    plan = check_plan(model, size)
+    plan = check_plan(model, layout.tensor)
     parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in plan.items()})
     model.to(accelerator.device)  # Accelerate does not move a model that holds DTensors
     if data_parallel := tuple(accelerator.parallelism_config.dp_dim_names):
         from torch.distributed.fsdp import fully_shard
 
         for module in (*sharded_layers(model), model):
-            fully_shard(module, mesh=mesh[data_parallel], mp_policy=mixed_precision_policy(accelerator))
+            fully_shard(module, mesh=mesh[data_parallel], mp_policy=mixed_precision_policy(layout.precision))
     weights = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [weights[names[id(weight)]] for weight in group["params"]]
@@ -93,22 +86,6 @@ def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
         if len(divided) > 1:
             group["params"], *others = divided
             optimizer.param_groups += [group | {"params": weights, "split_from": index} for weights in others]
-
-
-def mixed_precision_policy(accelerator: Accelerator) -> "MixedPrecisionPolicy":
-    """What FSDP2 casts: in bf16, it gathers weights in bf16 and sums gradients in float32, as torchtitan does by
-    default. Accelerate's default is to sum them in bf16; then the result depends more on the number of processes."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    if accelerator.mixed_precision != "bf16":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that FSDP gathers one at a time: their classes are in `_no_split_modules`."""
-    names = getattr(model, "_no_split_modules", None) or []
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def check_plan(model: nn.Module, size: int) -> dict[str, str]:

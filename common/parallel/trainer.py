@@ -68,7 +68,7 @@ class Trainer(ABC):
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.ema = EMA(optimizer, plan.config.ema_decay) if plan.config.ema_decay else None
-        mean_scale = plan.data_parallel_size / plan.config.batch_size
+        mean_scale = plan.layout.data_parallel_size / plan.config.batch_size
         self._mean_scale = torch.tensor(mean_scale, device=accelerator.device)  # made once: a copy stalls a GPU
 
     @property
@@ -207,7 +207,7 @@ class Trainer(ABC):
         the global batch; weight is the total weight of this process's samples."""
         plan = self.plan
         if "weight" not in micro_batches[0]:
-            return self._mean_scale, plan.config.batch_size / plan.data_parallel_size
+            return self._mean_scale, plan.config.batch_size / plan.layout.data_parallel_size
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
         # Processes with the same samples count equally often in num_processes and in the sum.
         total = self.accelerator.reduce(weight, "sum")

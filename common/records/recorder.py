@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from ..environment import versions
 from ..errors import UsageError, first_line
-from ..parallel.layout import parallelism, precision
 from ..parallel.trainer import StepResult
 from ..plan import Plan
 from ..state import TrainState
@@ -61,7 +60,7 @@ class Recorder:
         self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
         is_gpu = accelerator.device.type == "cuda"
         gpu = torch.cuda.get_device_name(accelerator.device) if is_gpu else ""
-        self._peak_flops = peak_flops(gpu, precision(accelerator))
+        self._peak_flops = peak_flops(gpu, plan.layout.precision)
         self.output_dir = output_dir
         self.last_metrics: dict[str, float] = {}
         self._line: dict[str, str] = {}
@@ -225,8 +224,8 @@ class Recorder:
     def _start_trackers(self) -> None:
         config = dataclasses.asdict(self.plan.config) | self._facts["versions"]
         config |= {
-            "parallelism": parallelism(self.accelerator, self.plan.config),
-            "precision": precision(self.accelerator),
+            "parallelism": str(self.plan.layout),
+            "precision": self.plan.layout.precision,
         }
         for name, value in config.items():  # trackers accept neither None nor Path
             config[name] = "" if value is None else str(value) if isinstance(value, Path) else value
@@ -287,8 +286,8 @@ class Recorder:
             "launcher": os.getppid(),
             "command": " ".join(sys.argv),
             "config": dataclasses.asdict(self.plan.config),
-            "parallelism": parallelism(self.accelerator, self.plan.config),
-            "precision": precision(self.accelerator),
+            "parallelism": str(self.plan.layout),
+            "precision": self.plan.layout.precision,
             "num_processes": self.accelerator.num_processes,
             "threads_per_process": torch.get_num_threads(),
             "micro_batch_size": self.plan.micro_batch_size,

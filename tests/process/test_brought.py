@@ -179,7 +179,7 @@ def test_models_of_transformers(tmp_path: Path, reference: Callable[..., Run], c
 @pytest.mark.parametrize(
     ("config", "case", "expected"),
     [
-        ("fsdp2", "scalar_weight", "scale has no dimension that FSDP could shard: give it the shape (1,)"),
+        ("fsdp2", "scalar_weight", "scale has no dimension that FSDP2 could shard: give it the shape (1,)"),
         ("deepspeed_zero2", "scalar_weight", "scale has no dimension that DeepSpeed could shard"),
         ("fsdp2", "tied", "body and other share a weight, but FSDP gathers them separately"),
     ],
@@ -191,11 +191,11 @@ def test_weight_that_cannot_be_divided(tmp_path: Path, config: str, case: str, e
 @pytest.mark.parametrize(
     ("config", "case", "line"),
     [
-        ("fsdp2", "empty_weight", "nothing has no elements, which FSDP does not support"),
+        ("fsdp2", "empty_weight", "nothing has no elements, which FSDP2 does not support"),
         ("deepspeed_zero2", "empty_weight", "nothing has no elements, which DeepSpeed does not support"),
-        ("fsdp2_bf16", "complex_weight", "turn is complex64, which FSDP would cast"),
+        ("fsdp2_bf16", "complex_weight", "turn is complex64, which FSDP2 would cast"),
         ("deepspeed_zero3", "complex_weight", "turn is complex64, which DeepSpeed would cast"),
-        ("fsdp2_bf16", "float64_weight", "head.weight is float64, which FSDP would cast"),
+        ("fsdp2_bf16", "float64_weight", "head.weight is float64, which FSDP2 would cast"),
         ("deepspeed_zero1", "float64_weight", "head.weight is float64, which DeepSpeed would cast"),
     ],
 )

@@ -1,24 +1,20 @@
 """Promise: `accelerate-recipes doctor` knows the recipes, and what it finds is refused."""
 
 import json
+import os
 import re
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from accelerate_recipes.doctor import rules
-from accelerate_recipes.doctor.config import read
-from accelerate_recipes.doctor.finding import findings
-from accelerate_recipes.doctor.machine import look as look_at_machine
-from accelerate_recipes.doctor.recipe import look
-from support.launching import CONFIGS, execute, fork
+from accelerate_recipes.at_fit import at_fit
+from support.launching import execute, fork
 from support.recipes import DIVIDED, LINEAR, MNIST, TRANSFORMER
 from support.runs import ROOT, Run, refused
 
-FILES = ROOT / "tests" / "support" / "doctor" / "config"
+FILES = ROOT / "tests" / "support" / "doctor"
 
 
 def doctor(folder: Path, *words: str) -> Run:
@@ -31,18 +27,16 @@ def doctor(folder: Path, *words: str) -> Run:
         pytest.param("mnist cnn", MNIST, [], marks=pytest.mark.full),
         pytest.param("mnist mlp", MNIST, ["--model", "mlp"], marks=pytest.mark.full),
         pytest.param("linear regression", LINEAR, [], marks=pytest.mark.full),
-        ("transformer", TRANSFORMER, ["--pipeline_stages", "2"]),
+        ("transformer", TRANSFORMER, []),
     ],
 )
-def test_shipped_configs_and_recipes_are_clean(name: str, script: str, flags: list[str]) -> None:
+def test_shipped_configs_and_recipes_are_clean(
+    monkeypatch: pytest.MonkeyPatch, name: str, script: str, flags: list[str]
+) -> None:
     """Each pair that README.md names as supported; the others are found."""
-    recipe, machine = look(ROOT / script, flags), replace(look_at_machine(), gpus=())
-    assert recipe.pipeline_stages == (2 if flags[:1] == ["--pipeline_stages"] else 1)
-    for path in sorted(CONFIGS.glob("*.yaml")):
-        stages = 2 if path.stem == "pipeline_parallel" else 1
-        found = findings(rules.PAIR, read(path, machine), replace(recipe, pipeline_stages=stages))
-        is_supported = name in DIVIDED.get(path.stem, (name,))
-        assert (not found) == is_supported, (path, found)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "scripts")]))
+    for config, lines in at_fit(ROOT / script, flags, "ask_all:answers").items():
+        assert (not lines) == (name in DIVIDED.get(config, (name,))), (config, lines)
 
 
 def test_command(tmp_path: Path) -> None:
@@ -62,28 +56,34 @@ def test_recipe_that_ends_before_fit(tmp_path: Path) -> None:
 
 # {bad file: words of the line that refuses it when the processes have started}
 REFUSED_LATER = {
-    "values_of_fsdp1": "invalid truth value full_shard",
-    "wrapping.unknown": "Invalid auto wrap policy: TRANSFORMER_WRAP",
-    "activation_offload": "requires `activation_checkpointing=True`",
-    "data_parallelism.nothing_to_shard": "no dimension for FSDP to shard across",
-    "tensor_parallelism.replicas": "cannot be used with pure data parallelism",
-    "beside_the_file": "the following accelerate config variables will be ignored",
-    "file": "has a section optimizer",
-    "file.missing": "Expected a string path to an existing deepspeed config",
+    "config/values_of_fsdp1": "invalid truth value full_shard",
+    "config/wrapping.unknown": "Invalid auto wrap policy: TRANSFORMER_WRAP",
+    "config/activation_offload": "requires `activation_checkpointing=True`",
+    "config/beside_the_file": "the following accelerate config variables will be ignored",
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", REFUSED_LATER)
+# What the loop itself refuses: the doctor's lines are those of the run.
+REFUSED = {
+    str(path.relative_to(FILES).with_suffix("")): re.search("^# finding: (.*)$", path.read_text(), re.MULTILINE)[1]
+    for path in FILES.glob("refused/*.yaml")
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full) for name in (REFUSED_LATER | REFUSED) if name != "refused/sizes"]
+    + ["refused/sizes"],
+)
 def test_what_is_found_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     config = tmp_path / "config.yaml"
     text = (FILES / f"{name}.yaml").read_text()
-    for file in FILES.parent.glob("*.json"):
+    for file in FILES.glob("*.json"):
         text = text.replace(f" {file.name}\n", f" {file}\n")
     config.write_text(text)
     monkeypatch.chdir(tmp_path)
     run = fork(tmp_path / "run", config, MNIST, "--model mlp --max_steps 1", succeeds=False)
-    assert REFUSED_LATER[name] in refused(run)
+    assert (REFUSED_LATER | REFUSED)[name] in refused(run)
 
 
 @pytest.mark.full

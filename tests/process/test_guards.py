@@ -144,9 +144,9 @@ def changed(tmp_path: Path, config: str, **changes: object) -> Path:
             {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
             "names LlamaDecoderLayer, but the model",
         ),
-        ("fsdp2", {"fsdp_version": 1}, "fsdp_version: 1"),
+        ("fsdp2", {"fsdp_version": 1}, "asks for FSDP1"),
         ("fsdp2", {"fsdp_offload_params": True}, "fsdp_offload_params: true in the config file needs a GPU"),
-        ("deepspeed_zero2", {"zero_stage": 5}, "zero_stage: 5 in the config file: type 1, 2 or 3"),
+        ("deepspeed_zero2", {"zero_stage": 5}, "zero_stage: 5 in the config file"),
     ],
 )
 def test_config_that_would_change_the_mathematics(
@@ -164,7 +164,7 @@ def test_config_that_would_change_the_mathematics(
             "a section optimizer, which the recipe's optimizer replaces",
         ),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, "a section scheduler, which --lr_schedule replaces"),
-        ({"zero_optimization": {}}, "has no zero_optimization with stage 1, 2 or 3"),
+        ({"zero_optimization": {}}, "zero_stage: 0 in the config file, or in DeepSpeed's own"),
     ],
 )
 def test_deepspeed_file_that_would_change_the_mathematics(tmp_path: Path, section: dict, expected: str) -> None:

@@ -38,6 +38,7 @@ from common.checkpoint.resume import find_checkpoint
 from common.cpu_group import CpuGroup
 from common.data import Batch
 from common.errors import RunError
+from common.layout import Layout
 from common.plan import Plan
 from common.records.metrics_file import read_records
 from common.records.output_dir import OutputDir
@@ -188,7 +189,7 @@ def resumed(folder: Path, config: Config) -> tuple[str, int, float]:
     """(outcome, step, weight) of a resume: "done", "step", or the line of an error."""
     config = replace(config, output_dir=folder, resume_from_checkpoint="latest", overwrite_output_dir=False)
     model, optimizer = built(config)
-    plan, group = Plan.of(config, 8, 1, 0), CpuGroup()
+    plan, group = Plan.of(config, Layout(), 8), CpuGroup()
     try:
         with OutputDir(plan, group) as output_dir:
             checkpoint = find_checkpoint(plan, identity(plan, model, optimizer), model, optimizer, group)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from common import RunConfig, evaluate, fit, flag, run, start
+from common import RunConfig, fit, flag, run, start
 from common.data import Batch
+from common.evaluation import evaluate_set
+from common.layout import Layout
 from common.plan import Plan
 
 
@@ -47,11 +49,11 @@ def main(config: Config) -> None:
     rank = accelerator.process_index
     (Path(config.output_dir) / f"train_ids_{rank}.txt").write_text(" ".join(map(str, train_set.fetched)))
 
-    plan = Plan.of(config, 50, accelerator.num_processes, rank)
+    plan = Plan.of(config, Layout.asked(config), 50)
     model = nn.Linear(1, 1).to(accelerator.device)
     for size in map(int, config.eval_sizes.split(",")):
         eval_set = Recording(size)
-        metrics = evaluate(accelerator, model, forward_step, eval_set, plan)
+        metrics, _ = evaluate_set(accelerator, model, forward_step, eval_set, plan, lambda: False, keeps=False)
         accelerator.print(f"evaluated {size} {metrics['id']!r} {metrics['id_squared']!r}")
         (Path(config.output_dir) / f"num_fetched_{size}_{rank}.txt").write_text(str(len(eval_set.fetched)))
 

@@ -1,14 +1,20 @@
 """Promise: the samples of a step depend only on the seed and the step."""
 
+import itertools
+import re
+
+import pytest
 import torch
 
 from common.config import RunConfig
-from common.plan import Plan
+from common.errors import UsageError
+from common.layout import Layout
+from common.plan import Plan, split_batch
 
 
 def test_seeds_give_orders_of_their_own() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return Plan.of(RunConfig(seed=seed), 100, 1, 0).epoch_order(epoch).tolist()
+        return Plan.of(RunConfig(seed=seed), Layout(), 100).epoch_order(epoch).tolist()
 
     orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
     assert len({tuple(order) for order in orders}) == len(orders)
@@ -16,7 +22,23 @@ def test_seeds_give_orders_of_their_own() -> None:
 
 
 def test_plan_starts_at_any_step() -> None:
-    plan = Plan.of(RunConfig(batch_size=8, micro_batch_size=2, max_steps=30), 50, 2, 1)
+    plan = Plan.of(RunConfig(batch_size=8, micro_batch_size=2, max_steps=30), Layout(num_processes=2, rank=1), 50)
     whole = torch.stack([ids for _, ids in plan.micro_batches()])
     assert whole.shape == (30 * plan.accumulation, 2)
     assert torch.equal(torch.stack([ids for _, ids in plan.micro_batches(13)]), whole[13 * plan.accumulation :])
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_sizes_divide_or_the_line_names_sizes_that_do(ranks: int, stages: int) -> None:
+    layout = Layout(num_processes=ranks * stages, stages=stages)
+    for batch_size, micro in itertools.product((1, 6, 8, 12, 64), (None, 1, 2, 3, 5, 8, 64)):
+        try:
+            size, accumulation = split_batch(RunConfig(batch_size=batch_size, micro_batch_size=micro), layout)
+        except UsageError as error:
+            flag, number = re.search(r"type --(batch_size|micro_batch_size) (\d+)", str(error)).groups()
+            sizes = {"batch_size": batch_size, "micro_batch_size": None, flag: int(number)}
+            if stages == 1:  # with stages, some need a larger batch, too
+                split_batch(RunConfig(**sizes), layout)
+        else:
+            assert size * accumulation * ranks == batch_size and accumulation >= stages

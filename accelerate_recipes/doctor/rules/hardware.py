@@ -1,8 +1,8 @@
-"""Rules about a config on this machine: GPUs, packages, compiler, memory, limits."""
+"""Rules about a config on this machine: GPUs, packages, memory, limits."""
 
 from collections.abc import Iterator
 
-from accelerate_recipes.doctor.config import ONE_PROCESS, Config, is_true
+from accelerate_recipes.doctor.config import ONE_PROCESS, Config
 from accelerate_recipes.doctor.finding import Finding
 from accelerate_recipes.doctor.machine import GIB
 
@@ -10,6 +10,7 @@ from accelerate_recipes.doctor.machine import GIB
 # files. gloo connects every process with every other.
 LAUNCHER_BYTES = 150 * 2**20
 PROCESS_BYTES = 225 * 2**20
+PREFETCHED = 2  # batches that each worker of torch's DataLoader holds ready
 FP8_PACKAGES = ("torchao", "transformer-engine", "msamp")
 
 
@@ -37,24 +38,9 @@ def bf16(config: Config) -> Iterator[Finding]:
         )
 
 
-def offload_without_gpu(config: Config) -> Iterator[Finding]:
-    """Weights to move from a GPU that is not there."""
-    offloads = config.kind == "FSDP" and is_true(config.section("fsdp_config").get("fsdp_offload_params"))
-    if offloads and not config.machine.gpus:
-        yield Finding(
-            "fsdp_offload_params is true, and this machine has no GPU",
-            "the recipes refuse it: there is nothing to move weights from",
-            "fsdp_offload_params: false to rehearse",
-        )
-
-
 def packages(config: Config) -> Iterator[Finding]:
     """Packages that the config needs and this environment lacks."""
     versions = config.machine.versions
-    if config.kind == "DEEPSPEED":
-        for name in ("deepspeed", "transformers"):  # Accelerate's code for DeepSpeed reads transformers' version
-            if name not in versions:
-                yield Finding(f"{name} is not installed", "this config needs it", "pip install -e '.[deepspeed]'")
     if config.section("mpirun_config") and config.kind in ONE_PROCESS and config.machine.mpirun is None:
         yield Finding(
             "mpirun is not installed",
@@ -67,21 +53,6 @@ def packages(config: Config) -> Iterator[Finding]:
             "accelerate launch refuses it: FP8 is not available on this machine",
             "mixed_precision: bf16",
         )
-
-
-def compiler(config: Config) -> Iterator[Finding]:
-    """What DeepSpeed needs to compile an extension on first use, on a CPU or with offload."""
-    machine, section = config.machine, config.section("deepspeed_config")
-    offloads = "cpu" in (section.get("offload_optimizer_device"), section.get("offload_param_device"))
-    if config.kind != "DEEPSPEED" or (machine.gpus and not offloads):
-        return
-    why = "DeepSpeed compiles a part of itself on first use, on a CPU and with offload"
-    if machine.ninja is None:
-        yield Finding("ninja is not on the PATH", why, "pip install ninja, in the environment that you activate")
-    if machine.compiler is None:
-        yield Finding("there is no C++ compiler", why, "apt-get install g++ (Debian), or set CXX to its path")
-    if machine.python_header is None:
-        yield Finding("Python's headers are not installed", why, "apt-get install python3-dev (Debian)")
 
 
 def memory(config: Config) -> Iterator[Finding]:
@@ -121,4 +92,23 @@ def locked_memory(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (processes, bf16, offload_without_gpu, packages, compiler, memory, open_files, locked_memory)
+def shared_memory_of_workers(config: Config, recipe: dict[str, int]) -> Iterator[Finding]:
+    """Less shared memory than the batches take that data-loading processes hold ready. The recipe: its num_workers, its
+    micro_batch_size, and the sample_bytes of the tensors of a sample."""
+    size = config.machine.shared_memory
+    if "micro_batch_size" not in recipe or size is None or config.num_local_processes is None:
+        return
+    num_batches = config.num_local_processes * recipe["num_workers"] * PREFETCHED
+    needed = num_batches * recipe["micro_batch_size"] * recipe["sample_bytes"]
+    if needed > size:
+        yield Finding(
+            f"/dev/shm has {size // 2**20} MiB, but --num_workers {recipe['num_workers']} holds {needed // 2**20} MiB "
+            "of batches ready",
+            "a full /dev/shm kills the workers: Bus error",
+            "docker run --shm-size=8g ..., or a smaller --num_workers or --micro_batch_size",
+        )
+
+
+RULES = (processes, bf16, packages, memory, open_files, locked_memory)
+# With a recipe, too.
+RULES_OF_A_RECIPE = (shared_memory_of_workers,)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from ipaddress import ip_address
 
-from accelerate_recipes.doctor.config import ONE_PROCESS, Config, as_yaml, is_count
+from accelerate_recipes.doctor.config import Config, as_yaml, is_count
 from accelerate_recipes.doctor.finding import Finding
 
 KINDS = (
@@ -84,20 +84,6 @@ def unknown_precision(config: Config) -> Iterator[Finding]:
         f"mixed_precision is {value}",
         f"accelerate launch ends with an error; it knows {', '.join(PRECISIONS)}",
         f"mixed_precision: {known.get(str(value).lower(), 'no')!r}",
-    )
-
-
-def one_process(config: Config) -> Iterator[Finding]:
-    """Several processes asked for, under a distributed_type for which Accelerate starts one."""
-    several = (config.num_processes or 1) > 1 or config.num_machines > 1
-    if config.kind not in ONE_PROCESS or not several or config.section("mpirun_config"):
-        return
-    asked = f"num_processes: {config.num_processes}" if config.num_machines == 1 else "several machines"
-    yield Finding(
-        f"distributed_type is {config.kind}, with {asked}",
-        f"accelerate launch starts one process under {config.kind}, and says nothing; the recipes refuse to train "
-        "alone",
-        "distributed_type: MULTI_GPU (without a GPU its processes run on the CPU), or num_processes: 1",
     )
 
 
@@ -198,28 +184,15 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
         )
 
 
-def dynamo(config: Config) -> Iterator[Finding]:
-    """torch.compile through Accelerate, which the recipes refuse."""
-    backend = config.section("dynamo_config").get("dynamo_backend", config.values.get("dynamo_backend", "no"))
-    if backend is not False and str(backend).lower() != "no":
-        yield Finding(
-            f"dynamo_backend is {backend}",
-            "the recipes refuse it: they compile the model themselves, so that its weights keep their names",
-            "remove it, and type --compile after the recipe",
-        )
-
-
 RULES = (
     sagemaker,
     unknown_kind,
     unsupported_kind,
     unquoted_no,
     unknown_precision,
-    one_process,
     counts,
     machine_rank,
     address,
     port,
     gpu_ids,
-    dynamo,
 )

@@ -1,0 +1,151 @@
+"""What a run would refuse: the loop's own checks, asked under the variables that `accelerate launch` would set.
+
+`refusals` runs in the process of a recipe, whose `common/` it imports; without a recipe, in one with ours.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate_recipes.at_fit import at_fit
+from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.launched import INHERITED, launched
+
+QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable with the config file, whether there is a GPU, and the stages
+WHY = "a run ends with this line"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run would refuse.
+
+    Attributes:
+        refusals: of the loop.
+        of_the_launcher: of `accelerate launch`, before it starts the loop.
+        facts: of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
+    """
+
+    refusals: list[Finding]
+    of_the_launcher: list[Finding]
+    facts: dict[str, int]
+
+
+def ask(config: Path, has_gpu: bool, script: Path | None, flags: Sequence[str]) -> Answer:
+    """Asks for the refusals of a config, and of a recipe under it.
+
+    Args:
+        config: a config file of Accelerate.
+        has_gpu: whether the processes would have GPUs.
+        script: a recipe; None asks about the config alone.
+        flags: of the recipe.
+
+    Raises:
+        UsageError: the recipe ended before it called `fit`.
+    """
+    flags, stages = _without_stages(flags)
+    with _variable(QUESTION, json.dumps([str(config), has_gpu, stages])):
+        answer = at_fit(script, flags, f"{__name__}:refusals")
+    refusals = [_finding(line) for line in answer["lines"]]
+    of_the_launcher = [
+        Finding("accelerate launch refuses the file", line, "what the file lacks") for line in answer["of_the_launcher"]
+    ]
+    return Answer(refusals, of_the_launcher, answer["facts"])
+
+
+def refusals(
+    accelerator: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    forward_step: Any = None,
+    train_set: Any = None,
+    eval_set: Any = None,
+    config: Any = None,
+    *others: Any,
+    **keywords: Any,
+) -> dict[str, Any]:
+    """The lines with which a run under the config would end, and facts. Takes the arguments of `fit`, or none."""
+    from common import RunConfig, UsageError
+    from common.launch import checks as launch
+    from common.layout import Layout
+    from common.parallel import checks as parallel
+    from common.plan import Plan
+
+    path, has_gpu, stages = json.loads(os.environ[QUESTION])
+    flags = replace(config or RunConfig(), pipeline_stages=stages)
+    lines: list[str] = []
+    facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
+    for name in [name for name in os.environ if INHERITED.match(name) and name != QUESTION]:
+        del os.environ[name]
+    try:
+        variables = launched(Path(path))
+    except Exception as error:  # the launcher raises what it likes
+        line = (str(error) or type(error).__name__).splitlines()[0]
+        return {"lines": [], "of_the_launcher": [line], "facts": facts}
+    os.environ.update(variables)
+    try:
+        layout = replace(Layout.asked(flags), device="cuda" if has_gpu else "cpu")
+        # This process runs on the CPU, so the doctor's own rules count the GPUs.
+        for of_launch in launch.CHECKS:
+            if of_launch is not launch.check_device:
+                _note(lines, of_launch, layout, flags)
+        if not lines and config is not None:
+            sampling = keywords.get("schedule"), keywords.get("sampler")
+            try:
+                plan = Plan.of(flags, layout, len(train_set), *sampling)
+                facts |= {"micro_batch_size": plan.micro_batch_size}
+            except UsageError as error:  # what else is wrong shows with a batch that divides
+                lines.append(str(error))
+                divides = {"batch_size": layout.data_parallel_size * layout.stages, "micro_batch_size": None}
+                plan = Plan.of(replace(flags, **divides), layout, len(train_set), *sampling)
+            for of_model in parallel.CHECKS:
+                _note(lines, of_model, model, optimizer, plan)
+    except UsageError as error:
+        lines.append(str(error))
+    return {"lines": lines, "of_the_launcher": [], "facts": facts}
+
+
+def _note(lines: list[str], check: Any, *arguments: Any) -> None:
+    from common import UsageError
+
+    try:
+        check(*arguments)
+    except UsageError as error:
+        lines.append(str(error))
+
+
+def _num_bytes(sample: Any) -> int:
+    values = sample.values() if isinstance(sample, dict) else ()
+    return sum(value.nbytes for value in values if hasattr(value, "nbytes"))
+
+
+def _without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
+    """The flags without `--pipeline_stages`, and its value: one process, in which the recipe runs, is no pipeline."""
+    rest, stages = [], 1
+    words = iter([part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--pipe") else [flag])])
+    for word in words:
+        if word.replace("-", "_") == "__pipeline_stages":
+            stages = int(next(words, "1"))
+        else:
+            rest.append(word)
+    return rest, stages
+
+
+def _finding(line: str) -> Finding:
+    """A refusal in the three parts of a finding."""
+    what, separator, advice = line.partition(": type ")
+    if not separator:
+        what, _, advice = line.rpartition(": ")
+    return Finding(what, WHY, advice)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]

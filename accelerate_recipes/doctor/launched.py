@@ -1,0 +1,33 @@
+"""The variables that `accelerate launch` gives the processes under a config file, without starting any."""
+
+import re
+from pathlib import Path
+
+# Of a launcher around this process; a run must not inherit them.
+INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MASTER_|WORLD_SIZE|RANK|LOCAL_|GROUP_")
+
+
+def launched(config: Path) -> dict[str, str]:
+    """The variables of the first process. Raises what Accelerate's launcher raises for a file that it refuses."""
+    from accelerate.commands import launch  # here, because the import takes seconds
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
+
+    arguments = launch.launch_command_parser().parse_args(["--config_file", str(config), "recipe.py"])
+    arguments, defaults, _ = launch._validate_launch_command(arguments)
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    arguments.main_process_port = 0 if arguments.num_machines == 1 else arguments.main_process_port or 29500
+    arguments.main_process_ip = arguments.main_process_ip or "127.0.0.1"  # the command line may give it
+    if arguments.use_deepspeed:
+        _, variables = prepare_deepspeed_cmd_env(arguments)
+    elif arguments.multi_gpu or arguments.use_fsdp or arguments.use_megatron_lm:
+        variables = prepare_multi_gpu_env(arguments)
+    else:
+        _, variables = prepare_simple_launcher_cmd_env(arguments)
+        return variables
+    sizes = {"WORLD_SIZE": arguments.num_processes, "GROUP_WORLD_SIZE": arguments.num_machines}
+    sizes["LOCAL_WORLD_SIZE"] = arguments.num_processes // arguments.num_machines
+    return variables | {name: str(size) for name, size in sizes.items()} | {"RANK": "0", "LOCAL_RANK": "0"}

@@ -1,0 +1,18 @@
+"""What the loop would refuse of a recipe under each config of ours: for `at_fit`."""
+
+import json
+import os
+from typing import Any
+from unittest.mock import patch
+
+from accelerate_recipes import bundle
+from accelerate_recipes.doctor import asked
+
+
+def answers(*given: Any, **keywords: Any) -> dict[str, list[str]]:
+    lines = {}
+    for path in bundle.configs():
+        stages = 2 if path.stem == "pipeline_parallel" else 1
+        with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, stages])}):
+            lines[path.stem] = asked.refusals(*given, **keywords)["lines"]
+    return lines
