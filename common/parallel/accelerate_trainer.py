@@ -56,16 +56,18 @@ class AccelerateTrainer(Trainer):
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
-        """Accumulates gradients in each process, without a sum over processes."""
-        # FSDP2 has this method. Accelerate calls it too, but not under tensor parallelism.
-        synchronize = getattr(self.model, "set_requires_gradient_sync", None)
-        if synchronize is None:
+        """Accumulates gradients in each process, without a sum over the replicas of the model.
+
+        FSDP2 nevertheless sums each micro-batch's gradients over its shards: otherwise every process would hold those of
+        the whole model."""
+        sum_over_replicas = getattr(self.model, "set_requires_all_reduce", None)  # of FSDP2
+        if sum_over_replicas is None:
             with self.accelerator.no_sync(self.model):
                 yield
         else:
-            synchronize(False)
+            sum_over_replicas(False)
             yield
-            synchronize(True)
+            sum_over_replicas(True)
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         values = self.forward_step(self.model, batch)

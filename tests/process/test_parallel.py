@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.launching import CONFIGS, fork
-from support.recipes import FOREACH, LINEAR, MNIST, RECIPES, TRANSFORMER
+from support.recipes import FOREACH, HELD, LINEAR, MNIST, RECIPES, TRANSFORMER
 from support.runs import Run, assert_same_result, refused
 from support.small_model import write_model
 
@@ -78,3 +78,15 @@ def test_untied_transformers_model_is_trained_and_exported_whole(tmp_path: Path)
     model = AutoModelForCausalLM.from_pretrained(divided.output_dir / "model")
     for name, weight in model.state_dict().items():
         assert torch.allclose(weight, single.weights[name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize(("config", "num_parts"), [("fsdp2", 2), ("hsdp", 2), ("fsdp2_tensor_parallel", 4)])
+def test_accumulated_gradients_are_divided_as_the_weights_are(tmp_path: Path, config: str, num_parts: int) -> None:
+    """Between two micro-batches, a process holds the gradients of its own part of the weights, not of all."""
+    run = fork(tmp_path / "run", config, HELD)
+    for path in sorted(run.output_dir.glob("held_*.txt")):
+        whole, *held = map(int, path.read_text().split())
+        first, *others = held[len(held) // 2 :]  # of the second step
+        assert (
+            others and 0.9 * whole / num_parts <= min(others) - first <= max(others) - first <= 1.1 * whole / num_parts
+        )

@@ -10,6 +10,7 @@ FINETUNE = "recipes/finetune.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
 FOREACH = "tests/scripts/foreach.py"
+HELD = "tests/scripts/held.py"
 SAME_SAMPLES = "tests/scripts/same_samples.py"
 CASES = "tests/support/cases.py"
 
