@@ -162,7 +162,7 @@ def _kind(stages: int) -> Kind:
         (is_true("ACCELERATE_USE_DEEPSPEED"), Kind.DEEPSPEED),
         (mesh_size("tp") > 1, Kind.TENSOR),
         (is_true("ACCELERATE_USE_FSDP"), Kind.FSDP2),
-        ("LOCAL_RANK" in os.environ, Kind.DDP),
+        (world_size() > 1, Kind.DDP),
     ]
     return next((kind for is_asked, kind in asked if is_asked), Kind.ONE_PROCESS)
 

@@ -59,7 +59,7 @@ def start(config: RunConfig) -> Accelerator:
         _use_deterministic_kernels()
     rehearses, timeout = not has_gpu(), collective_timeout(config.hang_timeout)
     if store_number() > 0:
-        _join_after_restart(torch.distributed.get_default_backend_for_device(device_type()), timeout)
+        _join_after_restart(timeout)
     if rehearses:
         _prepare_rehearsal(timeout, Layout.asked(config).offloads)
     elif Layout.asked(config).offloads:
@@ -93,10 +93,13 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")
 
 
-def _join_after_restart(backend: str, timeout: timedelta) -> None:
+def _join_after_restart(timeout: timedelta) -> None:
     """Joins the others under a new prefix in the launcher's store, because the store still has the addresses of the
     ended processes."""
     if world_size() > 1:
+        backend = torch.distributed.get_default_backend_for_device(device_type())
+        if is_true("FSDP_OFFLOAD_PARAMS"):  # as Accelerate does: weights on the CPU need collectives there
+            backend = f"{device_type()}:{backend},cpu:gloo"
         store, rank, size = next(torch.distributed.rendezvous("env://"))
         store = torch.distributed.PrefixStore(f"restart_{store_number()}", store)
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)

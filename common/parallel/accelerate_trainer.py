@@ -58,8 +58,8 @@ class AccelerateTrainer(Trainer):
     def _no_sync(self) -> Iterator[None]:
         """Accumulates gradients in each process, without a sum over the replicas of the model.
 
-        FSDP2 nevertheless sums each micro-batch's gradients over its shards: otherwise every process would hold those of
-        the whole model."""
+        FSDP2 nevertheless sums those of each micro-batch over its shards: otherwise every process would hold the
+        gradients of the whole model."""
         sum_over_replicas = getattr(self.model, "set_requires_all_reduce", None)  # of FSDP2
         if sum_over_replicas is None:
             with self.accelerator.no_sync(self.model):

@@ -131,19 +131,20 @@ class Pipeline(nn.Module):
             target = torch.arange(len(micro_batches))  # `_loss` takes the number of a micro-batch
         with self.autocast():
             self.schedule.step(*inputs, target=target, losses=[], return_outputs=False)
-        if self.tied is not None:
-            self._add_gradient_of_the_other_end(self.tied.grad)
         if self.data_group is not None:
             self._average_over_pipelines()
+        if self.tied is not None:  # last: a + b and b + a are equal to the last bit, so the two copies stay equal
+            self._add_gradient_of_the_other_end(self.tied.grad)
         return self._sums
 
     def clip(self, max_norm: float) -> Tensor:
         """Clips the gradient of the whole model to `max_norm`; returns the norm before clipping."""
         weights = [weight for weight in self.model.parameters() if weight.grad is not None]
         counted = [weight.grad for weight in weights if not (self.is_last and weight is self.tied)]
-        square = nn.utils.get_total_norm(counted).square()
-        dist.all_reduce(square, group=self.group)
-        norm = square.sqrt()
+        own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self.device)
+        norms = [torch.empty_like(own) for _ in range(self.num_stages)]
+        dist.all_gather(norms, own, group=self.group)  # not a sum: its order might differ between pipelines
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
         return norm
 

@@ -32,8 +32,8 @@ def hardware() -> dict[str, Any]:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak floating-point operations per second of a GPU in bf16 or fp16; None if unknown."""
-    if precision not in ("bf16", "fp16"):
-        return None
+    """Peak floating-point operations per second of a GPU in bf16 or fp16; None if unknown, as for a slice of a GPU."""
     words = device_name.replace("-", " ").split()
+    if precision not in ("bf16", "fp16") or "MIG" in words:
+        return None
     return next((peak for name, peak in PEAK_FLOPS.items() if set(name.split()) <= set(words)), None)

@@ -6,11 +6,14 @@ import torch
 
 from ..plan import Plan, next_smaller_divisor
 
+# Of torch's allocator on the CPU, of cuBLAS, and of CUDA or NCCL beside torch's allocator.
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "'out of memory'")
+
 
 def advice_for(error: BaseException, plan: Plan) -> str | None:
     """The line to show instead of the error's traceback; None if there is nothing to advise."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
+    if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in OUT_OF_MEMORY):
         amount = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
         size = plan.micro_batch_size
         smaller = next_smaller_divisor(size * plan.accumulation, size)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from support.launching import fork
@@ -80,3 +81,12 @@ def test_pipeline_that_cannot_run(
 def test_pipeline_under_another_parallelism_is_refused(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "fsdp2", SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", succeeds=False)
     assert "type --config_file accelerate_configs/pipeline_parallel.yaml" in refused(run)
+
+
+@pytest.mark.full  # six processes
+def test_copies_of_a_tied_embedding_stay_equal_whatever_the_order_of_sums(tmp_path: Path) -> None:
+    """NCCL may add the gradients of the first stages in another order than those of the last stages."""
+    flags = "--pipeline_stages 2 --max_steps 3 --batch_size 12 --check_steps 0 --sample_tokens 0"
+    run = fork(tmp_path / "run", "pipeline_parallel", "tests/scripts/orders.py", flags, num_processes=6)
+    first, *others = (torch.load(path) for path in sorted(run.output_dir.glob("tied_*.pt")))
+    assert len(others) == 5 and all(torch.equal(first, other) for other in others)

@@ -1,0 +1,40 @@
+"""Promise: what a CPU cannot run, but can look at: precisions, errors and peak rates of GPUs."""
+
+import pytest
+import torch
+
+from common.config import RunConfig
+from common.layout import Layout
+from common.parallel.fsdp import mixed_precision_policy
+from common.plan import Plan
+from common.records.hardware import peak_flops
+from common.stopping.advice import advice_for
+
+
+@pytest.mark.parametrize(("precision", "gathered"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_fsdp2_gathers_in_16_bits_and_sums_gradients_in_float32(precision: str, gathered: torch.dtype) -> None:
+    policy = mixed_precision_policy(precision)
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (gathered, torch.float32, None)
+    assert mixed_precision_policy("float32").param_dtype is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "NCCL error: ... ncclUnhandledCudaError ... Last error: Cuda failure 2 'out of memory'",
+    ],
+)
+def test_memory_that_runs_out_beside_the_allocator_of_torch(text: str) -> None:
+    plan = Plan.of(RunConfig(batch_size=8), Layout(), 100)
+    assert advice_for(RuntimeError(text), plan).startswith(
+        "out of memory with 8 samples per forward pass: type --micro"
+    )
+    assert advice_for(RuntimeError("CUDA error: an illegal memory access"), plan) is None
+
+
+def test_a_slice_of_a_gpu_has_no_known_peak() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") is None
