@@ -121,7 +121,7 @@ class Saver:
                     content = Reader(path).content
                     is_there = checkpoint_name(content["state"]["step"]) == path.name
                     self._known[path] = is_there and not differences(self._identity, content["identity"])
-                except (DamagedError, RunError, KeyError, TypeError, ValueError, AttributeError):
+                except (DamagedError, RunError):
                     self._known[path] = False
         return [*(path for path in found if self._known[path]), newest]
 
