@@ -56,11 +56,11 @@ def export_model(trainer: Trainer, folder: Path, export: Callable[[Path], Any] |
 
 def _checksum(weights: Mapping[str, Tensor]) -> int:
     """Of names, types and bytes; it finds accidents, not forgeries."""
-    found = 0
+    checksum = 0
     for name, weight in sorted(weights.items()):
-        found = zlib.crc32(f"{name} {weight.dtype} {tuple(weight.shape)}".encode(), found)
-        found = zlib.crc32(weight.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), found)
-    return found
+        checksum = zlib.crc32(f"{name} {weight.dtype} {tuple(weight.shape)}".encode(), checksum)
+        checksum = zlib.crc32(weight.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def _write(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:

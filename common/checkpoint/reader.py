@@ -154,13 +154,13 @@ def _check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) ->
         if not inside or not len(part["offsets"]) == len(part["sizes"]) == len(whole):
             raise DamagedError(f"{name} has a part outside its shape")
     # A sweep along the dimension with the most distinct offsets compares the fewest parts.
-    along = max(range(len(shape)), key=lambda one: len({part["offsets"][one] for part in parts}), default=None)
+    along = max(range(len(shape)), key=lambda axis: len({part["offsets"][axis] for part in parts}), default=None)
     reaching: list[dict[str, Any]] = []
     for part in sorted(parts, key=lambda part: part["offsets"][along]) if along is not None else []:
         start = part["offsets"][along]
-        reaching = [one for one in reaching if one["offsets"][along] + one["sizes"][along] > start]
-        for one in reaching:
-            if _overlap(one["offsets"], one["sizes"], part["offsets"], part["sizes"]) is not None:
+        reaching = [other for other in reaching if other["offsets"][along] + other["sizes"][along] > start]
+        for other in reaching:
+            if _overlap(other["offsets"], other["sizes"], part["offsets"], part["sizes"]) is not None:
                 raise DamagedError(f"{name} has parts that overlap")
         reaching.append(part)
     if sum(math.prod(part["sizes"]) for part in parts) != math.prod(shape) or not parts:

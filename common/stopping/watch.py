@@ -130,12 +130,12 @@ class Watch:
 
     def _describe(self, step: int) -> str:
         """The error message: the number that is not finite, its process and its samples."""
-        result, found = self._results[step], None
+        result, own = self._results[step], None
         ids = [ids for _, ids in islice(self.plan.micro_batches(step - 1), self.plan.accumulation)]
         for loss, batch in zip(result.losses, ids):
-            if found is None and not math.isfinite(loss):
-                found = ("train/loss", float(loss), batch.tolist())
-        losses = [(rank, *one) for rank, one in enumerate(self.group.all_gather(found)) if one is not None]
+            if own is None and not math.isfinite(loss):
+                own = ("train/loss", float(loss), batch.tolist())
+        losses = [(rank, *loss) for rank, loss in enumerate(self.group.all_gather(own)) if loss is not None]
         if losses:
             rank, name, value, samples = losses[0]
             named = ", ".join(map(str, samples[:MAX_IDS_NAMED])) + (", ..." if len(samples) > MAX_IDS_NAMED else "")

@@ -150,12 +150,12 @@ class Watchdog:
         positions = dict(answers)  # the exchange may go on
         silent = [rank for rank in range(self.group.size) if rank not in positions]
         if silent:
-            found = f"process {silent[0]} does not answer"
+            culprit = f"process {silent[0]} does not answer"
         else:
             # The process with the least progress; on a tie, one that does not wait for others.
             rank = min(positions, key=lambda rank: (positions[rank]["count"], positions[rank]["waits"], rank))
-            found = f"process {rank} did not arrive, it is at {positions[rank]['place']}"
-        return f"no step for {self.timeout:g} s: {found}; the stacks are in {self.output_dir}/stacks_*.txt"
+            culprit = f"process {rank} did not arrive, it is at {positions[rank]['place']}"
+        return f"no step for {self.timeout:g} s: {culprit}; the stacks are in {self.output_dir}/stacks_*.txt"
 
     def _position(self) -> dict[str, Any]:
         """Where the main thread is, and how far it has come."""
