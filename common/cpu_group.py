@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 
 def collective_timeout(hang_timeout: float) -> timedelta:
-    """Longer than `--hang_timeout`, so that HangWatch ends the run first and names the missing process."""
+    """Longer than `--hang_timeout`, so that the watchdog ends the run first and names the missing process."""
     return timedelta(seconds=hang_timeout + 300) if hang_timeout else timedelta(days=30)
 
 

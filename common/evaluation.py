@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import Subset
 
-from .checkpoint.export import export_model, load_exported_into
+from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
 from .data.batches import Collated, ForwardStep, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
@@ -153,7 +153,7 @@ def evaluate_exported(
         StoppedError: a signal ended the evaluation.
     """
     config = plan.config
-    load_exported_into(model, config.output_dir)
+    load_exported(config.output_dir, model)
     check_same_start(model, train_set, eval_sets, group)
     with Watch(accelerator, plan, group) as watch:
         check_trainable(model, optimizer, plan)

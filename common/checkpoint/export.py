@@ -56,11 +56,11 @@ def export_model(trainer: Trainer, folder: Path, export: Callable[[Path], Any] |
 
 def _checksum(weights: Mapping[str, Tensor]) -> int:
     """Of names, types and bytes; it finds accidents, not forgeries."""
-    found = 0
+    checksum = 0
     for name, weight in sorted(weights.items()):
-        found = zlib.crc32(f"{name} {weight.dtype} {tuple(weight.shape)}".encode(), found)
-        found = zlib.crc32(weight.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), found)
-    return found
+        checksum = zlib.crc32(f"{name} {weight.dtype} {tuple(weight.shape)}".encode(), checksum)
+        checksum = zlib.crc32(weight.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def _write(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
@@ -83,30 +83,19 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
     """
     folder = Path(output_dir) / "model"
     try:
-        weights = load_file(folder / "model.safetensors")
+        if model is not None and (adapter := getattr(model, "peft_adapter", None)):
+            weights = adapter.read(folder, [*kept_tensors(model)])
+        else:
+            weights = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
-        raise UsageError(_no_model(folder, error)) from None
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UsageError(
+            f"no exported model in {folder} ({reason}): train first, or type the --output_dir of a run that is done"
+        ) from None
     expected = read_card(Path(output_dir)).get("model_crc32")
     if expected is not None and _checksum(weights) != expected:
-        raise UsageError(f"{folder / 'model.safetensors'} was altered after its run: train again")
+        raise UsageError(f"the weights in {folder} were altered after its run: train again")
     if model is not None:
         check_same_model(folder, {name: list(weight.shape) for name, weight in weights.items()}, model)
-        model.load_state_dict(weights)
+        model.load_state_dict(weights, strict=False)  # adapters are not all weights
     return weights
-
-
-def _no_model(folder: Path, error: Exception) -> str:
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return f"no exported model in {folder} ({reason}): train first, or type the --output_dir of a run that is done"
-
-
-def load_exported_into(model: nn.Module, output_dir: Path) -> None:
-    """Loads the exported weights into the bare module. Raises UsageError if there are none, or for another model."""
-    folder = output_dir / "model"
-    try:
-        adapter = getattr(model, "peft_adapter", None)
-        weights = adapter.read(folder, [*kept_tensors(model)]) if adapter else load_exported(output_dir)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(_no_model(folder, error)) from None
-    check_same_model(folder, {name: list(weight.shape) for name, weight in weights.items()}, model)
-    model.load_state_dict(weights, strict=False)  # adapters are not all weights

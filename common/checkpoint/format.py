@@ -7,18 +7,36 @@ shape and dtype of each tensor, and which range of the tensor each file holds.
 
 import hashlib
 import json
-import re
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 from torch import nn
 
 from ..errors import UsageError
+from ..parallel.optimizer_state import NUMBERS
 from ..parallel.parts import kept_tensors
+from ..state import PER_PROCESS, TrainState
 
 FORMAT = "accelerate-recipes checkpoint, version 2"
 MANIFEST = "manifest.json"
-FILE_NAME = re.compile(r"shard_\d{5,}\.safetensors")
+
+# The entries of a manifest, in the words of `misfit`. An older checkpoint may lack those with a question mark.
+ENTRIES = {
+    "layout": {"processes": int, "shares": int, "stages": int},
+    "identity": {},
+    "curve?": str,
+    "own_flags?": {str: str},
+    "state": {name: kind for name, kind in get_type_hints(TrainState).items() if name not in PER_PROCESS},
+    "trainer": {
+        "num_averaged": int,
+        "loss_scale": {str: float},
+        "optimizer?": {"groups?": [{}], "numbers?": {str: tuple(NUMBERS)}},
+    },
+    "has_state?": bool,
+    "files": {str: {"size": int, "sha256": str}},
+    "tensors": {str: {"shape": [int], "dtype": str, "parts": [{"file": str, "offsets": [int], "sizes": [int]}]}},
+}
 
 
 class DamagedError(Exception):
@@ -36,6 +54,34 @@ def digest_of_file(path: Path) -> str:
 
 def digest_of_json(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def misfit(value: Any, kind: Any, name: str = MANIFEST) -> str | None:
+    """The name of the first entry of a JSON value that has another type; None if there is none.
+
+    Args:
+        value: from JSON; its dicts may have more entries.
+        kind: a type (an `int` is at least 0, a `float` may be an int), [kind of each item], {name: kind},
+            {str: kind of each entry}, or a tuple of the possible values. An entry "name?" may be missing.
+        name: of the value.
+    """
+    if isinstance(kind, UnionType):
+        return name if all(misfit(value, choice) for choice in get_args(kind)) else None
+    if isinstance(kind, tuple):
+        return None if value in kind else name
+    if isinstance(kind, type):
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        return None if fits and not (kind is int and value < 0) else name
+    if type(value) is not type(kind):
+        return name
+    if isinstance(kind, list):
+        entries = [(index, item, kind[0]) for index, item in enumerate(value)]
+    elif str in kind:
+        entries = [(key, item, kind[str]) for key, item in value.items()]
+    else:
+        required = {key.removesuffix("?"): inner for key, inner in kind.items() if key[-1] != "?" or key[:-1] in value}
+        entries = [(key, value.get(key), inner) for key, inner in required.items()]
+    return next(filter(None, (misfit(item, inner, f"{name}: {key}") for key, item, inner in entries)), None)
 
 
 def check_same_model(folder: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ..cpu_group import CpuGroup
 from ..errors import RunError
-from .format import FILE_NAME, FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json
+from .format import ENTRIES, FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json, misfit
 
 
 class Reader:
@@ -27,8 +26,6 @@ class Reader:
     def __init__(self, folder: Path):
         self.folder = folder
         try:
-            if not stat.S_ISREG((folder / MANIFEST).lstat().st_mode):  # a link, or a pipe that would block
-                raise DamagedError(f"{MANIFEST} is not a file")
             self.content = json.loads((folder / MANIFEST).read_text())
             expected = self.content.pop("sha256")
         except OSError as error:
@@ -39,8 +36,8 @@ class Reader:
             raise DamagedError(f"{MANIFEST} was altered")
         if self.content.get("format") != FORMAT:
             raise DamagedError(f"{MANIFEST} has the format {self.content.get('format')}, expected {FORMAT}")
-        if not _is_well_formed(self.content):
-            raise DamagedError(f"{MANIFEST} has missing or invalid entries")
+        if name := misfit(self.content, ENTRIES):
+            raise DamagedError(f"{name} is missing or not valid")
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
         self._files: dict[str, Any] = {}
 
@@ -102,16 +99,10 @@ class Reader:
         return tensor.clone()  # else two reads would share memory, that of the mapped file
 
     def _check_file(self, name: str, expected: dict[str, Any], reads: bool) -> None:
-        # A name that contains a path, or a link, could lead out of the folder.
-        if not FILE_NAME.fullmatch(name):
-            raise DamagedError(f"{MANIFEST} names {name}, which is not a checkpoint file")
         path = self.folder / name
         try:
-            status = path.lstat()
-            if not stat.S_ISREG(status.st_mode):
-                raise DamagedError(f"{name} is not a file")
-            if status.st_size != expected["size"]:
-                raise DamagedError(f"{name} has {status.st_size} bytes, expected {expected['size']}")
+            if (size := path.stat().st_size) != expected["size"]:
+                raise DamagedError(f"{name} has {size} bytes, expected {expected['size']}")
             if reads and digest_of_file(path) != expected["sha256"]:
                 raise DamagedError(f"{name} was altered")
         except OSError as error:
@@ -143,32 +134,6 @@ def _damage_or_failure(path: Path, error: OSError) -> Exception:
     return RunError(f"{path} cannot be read ({error.strerror}): nothing was changed; try again")
 
 
-def _is_well_formed(content: dict[str, Any]) -> bool:
-    """Whether the entries of files and tensors have the types that `write` gives them."""
-    files: Any = content.get("files")
-    tensors: Any = content.get("tensors")
-    if not _are_dicts(files) or not _are_dicts(tensors):
-        return False
-    parts = [tensor.get("parts") for tensor in tensors.values()]
-    if not all(isinstance(some, list) and _are_dicts(dict(enumerate(some))) for some in parts):
-        return False
-    return (
-        all(_are_sizes([file.get("size")]) and isinstance(file.get("sha256"), str) for file in files.values())
-        and all(_are_sizes(tensor.get("shape")) for tensor in tensors.values())
-        and all(isinstance(getattr(torch, str(tensor.get("dtype")), None), torch.dtype) for tensor in tensors.values())
-        and all(isinstance(part.get("file"), str) for some in parts for part in some)
-        and all(_are_sizes(part.get(key)) for some in parts for part in some for key in ("offsets", "sizes"))
-    )
-
-
-def _are_dicts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
-
-
 def _overlap(
     offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[list[int], list[int]] | None:
@@ -189,13 +154,13 @@ def _check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) ->
         if not inside or not len(part["offsets"]) == len(part["sizes"]) == len(whole):
             raise DamagedError(f"{name} has a part outside its shape")
     # A sweep along the dimension with the most distinct offsets compares the fewest parts.
-    along = max(range(len(shape)), key=lambda one: len({part["offsets"][one] for part in parts}), default=None)
+    along = max(range(len(shape)), key=lambda axis: len({part["offsets"][axis] for part in parts}), default=None)
     reaching: list[dict[str, Any]] = []
     for part in sorted(parts, key=lambda part: part["offsets"][along]) if along is not None else []:
         start = part["offsets"][along]
-        reaching = [one for one in reaching if one["offsets"][along] + one["sizes"][along] > start]
-        for one in reaching:
-            if _overlap(one["offsets"], one["sizes"], part["offsets"], part["sizes"]) is not None:
+        reaching = [other for other in reaching if other["offsets"][along] + other["sizes"][along] > start]
+        for other in reaching:
+            if _overlap(other["offsets"], other["sizes"], part["offsets"], part["sizes"]) is not None:
                 raise DamagedError(f"{name} has parts that overlap")
         reaching.append(part)
     if sum(math.prod(part["sizes"]) for part in parts) != math.prod(shape) or not parts:

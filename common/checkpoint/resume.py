@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,8 @@ class Checkpoint:
     @property
     def state(self) -> TrainState:
         """The saved state of the run."""
-        return TrainState(**self.reader.content["state"])
+        content = self.reader.content["state"]
+        return TrainState(**{name: content.get(name) for name in TrainState().state_dict()})
 
     def load_weights(self, model: nn.Module) -> None:
         """Loads the weights into the bare module, before `prepare`. Raises UsageError if the model differs."""
@@ -136,7 +137,6 @@ def find_checkpoint(
 
     def open_checked(path: Path) -> Checkpoint:
         reader = Reader.verified(path, group)
-        _check_content(reader.content)
         at = checkpoint_name(reader.content["state"]["step"])
         if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:
             raise DamagedError(f"{MANIFEST} is that of {at}")
@@ -179,34 +179,15 @@ def _newest(config: RunConfig, open_checked: Callable[[Path], Checkpoint], group
     return FreshStart()
 
 
-def _check_content(content: dict[str, Any]) -> None:
-    """Raises DamagedError unless the manifest has the entries that `Saver` writes, with their types."""
-    kinds = get_type_hints(TrainState)
-    expected: dict[str, dict[str, Any]] = {
-        "identity": {},
-        "layout": dict.fromkeys(("processes", "shares", "stages"), int),
-        "state": {name: kinds[name] for name in TrainState().state_dict()},
-        "trainer": {"num_averaged": int, "loss_scale": dict},
-    }
-    for part, names in expected.items():
-        values = content.get(part)
-        if not isinstance(values, dict) or (part == "state" and not values.keys() <= names.keys()):
-            raise DamagedError(f"{MANIFEST} has no valid {part}")
-        for name, kind in names.items():
-            kind = kind | int if float in (kind, *get_args(kind)) else kind  # JSON may write 1 for 1.0
-            if not isinstance(values.get(name), kind):
-                raise DamagedError(f"{MANIFEST} has no valid {name} in {part}")
-    processes, shares, stages = (content["layout"][name] for name in expected["layout"])
-    if content["state"]["step"] < 0 or min(processes, shares, stages) < 1 or processes % (shares * stages):
-        raise DamagedError(f"{MANIFEST} has an impossible step or layout")
-
-
 def _check_tensors(reader: Reader, averaged: list[str]) -> None:
-    """Raises DamagedError if a tensor of a process, an average of these weights, or all slots are missing."""
+    """Raises DamagedError if a tensor of a process, an average of these weights, or all slots are missing, or if the
+    layout is impossible."""
     if reader.content.get("has_state") and not any(name.startswith("optimizer.") for name in reader.tensors):
         raise DamagedError("the state of the optimizer is missing")
-    ranks = range(reader.content["layout"]["processes"])
-    of_processes = (f"process_{rank:05d}.{name}" for rank in ranks for name in ("losses", "weights"))
+    processes, shares, stages = (reader.content["layout"][name] for name in ("processes", "shares", "stages"))
+    if min(processes, shares, stages) < 1 or processes % (shares * stages):
+        raise DamagedError(f"{MANIFEST} has an impossible layout")
+    of_processes = (f"process_{rank:05d}.{name}" for rank in range(processes) for name in ("losses", "weights"))
     # If the weight is missing too, the checkpoint is of another model: load_weights reports that.
     averages = (f"average.{name}" for name in averaged if f"model.{name}" in reader.tensors)
     for name in chain(of_processes, averages):

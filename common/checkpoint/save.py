@@ -114,16 +114,16 @@ class Saver:
         """This run's checkpoints, the oldest first and the newest last. What is damaged, or of another run, does not
         count: it is neither removed nor takes the place of one that could be resumed."""
         config = self._trainer.plan.config
-        found = [path for number, path in checkpoints(config.output_dir) if number < step]
-        for path in found:
+        paths = [path for number, path in checkpoints(config.output_dir) if number < step]
+        for path in paths:
             if path not in self._known:
                 try:
                     content = Reader(path).content
                     is_there = checkpoint_name(content["state"]["step"]) == path.name
                     self._known[path] = is_there and not differences(self._identity, content["identity"])
-                except (DamagedError, RunError, KeyError, TypeError, ValueError, AttributeError):
+                except (DamagedError, RunError):
                     self._known[path] = False
-        return [*(path for path in found if self._known[path]), newest]
+        return [*(path for path in paths if self._known[path]), newest]
 
 
 def _make_folder(folder: Path, group: CpuGroup) -> None:

@@ -77,12 +77,12 @@ def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) 
 def _write_aside(aside: Path, folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
     _together(group, lambda: _make_empty(aside) if group.rank == 0 else None)
     file = aside / f"shard_{group.rank:05d}.safetensors"
-    written = _together(group, lambda: _write_shard(file, shard))
+    manifests = _together(group, lambda: _write_shard(file, shard))
     if group.rank == 0:
         content = {"format": FORMAT, **content, "files": {}, "tensors": {}}
-        for one in written:
-            content["files"] |= one["files"]
-            for name, tensor in one["tensors"].items():
+        for own in manifests:
+            content["files"] |= own["files"]
+            for name, tensor in own["tensors"].items():
                 known = content["tensors"].setdefault(name, tensor | {"parts": []})
                 known["parts"] += tensor["parts"]
     _together(group, lambda: _publish(aside, folder, content) if group.rank == 0 else None)

@@ -5,15 +5,18 @@ import os
 import platform
 import re
 import sys
+from contextlib import suppress
 from importlib.machinery import ExtensionFileLoader
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from filelock import FileLock
 
+BUILDS_IN = "ACCELERATE_RECIPES_BUILDS_IN"  # in the environment of compilers: the folder
 BUILDERS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
 
 
@@ -38,9 +41,10 @@ def _processor() -> list[str]:
 def load_extensions(names: list[str]) -> None:
     """Loads extensions, keys of `BUILDERS`, for DeepSpeed; compiles them first if necessary.
 
-    torch marks a running build with a file. If the process is killed, the file stays and all later builds wait
-    forever. Here one process at a time builds, under a lock that ends with the process, and removes such a file. In a
-    folder that the user chose (`TORCH_EXTENSIONS_DIR`) others may build without that lock: nothing is removed there.
+    torch marks a running build with a file. If the process is killed, its compilers go on, the file stays and all later
+    builds wait forever. Here one process at a time builds, under a lock that ends with the process. It first ends such
+    compilers and removes such a file. In a folder that the user chose (`TORCH_EXTENSIONS_DIR`) others may build without
+    that lock: nothing is ended or removed there.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -56,12 +60,25 @@ def load_extensions(names: list[str]) -> None:
                 builder._loaded_ops[name] = _loaded(library, name)
                 continue
             if own:
+                _end_compilers(folder)
                 (folder / name / "lock").unlink(missing_ok=True)
             if not library.exists():
                 print("compiling an extension of DeepSpeed, once, about a minute", file=sys.stderr, flush=True)
+            os.environ[BUILDS_IN] = str(folder)
             builder.load(verbose=False)
+            del os.environ[BUILDS_IN]
             if own:
                 is_whole.touch()
+
+
+def _end_compilers(folder: Path) -> None:
+    """Kills the compilers that killed builds have left: they would write into the files of the next build."""
+    for _ in range(3):  # ninja may start another one before it is killed
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if process.environ().get(BUILDS_IN) == str(folder):
+                    process.kill()
+                    process.wait(1)
 
 
 def _loaded(library: Path, name: str) -> Any:

@@ -18,11 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from ..command_line import ConfigT, parse
-from ..environment import (
-    CODE_FILE,
-    num_machines,
-    num_restarts,
-)
+from ..environment import CODE_FILE, num_machines, num_restarts
 from ..errors import StoppedError, first_failure, needs_no_traceback
 from ..records.output_dir import checkpoints
 from ..records.run_card import read_card

@@ -1,8 +1,7 @@
 """Stops a run on a signal, a non-finite number or a hang."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +16,7 @@ from ..parallel.trainer import StepResult
 from ..plan import Plan
 from . import signals
 from .advice import advice_for
-from .hang import HangWatch
-from .peers import PeerWatch
+from .watchdog import Watchdog
 
 MAX_SKIPS_IN_ROW = 40  # by then a loss scale of 2^16 has fallen to 2^-24
 MAX_IDS_NAMED = 8
@@ -42,22 +40,18 @@ class Watch:
         self._pending: list[_Pending] = []
         self._results: dict[int, StepResult] = {}
         self._skips_in_row = 0
-        self._num_saves = 0
-        self._hangs = HangWatch(plan, group)
-        self._peers = PeerWatch(group, plan.config.output_dir, lambda: 0 if self._num_saves else self._hangs.idle_s)
+        self._watchdog = Watchdog(group, plan.config.output_dir, plan.config.hang_timeout)
 
     def __enter__(self) -> Self:
         signals.catch()  # before this, a signal ended the process: there was nothing to save
-        self._hangs.start()
-        self._peers.start()
+        self._watchdog.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         by_agreement = error is None or isinstance(error, StoppedError | NonFiniteError)  # all processes raise it
-        self._peers.stop(failed=not by_agreement)
-        self._hangs.stop()
+        self._watchdog.stop(failed=not by_agreement)
         if error is None:  # after an error, a signal must not end the process before it has reported the error
             signals.release()
         elif advice := advice_for(error, self.plan):
@@ -88,18 +82,12 @@ class Watch:
         return signals.received() is not None
 
     def progress(self) -> None:
-        """Reports progress of this process to the hang watch, which restarts its timeout."""
-        self._hangs.progress()
+        """Reports progress of this process to the watchdog, which restarts its timeout."""
+        self._watchdog.progress()
 
-    @contextmanager
-    def save(self) -> Iterator[None]:
+    def save(self) -> AbstractContextManager[None]:
         """Surrounds the write of a checkpoint. The process is not ended within it because of a lost peer."""
-        self._num_saves += 1
-        try:
-            yield
-        finally:
-            self._num_saves -= 1
-            self.progress()
+        return self._watchdog.save()
 
     def poll(self) -> bool:
         """Polls for a stop request during long work outside steps, such as evaluation. Collective.
@@ -142,12 +130,12 @@ class Watch:
 
     def _describe(self, step: int) -> str:
         """The error message: the number that is not finite, its process and its samples."""
-        result, found = self._results[step], None
+        result, own = self._results[step], None
         ids = [ids for _, ids in islice(self.plan.micro_batches(step - 1), self.plan.accumulation)]
         for loss, batch in zip(result.losses, ids):
-            if found is None and not math.isfinite(loss):
-                found = ("train/loss", float(loss), batch.tolist())
-        losses = [(rank, *one) for rank, one in enumerate(self.group.all_gather(found)) if one is not None]
+            if own is None and not math.isfinite(loss):
+                own = ("train/loss", float(loss), batch.tolist())
+        losses = [(rank, *loss) for rank, loss in enumerate(self.group.all_gather(own)) if loss is not None]
         if losses:
             rank, name, value, samples = losses[0]
             named = ", ".join(map(str, samples[:MAX_IDS_NAMED])) + (", ..." if len(samples) > MAX_IDS_NAMED else "")

@@ -1,13 +1,16 @@
 """Promise: a user's model, optimizer and data give the result of one process, or one line refuses them."""
 
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.launch.extensions import extensions_folder
+from common.launch.extensions import BUILDS_IN, extensions_folder
 from support.launching import fork
 from support.recipes import CASES
 from support.runs import ROOT, Run, assert_same_result, largest_difference, refused
@@ -249,13 +252,23 @@ def test_the_same_weight_elsewhere(tmp_path: Path, reference: Callable[..., Run]
 
 
 def test_build_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
-    """A killed build leaves torch's lock file, which makes all other builds wait, and maybe an incomplete library."""
+    """A killed build leaves running compilers, torch's lock file, which makes all other builds wait, and maybe an
+    incomplete library."""
     fork(tmp_path / "first", "deepspeed_zero2", CASES, STEPS)  # compiles the extension if necessary
     folder = tmp_path / "torch_extensions" / extensions_folder().name
     shutil.copytree(extensions_folder(), folder)
     (folder / "deepspeed_shm_comm" / "lock").touch()
     (folder / "deepspeed_shm_comm" / "is_whole").unlink()
-    fork(tmp_path / "run", "deepspeed_zero2", CASES, STEPS, env={"XDG_CACHE_HOME": str(tmp_path)})
+    compilers = [
+        subprocess.Popen(["sleep", "1000"], env=os.environ | {BUILDS_IN: str(place)}) for place in (folder, tmp_path)
+    ]
+    try:
+        fork(tmp_path / "run", "deepspeed_zero2", CASES, STEPS, env={"XDG_CACHE_HOME": str(tmp_path)})
+        assert [compiler.poll() for compiler in compilers] == [-signal.SIGKILL, None]  # the other one builds elsewhere
+    finally:
+        for compiler in compilers:
+            compiler.kill()
+            compiler.wait()
     assert not (folder / "deepspeed_shm_comm" / "lock").exists()
     assert (folder / "deepspeed_shm_comm" / "is_whole").exists()
 

@@ -350,14 +350,8 @@ def without(*names: str) -> Callable[[dict], dict]:
         (without("optimizer."), "the state of the optimizer is missing"),
         (without("average.body.bias"), "average.body.bias is missing"),
         (without("process_00000.losses"), "process_00000.losses is missing"),
-        (without("process_00000.losses"), "process_00000.losses is missing"),
-        (lambda manifest: changed(manifest, ("state", "step"), "8"), "has no valid step in state"),
-        (lambda manifest: changed(manifest, ("state", "stepp"), 8), "has no valid state"),
-        (lambda manifest: changed(manifest, ("state", "step"), -8), "impossible step or layout"),
-        (lambda manifest: changed(manifest, ("layout", "shares"), 0), "impossible step or layout"),
-        (lambda manifest: changed(manifest, ("layout",), None), "has no valid layout"),
-        (lambda manifest: changed(manifest, ("identity",), []), "has no valid identity"),
-        (lambda manifest: changed(manifest, ("trainer", "num_averaged"), "many"), "no valid num_averaged in trainer"),
+        (lambda manifest: changed(manifest, ("state", "step"), "8"), "state: step is missing or not valid"),
+        (lambda manifest: changed(manifest, ("layout", "shares"), 0), "impossible layout"),
     ],
 )
 def test_checkpoint_that_lacks_what_a_run_goes_on_with(

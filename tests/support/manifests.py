@@ -24,3 +24,13 @@ def changed(manifest: dict, path: tuple, value: Any) -> dict:
         place = place[key]
     place[last] = value
     return manifest
+
+
+def without(manifest: dict, path: tuple) -> dict:
+    """Removes the entry at a path of keys; returns the manifest."""
+    *parents, last = path
+    place: Any = manifest
+    for key in parents:
+        place = place[key]
+    del place[last]
+    return manifest

@@ -1,6 +1,8 @@
 """Promise: a picture is read in the way of the training images, and what was done with it is said."""
 
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy
@@ -29,6 +31,28 @@ def read(tmp_path: Path, picture: Image.Image, form: ImageFormat, **options: obj
 
 def grey(pixels: numpy.ndarray) -> Image.Image:
     return Image.fromarray(pixels.astype(numpy.uint8))
+
+
+@pytest.mark.parametrize("name", ["network", "image_shape", "classes", "background", "extent"])
+def test_altered_format_is_refused(tmp_path: Path, name: str) -> None:
+    """config.json with an entry that is missing, or has another type or an impossible value."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    form = ImageFormat("cnn", (1, 12, 10), ["cat", "dog"], "dark", 0.5)
+    path, entries = tmp_path / "model" / "config.json", asdict(form)
+    values = [None, "", -1, 0, 10**30, 1.5, [], [[1]], {"a": 1}, [2, 12, 10], [3, 12, 10], [1, 0, 10], [1, 10, 10**5]]
+    form.write(tmp_path / "model")
+    assert ImageFormat.read(tmp_path) == form
+    texts = [
+        json.dumps(entries | {name: value})
+        for value in values
+        if (name, value) not in (("network", ""), ("classes", []))
+    ]
+    texts += [json.dumps({key: value for key, value in entries.items() if key != name}), "[" * 100_000, "[]", "3", ""]
+    for text in texts:
+        path.write_text(text)
+        with pytest.raises(UsageError, match="does not describe an image classifier"):
+            ImageFormat.read(tmp_path)
 
 
 def test_format_of_a_dataset() -> None:
