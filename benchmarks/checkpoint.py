@@ -62,7 +62,7 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple
 
     plan = Plan.of(config, Layout(), 10)
     trainer = prepare(accelerator, model, optimizer, forward_step, plan)
-    trainer.step([{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
+    trainer.step(0, [{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
     (folder / "ours").mkdir()
     theirs, group, state = folder / "theirs", CpuGroup(), TrainState()
     watch = Watch(accelerator, plan, group)

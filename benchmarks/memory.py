@@ -160,9 +160,9 @@ def worker(path: str) -> None:
     weights = live_bytes()
     tokens = torch.randint(0, 1024, (share.micro_batch_size, CONTEXT), device=accelerator.device)
     batch = {"tokens": tokens, "labels": tokens}
-    trainer.step([batch], wants_norm=False)
+    trainer.step(0, [batch], wants_norm=False)
     after_first = sum(size for address, size in live_storages().items() if address not in gradients)
-    trainer.step([batch], wants_norm=False)
+    trainer.step(1, [batch], wants_norm=False)
     numbers = {
         "whole": whole,
         "named": named,
@@ -170,7 +170,7 @@ def worker(path: str) -> None:
         "weights": weights,
         "optimizer": after_first - weights,
         "gradients": at_step[-1] - after_first,
-        "peak": peak_of(lambda: trainer.step([batch], wants_norm=False)),
+        "peak": peak_of(lambda: trainer.step(2, [batch], wants_norm=False)),
     }
     if accelerator.is_main_process:
         Path(path).write_text(json.dumps(numbers))

@@ -109,7 +109,17 @@ def main() -> None:
         raw_script = Path(folder) / "raw.py"
         raw_script.write_text(RAW)
         # --log_every 1 prints the first step at once. The evaluation comes after the second step, so it is not timed.
-        arguments = ["--max_steps", "2", "--log_every", "1", "--eval_every", "2", "--output_dir", folder]
+        arguments = [
+            "--max_steps",
+            "2",
+            "--log_every",
+            "1",
+            "--eval_every",
+            "2",
+            "--output_dir",
+            folder,
+            "--overwrite_output_dir",
+        ]
         mlp = [str(ROOT / "recipes" / "mnist.py"), "--model", "mlp", *arguments]
         by_hand = "torchrun, by hand"
         commands = {by_hand: [*launchers["torchrun"], str(raw_script)]}
