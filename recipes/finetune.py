@@ -25,11 +25,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch, MapDataset, pad_to_longest
-from common.tasks.causal_lm import checkpoint_activations, load_pretrained, with_losses
-from common.tasks.chat import answer, small_chat_model, with_chat_template
+from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, with_losses
+from common.tasks.chat_models import answer, small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
 from common.tasks.lora import add_lora, write_merged
-from common.tasks.text import IGNORED
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 

@@ -1,10 +1,12 @@
 """Causal language models of transformers: loading, losses and floating-point operations; a byte tokenizer."""
 
+import hashlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MethodType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,15 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..environment import print_once
-from ..errors import UsageError, first_line
-from .text import IGNORED
+from ..errors import UsageError
+from .pretrained import load
+
+IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
 
 
 def load_pretrained(
@@ -37,14 +40,8 @@ def load_pretrained(
     Raises:
         UsageError: no causal model or tokenizer there, or the model has fewer positions than `context`.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            name_or_path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
-        )
-    except (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"--model_name_or_path {name_or_path}: no causal model there ({first_line(error)})") from None
-    if missing := sorted(loaded["missing_keys"]):
+    model, tokenizer, missing = load(AutoModelForCausalLM, name_or_path, "causal model", attn_implementation=attention)
+    if missing:
         raise UsageError(
             f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
             f"as {missing[0]}: type the path of a complete causal model"
@@ -226,3 +223,16 @@ def _byte_characters() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def is_bytewise(tokenizer: Any) -> bool:
+    """Whether the tokens are the bytes of UTF-8."""
+    return tokenizer.vocab_size == 256 and tokenizer.convert_tokens_to_ids("A") == ord("A")
+
+
+def digest_of(tokenizer: Any) -> str:
+    """A digest of the tokenizer's files."""
+    with TemporaryDirectory() as folder:
+        paths = sorted(Path(path) for path in tokenizer.save_pretrained(folder))
+        contents = [path.name.encode() + path.read_bytes() for path in paths if path.is_file()]
+    return hashlib.sha256(b"".join(contents)).hexdigest()

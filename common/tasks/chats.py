@@ -3,7 +3,7 @@
 import itertools
 import random
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import UsageError, first_line
-from .mapped import map_once
+from .cache import cache_folder
+from .causal_lm import IGNORED, digest_of
 from .sources import hold_out, load_splits
-from .text import IGNORED
-from .token_map import digest_of
+from .streams import rows_on_disk
 
 Messages = list[dict[str, str]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
@@ -176,7 +176,7 @@ def load_chats(
         num_chats = len(parts[0])
         if num_chats < 2:
             raise UsageError(f"--data {data} has {num_chats} conversations: expected 2 or more")
-        divided = hold_out(num_chats, max(1, num_chats // HELD_OUT))
+        divided = hold_out(num_chats, HELD_OUT)
         parts = [parts[0].part(ids.sort().values.tolist()) for ids in divided]
     return parts[0].check_trained(data), parts[1].check_trained(data)
 
@@ -200,21 +200,18 @@ def _of_split(data: str, split: Any, tokenizer: Any, max_length: int, column: st
             return row[column]
         return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
 
-    def encoded(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        found = []
-        for row, number in zip((dict(zip(batch, values)) for values in zip(*batch.values())), numbers):
+    def encoded() -> Iterator[dict[str, Any]]:
+        for number, row in enumerate(split, start=1):
             try:
-                found.append(encode(messages(row), tokenizer, max_length))
+                yield encode(messages(row), tokenizer, max_length)
             except UsageError as error:
-                raise UsageError(f"--data {data}, conversation {number + 1}: {error}") from None
-        return {name: [row[name] for row in found] for name in found[0]}
+                raise UsageError(f"--data {data}, conversation {number}: {error}") from None
 
     number = datasets.Value("int64")
     lists = {"tokens": datasets.List(number), "trained": datasets.List(datasets.Value("bool"))}
     features = datasets.Features({**lists, "num_trained": number, "length": number})
-    key = f"chats {VERSION} {split._fingerprint} {digest_of(tokenizer)} {max_length} {column}"
-    title = f"encoding {len(split):,} conversations; later runs read them from the cache"
-    rows = map_once(split, encoded, features, key, split.data.nbytes, title)
+    folder = cache_folder("chats", VERSION, split._fingerprint, digest_of(tokenizer), max_length, column)
+    rows = rows_on_disk(folder, f"encoding {len(split):,} conversations", encoded(), features, len(split))
     return Chats(rows, lambda index: messages(split[index]))
 
 

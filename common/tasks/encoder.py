@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from ..errors import UsageError, first_line
+from ..environment import print_once
+from ..errors import UsageError
+from .pretrained import load
 
 # How tensor parallelism divides the layers of a BERT.
 BERT_TP_PLAN = {
@@ -31,15 +31,11 @@ def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -
         max_length: tokens of the longest text.
 
     Raises:
-        UsageError: no encoder or tokenizer there, no token for padding, or too few positions.
+        UsageError: no encoder or tokenizer there, weights that do not fit, no token for padding, or too few positions.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            name_or_path, dtype=torch.float32, ignore_mismatched_sizes=True, **names
-        )
-    except (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"--model_name_or_path {name_or_path}: no encoder there ({first_line(error)})") from None
+    model, tokenizer, new = load(AutoModelForSequenceClassification, name_or_path, "encoder", **names)
+    if new:
+        print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
     if tokenizer.pad_token_id is None:
         raise UsageError(
             f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: type the path of an encoder"

@@ -2,15 +2,96 @@
 
 import gzip
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
+import psutil
 import torch
 
-from ..errors import UsageError
-from .hub_images import load_hub_images
-from .image_sets import ImageDataset, Images, hold_out
-from .sources import sklearn_file
+from ..data.batches import Batch, InMemoryDataset, RowDataset
+from ..environment import local_world_size, print_once
+from ..errors import UsageError, first_line
+from .embedded import sklearn_file
+from .sources import hold_out, load_splits
+
+HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
+ROWS_PER_READ = 1000
+ADVICE = "type --data digits for the embedded set, or --data FOLDER for local MNIST IDX or parquet files"
+
+
+class ImageDataset(InMemoryDataset):
+    """Images of one size in memory, each with a class.
+
+    Samples are {"image": float32 of shape (channels, height, width) in [0, 1], "label": int64}.
+
+    Args:
+        images: uint8 of shape (n, channels, height, width).
+        labels: int64 of shape (n,), 0 to num_classes - 1.
+        classes: their names, if they have other names than these numbers.
+    """
+
+    def __init__(
+        self, images: torch.Tensor, labels: torch.Tensor, num_classes: int, classes: Sequence[str] | None = None
+    ):
+        self.images, self.labels = images, labels
+        self.image_shape: tuple[int, int, int] = tuple(images.shape[1:])  # type: ignore[assignment]
+        self.num_classes, self.classes = num_classes, list(classes or map(str, range(num_classes)))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def part(self, ids: torch.Tensor) -> "ImageDataset":
+        """The images of these ids, as a set."""
+        return ImageDataset(self.images[ids], self.labels[ids], self.num_classes, self.classes)
+
+    def rows(self, ids: torch.Tensor) -> Batch:
+        return {"image": self.images.index_select(0, ids), "label": self.labels[ids]}
+
+    def transform(self, batch: Batch) -> Batch:
+        return batch | {"image": batch["image"].float().div_(255)}
+
+
+class ImageFiles(RowDataset):
+    """Images that are decoded when they are read. The samples and the attributes are those of `ImageDataset`.
+
+    Args:
+        files: a column of a `datasets.Dataset` with images that are not decoded.
+        labels: of all rows of `files`.
+        ids: the rows that belong to this set, in its order.
+        image_shape: (channels, height, width)
+    """
+
+    transform = ImageDataset.transform
+
+    def __init__(
+        self,
+        files: Any,
+        labels: torch.Tensor,
+        ids: torch.Tensor,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        classes: Sequence[str] | None = None,
+    ):
+        self.files, self.labels, self.ids, self.image_shape = files, labels, ids, image_shape
+        self.num_classes, self.classes = num_classes, list(classes or map(str, range(num_classes)))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, ids: torch.Tensor) -> "ImageFiles":
+        """The images of these ids, as a set."""
+        return ImageFiles(self.files, self.labels, self.ids[ids], self.image_shape, self.num_classes, self.classes)
+
+    def rows(self, ids: torch.Tensor) -> Batch:
+        """Raises UsageError for an image of another size, or that cannot be decoded."""
+        numbers = self.ids[ids]
+        images = _decoded(self.files, numbers.tolist())
+        return {"image": _stacked(images, numbers.tolist(), self.image_shape), "label": self.labels[numbers]}
+
+
+Images = ImageDataset | ImageFiles
 
 
 def load_images(data: str, max_samples: int | None = None) -> tuple[Images, Images]:
@@ -42,7 +123,12 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[Images, Imag
         raise UsageError(f"--data {data} is a file: name the folder that holds the data")
     if data.startswith((".", "/", "~")) or data.count("/") > 1:
         raise UsageError(f"--data {data}: no such folder; type --data digits for the embedded set")
-    return load_hub_images(data, max_samples)
+    return _load_table(data, max_samples)
+
+
+def _divided(whole: Images) -> tuple[Images, Images]:
+    rest, held_out = hold_out(len(whole), HELD_OUT)
+    return whole.part(rest), whole.part(held_out)
 
 
 def _load_digits() -> tuple[Images, Images]:
@@ -51,7 +137,7 @@ def _load_digits() -> tuple[Images, Images]:
     with gzip.open(sklearn_file("digits.csv.gz"), "rt") as file:
         rows = torch.from_numpy(numpy.loadtxt(file, delimiter=",", dtype=numpy.float32))
     images = (rows[:, :-1] * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)
-    return hold_out(ImageDataset(images, rows[:, -1].long(), num_classes=10))
+    return _divided(ImageDataset(images, rows[:, -1].long(), num_classes=10))
 
 
 # IDX is the format of the original MNIST files: two zero bytes, a type code, the number of
@@ -69,21 +155,16 @@ def _load_folder(folder: Path, max_samples: int | None) -> tuple[Images, Images]
     if place := _idx_folder(folder):
         train, test = (_read_idx_pair(place, images, labels) for images, labels in _IDX_FILES.values())
         if train[0].shape[1:] != test[0].shape[1:]:
-            raise UsageError(
-                f"{place}: training images are {_size(train[0])}, test images {_size(test[0])}: expected one size"
-            )
+            sizes = [" x ".join(map(str, images.shape[2:])) for images, _ in (train, test)]
+            raise UsageError(f"{place}: training images are {sizes[0]}, test images {sizes[1]}: expected one size")
         num_classes = int(max(train[1].max(), test[1].max())) + 1
         return ImageDataset(*train, num_classes), ImageDataset(*test, num_classes)
     if any(folder.rglob("*.parquet")):
-        return load_hub_images(str(folder), max_samples)
+        return _load_table(str(folder), max_samples)
     raise UsageError(
         f"--data {folder}: no data there; expected the four MNIST IDX files (train-images-idx3-ubyte, ..., "
         "gzipped or not) or parquet files; type --data digits for the embedded set"
     )
-
-
-def _size(images: torch.Tensor) -> str:
-    return " x ".join(str(length) for length in images.shape[2:])
 
 
 def _read_idx_pair(place: Path, images_name: str, labels_name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,3 +201,100 @@ def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
     if len(content) != expected:
         raise UsageError(f"{path} has {len(content)} bytes, its header says {expected}: download it again")
     return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=header_size).copy()).view(shape)
+
+
+def _load_table(data: str, max_samples: int | None) -> tuple[Images, Images]:
+    """Loads a dataset of the Hub, or a folder in the same layout."""
+    splits = [_columns(data, split) for split in load_splits(data, ADVICE, max_samples)]
+    num_images = sum(len(files) for files, _, _ in splits)
+    feature = splits[0][2]
+    num_classes = getattr(feature, "num_classes", None) or 1 + max(int(labels.max()) for _, labels, _ in splits)
+    kind = num_classes, getattr(feature, "names", None)
+    first = _decoded(splits[0][0], [0])
+    num_bytes = first[0].size * num_images * local_world_size()  # each process would hold all images
+    parts: list[Images]
+    if num_bytes <= psutil.virtual_memory().available // 2:
+        images = [_all_decoded(files) for files, _, _ in splits]
+        shape = _shape([image for part in images for image in part])
+        parts = [
+            ImageDataset(_stacked(part, range(len(part)), shape), labels, *kind)
+            for part, (_, labels, _) in zip(images, splits)
+        ]
+    else:
+        print_once(
+            f"the images of {data} would fill the memory: each is decoded when it is read; --num_workers N lets N more "
+            "processes for each decode them"
+        )
+        shape = _shape(first)
+        parts = [ImageFiles(files, labels, torch.arange(len(files)), shape, *kind) for files, labels, _ in splits]
+    return _divided(parts[0]) if len(parts) == 1 else (parts[0], parts[1])
+
+
+def _columns(data: str, split: Any) -> tuple[Any, torch.Tensor, Any]:
+    """(the column with the images, not decoded; their classes; the type of the classes). Raises UsageError."""
+    import datasets  # not at the top: the import takes seconds
+
+    features = split.features
+
+    def holds_image(feature: Any) -> bool:
+        # Parquet files from other tools lack the Image type but have its layout.
+        return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature)
+
+    image = next((name for name, feature in features.items() if holds_image(feature)), None)
+    label = next((name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)), None)
+    label = label or next((name for name in ("label", "labels", "fine_label") if name in features), None)
+    if image is None or label is None:
+        raise UsageError(
+            f"--data {data} is not an image-classification dataset: expected an image and a label column, found "
+            f"{', '.join(features)}"
+        )
+    labels = numpy.asarray(split.with_format("numpy")[label][:])
+    if labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise UsageError(f"--data {data}: expected whole numbers from 0 in column {label}, the class of each image")
+    files = split.cast_column(image, datasets.Image(decode=False))[image]
+    return files, torch.from_numpy(labels.astype(numpy.int64)), features[label]
+
+
+def _all_decoded(files: Any) -> list[numpy.ndarray]:
+    starts = range(0, len(files), ROWS_PER_READ)
+    return [image for start in starts for image in _decoded(files, range(len(files))[start : start + ROWS_PER_READ])]
+
+
+def _decoded(files: Any, rows: Sequence[int]) -> list[numpy.ndarray]:
+    """The images in these rows: uint8 of shape (height, width) if grey, else (height, width, 3). Raises UsageError."""
+    import datasets
+
+    images = []
+    for row, file in zip(rows, files[list(rows)]):
+        try:
+            image = datasets.Image().decode_example(file)
+        except Exception as error:  # Pillow raises many types
+            reason = first_line(error).partition(" <")[0]  # without the address of an object
+            raise UsageError(f"the image in row {row} of the data cannot be read ({reason})") from None
+        images.append(numpy.asarray(image if image.mode == "L" else image.convert("RGB")))
+    return images
+
+
+def _shape(images: list[numpy.ndarray]) -> tuple[int, int, int]:
+    """(channels, height, width): all are in colour if one is."""
+    return 3 if any(image.ndim == 3 for image in images) else 1, *images[0].shape[:2]
+
+
+def _stacked(images: list[numpy.ndarray], rows: Sequence[int], shape: tuple[int, int, int]) -> torch.Tensor:
+    """uint8 of shape (n, channels, height, width). Raises UsageError for an image of another shape."""
+    channels, height, width = shape
+    for row, image in zip(rows, images):
+        if image.shape[:2] != (height, width):
+            raise UsageError(
+                f"the first image of the data is {height} x {width}, that in row {row} is {image.shape[0]} x "
+                f"{image.shape[1]}: expected one size; resize them first"
+            )
+        if image.ndim == 3 and channels == 1:
+            raise UsageError(
+                f"the first image of the data is grey, that in row {row} is in colour: convert all to one kind first, "
+                "as they do not fit into memory"
+            )
+    if channels == 3:
+        images = [numpy.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image for image in images]
+    pixels = torch.from_numpy(numpy.stack(images))
+    return pixels.unsqueeze(1) if channels == 1 else pixels.permute(0, 3, 1, 2).contiguous()

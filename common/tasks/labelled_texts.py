@@ -98,9 +98,7 @@ def load_labelled_texts(
 
 
 def _divided(rows: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    train, evaluation = (
-        [rows[number] for number in ids.sort().values] for ids in hold_out(len(rows), len(rows) // HELD_OUT)
-    )
+    train, evaluation = ([rows[number] for number in ids.sort().values] for ids in hold_out(len(rows), HELD_OUT))
     return train, evaluation
 
 

@@ -29,7 +29,7 @@ class Adapter:
 
     def write(self, weights: dict[str, Tensor], folder: Path) -> Path:
         """Writes PEFT's two files. Returns the path of the one with the weights."""
-        facts = {"format": "pt", "base": self.base_digest}
+        facts = {"base": self.base_digest}  # one entry: safetensors writes several in a random order
         save_file({_without_name(name): weight for name, weight in weights.items()}, folder / FILE, facts)
         self.settings.save_pretrained(str(folder))
         return folder / FILE
@@ -79,6 +79,7 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
     adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
     settings = adapted.peft_config["default"]
     settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+    settings.target_modules = sorted(settings.target_modules)  # PEFT writes a set in a random order
     settings.task_type = "CAUSAL_LM"  # not before: get_peft_model would give forward other arguments
     adapted.peft_adapter = Adapter(settings, digest)
     num_weights = sum(weight.numel() for weight in adapted.parameters())

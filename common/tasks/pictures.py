@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from ..checkpoint.format import misfit
 from ..errors import UsageError
-from .image_sets import Images
+from .images import Images
 
 NUM_LOOKED_AT = 1000  # training images, about
 SHARE_OF_ONE_KIND = 0.95  # of the training images must have a dark edge, or a light one, to call the set so

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..data.batches import Batch, InMemoryDataset
 from ..errors import UsageError
-from .sources import sklearn_file
+from .embedded import sklearn_file
 
 
 class TableDataset(InMemoryDataset):

@@ -1,8 +1,13 @@
 """Text as blocks of tokens: embedded, in files, or on the Hub."""
 
+import codecs
+import io
 import sysconfig
-from abc import abstractmethod
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +15,23 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..data.batches import Batch, InMemoryDataset, RowDataset
+from ..data.batches import Batch, InMemoryDataset
 from ..errors import UsageError
+from .cache import cache_folder, progress_bar, write_once
+from .causal_lm import IGNORED, digest_of, is_bytewise
 from .sources import load_splits
-from .text_files import pieces, read_pieces, read_text
-from .token_map import TokenMap, is_bytewise, tokenise
 
 STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to evaluate
 MAX_BYTES_IN_MEMORY = 16_000_000  # larger text is tokenised once, into a file
-IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
+BYTES_PER_PIECE = 100_000
+BYTES_PER_LINE = 50_000  # a piece ends within a line that is longer
+CHARACTERS_PER_BATCH = 1_000_000  # that are tokenised at one time
 TEXT_SUFFIXES, DATA_SUFFIXES = (".txt", ".md", ".py"), (".parquet", ".jsonl")
 ADVICE = "type --data stdlib for the embedded text, or --data FILE.txt"
-Tokens = Tensor | TokenMap
+VERSION = 2  # of the files of tokens: another number makes new ones
 
 
-class TokenBlocks(RowDataset):
+class TokenDataset(InMemoryDataset):
     """A text cut into blocks. Each token but the first is a label in exactly one sample.
 
     Samples are {"tokens": int64 of shape (context,), "labels": int64 of shape (context,), "weight":
@@ -32,32 +39,42 @@ class TokenBlocks(RowDataset):
     `IGNORED`. The weight is the number of labels without padding.
 
     Args:
-        num_tokens: at least 2.
+        tokens: integers of shape (n,), at least 2; or a part of `mapped(file)`, so that memory holds only what is read.
         context: tokens per block.
         drop_last: leave out a last block that is not full, as training does. All samples then have the
             same number of labels, and no "weight".
+        file: a worker maps it anew, instead of getting a copy of the tokens.
     """
 
-    def __init__(self, num_tokens: int, context: int, drop_last: bool):
-        self.context, self.drop_last = context, drop_last
-        num_targets = num_tokens - 1
+    def __init__(self, tokens: Tensor, context: int, drop_last: bool, file: Path | None = None):
+        self.tokens, self.context, self.drop_last = tokens, context, drop_last
+        self.part = None if file is None else (file, tokens.storage_offset(), len(tokens))
+        num_targets = len(tokens) - 1
         self._num_blocks = num_targets // context if drop_last else -(-num_targets // context)
         self.num_targets = min(num_targets, self._num_blocks * context)
 
-    @abstractmethod
-    def read(self, starts: Tensor) -> Tensor:
-        """context + 1 tokens from each start, of shape (batch, context + 1); zeros after the last token."""
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | ({"tokens": None} if self.part else {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.part:
+            file, start, num_tokens = self.part
+            self.tokens = mapped(file)[start : start + num_tokens]
 
     def __len__(self) -> int:
         return self._num_blocks
 
     def rows(self, ids: Tensor) -> Batch:
-        starts = ids * self.context
-        block = self.read(starts)
-        batch = {"tokens": block[:, :-1], "labels": block[:, 1:]}
         if self.drop_last:
-            return batch
-        return batch | {"weight": (self.num_targets - starts).clamp(max=self.context).float()}
+            # A view of overlapping blocks: copying its rows takes a third of the time that indexing each token takes.
+            block = self.tokens.unfold(0, self.context + 1, self.context).index_select(0, ids)
+            return {"tokens": block[:, :-1], "labels": block[:, 1:]}
+        starts = ids * self.context
+        positions = starts.unsqueeze(1) + torch.arange(self.context + 1, device=starts.device)
+        block = self.tokens[positions.clamp_(max=len(self.tokens) - 1)]
+        weight = (self.num_targets - starts).clamp(max=self.context).float()
+        return {"tokens": block[:, :-1], "labels": block[:, 1:], "weight": weight}
 
     def transform(self, batch: Batch) -> Batch:
         tokens, labels = batch["tokens"].long(), batch["labels"].long()
@@ -67,36 +84,9 @@ class TokenBlocks(RowDataset):
         return batch | {"tokens": tokens, "labels": labels}
 
 
-class TokenDataset(TokenBlocks, InMemoryDataset):
-    """Blocks of a text whose tokens are in memory: an integer tensor of shape (n,)."""
-
-    def __init__(self, tokens: Tensor, context: int, drop_last: bool):
-        super().__init__(len(tokens), context, drop_last)
-        padding = max(0, self._num_blocks * context - (len(tokens) - 1))
-        self.tokens = torch.cat([tokens, tokens.new_zeros(padding)])
-
-    def read(self, starts: Tensor) -> Tensor:
-        return self.tokens[starts.unsqueeze(1) + torch.arange(self.context + 1, device=starts.device)]
-
-
-class MappedTokenDataset(TokenBlocks):
-    """Blocks of a text whose tokens stay in a file. The samples are those of `TokenDataset`."""
-
-    def __init__(self, tokens: TokenMap, context: int, drop_last: bool):
-        super().__init__(len(tokens), context, drop_last)
-        self.tokens = tokens
-
-    def read(self, starts: Tensor) -> Tensor:
-        block = numpy.zeros((len(starts), self.context + 1), numpy.int64)
-        for row, start in zip(block, starts.tolist()):
-            found = self.tokens.read(start, self.context + 1)
-            row[: len(found)] = found
-        return torch.from_numpy(block)
-
-
 def load_tokens(
     data: str, tokenizer: Any, context: int, max_samples: int | None = None
-) -> tuple[TokenBlocks, TokenBlocks]:
+) -> tuple[TokenDataset, TokenDataset]:
     """Loads a text and cuts it into blocks.
 
     Text of up to `MAX_BYTES_IN_MEMORY` is tokenised as a whole, in memory, at each start. Larger text is tokenised
@@ -116,47 +106,60 @@ def load_tokens(
     Raises:
         UsageError: no data, not text, or too short for a block.
     """
-    parts = _tokens(data, tokenizer, max_samples)
+    texts = _texts(data, max_samples)
+    is_large = sum(text.num_bytes for text in texts) > MAX_BYTES_IN_MEMORY
+    files = [_token_file(text, tokenizer) if is_large else None for text in texts]
+    parts = [
+        mapped(file) if file else _encoded(["".join(text.pieces())], tokenizer) for text, file in zip(texts, files)
+    ]
     if len(parts) == 1:
         cut = len(parts[0]) * 9 // 10
-        parts = [parts[0][:cut], parts[0][cut:]]
+        parts, files = [parts[0][:cut], parts[0][cut:]], files * 2
     train, evaluation = parts
     if len(train) <= context or len(evaluation) < 2:
         raise UsageError(
             f"--data {data} has {len(train)} training and {len(evaluation)} evaluation tokens: a block needs "
             f"{context + 1}; type a smaller --context or use more text"
         )
-    return _blocks(train, context, drop_last=True), _blocks(evaluation, context, drop_last=False)
+    return TokenDataset(train, context, True, files[0]), TokenDataset(evaluation, context, False, files[1])
 
 
-def _blocks(tokens: Tokens, context: int, drop_last: bool) -> TokenBlocks:
-    kind: Any = MappedTokenDataset if isinstance(tokens, TokenMap) else TokenDataset
-    return kind(tokens, context, drop_last)
+@dataclass(frozen=True)
+class _Text:
+    """A text to read in pieces.
+
+    Attributes:
+        name: for messages.
+        key: another text has another one.
+        num_bytes: about.
+        pieces: gives strings that joined are the text. Each is tokenised by itself if the text is large.
+    """
+
+    name: str
+    key: object
+    num_bytes: int
+    pieces: Callable[[], Iterator[str]]
 
 
-def _tokens(data: str, tokenizer: Any, max_samples: int | None) -> list[Tokens]:
+def _texts(data: str, max_samples: int | None) -> list[_Text]:
+    """The text of each split. Raises UsageError."""
     path = Path(data).expanduser()
     if _is_data_set(data, path):
-        splits = load_splits(data, ADVICE, max_samples)
-        for split in splits:
-            if "text" not in split.column_names:
-                raise UsageError(f"--data {data}: expected a text column, found {', '.join(split.column_names)}")
-            if len(split) == 0:
-                raise UsageError(f"--data {data}: a split has no rows")
-        return _tokens_of_rows(data, splits, tokenizer)
+        return [_text_of_rows(data, split) for split in load_splits(data, ADVICE, max_samples)]
     if max_samples is not None:
         raise UsageError(f"--max_samples counts rows of a data set, but --data {data} is plain text: remove it")
     if data == "stdlib":
         folder = Path(sysconfig.get_path("stdlib"))
-        text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
-        return [_encode(text[:STDLIB_CHARACTERS], tokenizer)]
+        text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))[:STDLIB_CHARACTERS]
+        return [_Text(data, None, len(text), lambda: iter([text]))]
     files = [path] if path.is_file() else _text_files(path)
     if not files:
         raise UsageError(f"--data {data}: no .txt, .md or .py files there; type --data stdlib for the embedded text")
-    num_bytes = sum(file.stat().st_size for file in files if file.exists())  # a link may lead nowhere
-    if num_bytes > MAX_BYTES_IN_MEMORY:
-        return [_tokenise_files(data, files, tokenizer, num_bytes)]
-    return [_encode("\n".join(read_text(file) for file in files), tokenizer)]
+    try:
+        facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    except OSError as error:  # a link may lead nowhere
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return [_Text(data, facts, sum(size for _, size, _ in facts), partial(_pieces, files))]
 
 
 def _is_data_set(data: str, path: Path) -> bool:
@@ -176,41 +179,89 @@ def _text_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.suffix in TEXT_SUFFIXES)
 
 
-def _tokenise_files(data: str, files: list[Path], tokenizer: Any, num_bytes: int) -> TokenMap:
-    import datasets  # not at the top: the import takes seconds
+def _pieces(files: list[Path]) -> Iterator[str]:
+    """The text of files in UTF-8 in pieces of about 100 kB, cut at line ends. A newline stands for each line end, and
+    between files. Raises UsageError."""
+    for path in files:
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
+        start, size = 0, 0
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                while start < size:
+                    piece = file.read(BYTES_PER_PIECE - start % BYTES_PER_PIECE) + file.readline(BYTES_PER_LINE)
+                    start += len(piece)
+                    is_end = start >= size
+                    yield decoder.decode(piece, final=is_end) + "\n" * (is_end and path is not files[-1])
+        except UnicodeDecodeError as error:
+            position = start - len(error.object) + error.start
+            raise UsageError(f"{path} is not text in UTF-8 ({error.reason} at byte {position}): convert it") from None
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        if size == 0:
+            raise UsageError(f"{path} is empty: expected text")
 
-    rows = datasets.Dataset.from_dict(pieces(files))
-    found = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return tokenise(rows, lambda batch, _: read_pieces(batch), tokenizer, repr(found), num_bytes, data)
 
+def _text_of_rows(data: str, split: Any) -> _Text:
+    if "text" not in split.column_names:
+        raise UsageError(f"--data {data}: expected a text column, found {', '.join(split.column_names)}")
 
-def _tokens_of_rows(data: str, splits: list[Any], tokenizer: Any) -> list[Tokens]:
-    sizes = [split.data.column("text").nbytes for split in splits]
-    if sum(sizes) > MAX_BYTES_IN_MEMORY:
-        return [_tokenise_rows(data, split, tokenizer, size) for split, size in zip(splits, sizes)]
-    return [_encode("\n".join(_texts(data, split["text"], 0)), tokenizer) for split in splits]
-
-
-def _tokenise_rows(data: str, split: Any, tokenizer: Any, num_bytes: int) -> TokenMap:
-    last = len(split) - 1
-
-    def read(batch: dict[str, list[Any]], ids: list[int]) -> list[str]:
-        texts = _texts(data, batch["text"], ids[0])
-        return [text + "\n" * (number < last) for number, text in zip(ids, texts)]
+    def pieces() -> Iterator[str]:
+        for number, text in enumerate(split["text"], start=1):
+            if not isinstance(text, str):
+                raise UsageError(f"--data {data}: row {number - 1} has no text: remove it")
+            yield text + "\n" * (number < len(split))
 
     title = f"{data}, {split.split}" if split.split else data
-    return tokenise(split.select_columns("text"), read, tokenizer, split._fingerprint, num_bytes, title)
+    return _Text(title, split._fingerprint, split.data.column("text").nbytes, pieces)
 
 
-def _texts(data: str, texts: Iterable[Any], first: int) -> list[str]:
-    found = list(texts)
-    for number, text in enumerate(found, start=first):
-        if not isinstance(text, str):
-            raise UsageError(f"--data {data}: row {number} has no text: remove it")
-    return found
+def _token_file(text: _Text, tokenizer: Any) -> Path:
+    """The file with the tokens of a text, which the first process of each machine writes once."""
+    name = "tokens.uint8" if is_bytewise(tokenizer) else "tokens.int32"
+
+    def write(folder: Path) -> None:
+        with (folder / name).open("wb") as file, progress_bar(text.num_bytes, "B") as bar:
+            for batch in _batches(text.pieces()):
+                _encoded(batch, tokenizer).numpy().tofile(file)
+                bar.update(sum(map(len, batch)))
+
+    folder = cache_folder("tokens", VERSION, text.key, digest_of(tokenizer))
+    write_once(folder, f"tokenising {text.name} ({text.num_bytes / 1e6:,.0f} MB)", write)
+    return folder / name
 
 
-def _encode(text: str, tokenizer: Any) -> Tensor:
+def _batches(pieces: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece)
+        if size >= CHARACTERS_PER_BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _tokens(text: _Text, tokenizer: Any) -> Tensor:
+    return _encoded(["".join(text.pieces())], tokenizer)
+
+
+def mapped(file: Path) -> Tensor:
+    """The tokens in a file, whose name ends with their type. To write to them is an error of the system."""
+    kind = numpy.dtype(file.suffix[1:])
+    if file.stat().st_size == 0:
+        return torch.from_numpy(numpy.empty(0, kind))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no tensors that cannot be written
+        return torch.from_numpy(numpy.memmap(file, kind, "r"))
+
+
+def _encoded(texts: list[str], tokenizer: Any) -> Tensor:
+    """The tokens of all texts, one text after another: uint8 if they are bytes, else int32."""
     if is_bytewise(tokenizer):  # needs no tokenizer
-        return torch.from_numpy(numpy.frombuffer(text.encode(), numpy.uint8).copy())
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int32)
+        return torch.from_numpy(numpy.frombuffer("".join(texts).encode(), numpy.uint8).copy())
+    quiet = {"verbose": False, "return_attention_mask": False, "return_token_type_ids": False}
+    lists = tokenizer(texts, add_special_tokens=False, **quiet)["input_ids"]
+    return torch.from_numpy(numpy.fromiter(chain.from_iterable(lists), numpy.int32, sum(map(len, lists))))

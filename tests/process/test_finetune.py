@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.launching import fork
+from support.launching import execute, fork
 from support.recipes import FINETUNE, RECIPES
-from support.runs import TOLERANCE, Run, largest_difference, refused, weight_distance
+from support.runs import ROOT, TOLERANCE, Run, largest_difference, refused, weight_distance
 
 SHORT = "--max_length 96 --batch_size 8 --max_steps 6 --log_every 1 --eval_every 6 --num_answers 0"
 LORA = f"{SHORT} --lora_rank 4 --learning_rate 1e-2 --save_every 3 --keep_checkpoints 9"
@@ -135,6 +136,16 @@ def test_checkpoints_and_exports_hold_adapters_alone(tmp_path: Path, base: Path,
         merged = AutoModelForCausalLM.from_pretrained(adapted.output_dir / "merged")
         assert (beside(tokens).logits - merged(tokens).logits).abs().max() <= 1e-5
         assert (alone - merged(tokens).logits).abs().max() > 1e-2
+
+
+def test_equal_runs_write_equal_files(tmp_path: Path, base: Path, adapted: Run) -> None:
+    """Python's sets, and Rust's in safetensors, have another order in each process."""
+    arguments = f"{LORA} --model_name_or_path {base} --output_dir {tmp_path / 'run'}".split()
+    env = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
+    run = execute([sys.executable, str(ROOT / FINETUNE), *arguments], tmp_path, tmp_path / "run", env)
+    assert run.exit_code == 0, run.stderr
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (run.output_dir / "model" / name).read_bytes() == (adapted.output_dir / "model" / name).read_bytes()
 
 
 @pytest.mark.parametrize("config", ["ddp", pytest.param("tensor_parallel", marks=pytest.mark.full)])

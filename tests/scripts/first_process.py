@@ -5,7 +5,7 @@ import time
 from accelerate import PartialState
 
 from common import RunConfig, run, start
-from common.tasks.mapped import first_process_first
+from common.tasks.cache import first_process_first
 
 
 def main(config: RunConfig) -> None:

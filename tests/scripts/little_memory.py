@@ -5,10 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common import run
-from common.tasks import hub_images
+from common.tasks import images
 
 recipe = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "mnist.py"))
 
 if __name__ == "__main__":
-    hub_images.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1000))
+    images.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1000))
     run(recipe["main"], recipe["Config"])

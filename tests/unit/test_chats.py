@@ -11,7 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 
 from common.errors import UsageError
 from common.tasks.causal_lm import byte_tokenizer, with_losses
-from common.tasks.chat import small_chat_model, with_chat_template
+from common.tasks.chat_models import small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, by_rules, encode, load_chats, packed
 from common.tasks.text import IGNORED
 

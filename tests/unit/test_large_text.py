@@ -5,16 +5,16 @@ import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy
 import pytest
 import torch
 from datasets import Dataset
 
 from common.errors import UsageError
-from common.tasks import mapped, text, text_files, token_map
+from common.tasks import text
 from common.tasks.causal_lm import byte_tokenizer
-from common.tasks.text import MappedTokenDataset, TokenBlocks, TokenDataset, load_tokens
+from common.tasks.text import TokenDataset, load_tokens
 from support.small_model import write_model
 
 AWKWARD = "naïve 日本\r\nline\rtab\t\n\n" * 40 + "é" * 300 + "\n"
@@ -22,23 +22,24 @@ AWKWARD = "naïve 日本\r\nline\rtab\t\n\n" * 40 + "é" * 300 + "\n"
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All text counts as large, and has many pieces in several files."""
-    monkeypatch.setattr(mapped, "cache_folder", lambda kind: tmp_path / "cache" / kind)
+    """All text counts as large, and has many pieces and batches."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(text, "MAX_BYTES_IN_MEMORY", 0)
-    monkeypatch.setattr(mapped, "BYTES_PER_FILE", 2000)
-    monkeypatch.setattr(mapped, "BYTES_PER_BATCH", 700)
-    monkeypatch.setattr(text_files, "BYTES_PER_PIECE", 101)
-    monkeypatch.setattr(text_files, "BYTES_PER_LINE", 64)
+    monkeypatch.setattr(text, "BYTES_PER_PIECE", 101)
+    monkeypatch.setattr(text, "BYTES_PER_LINE", 64)
+    monkeypatch.setattr(text, "CHARACTERS_PER_BATCH", 700)
 
 
-def in_memory(monkeypatch: pytest.MonkeyPatch, load: Callable[[], tuple[TokenBlocks, ...]]) -> tuple[TokenBlocks, ...]:
+def in_memory(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[], tuple[TokenDataset, ...]]
+) -> tuple[TokenDataset, ...]:
     with monkeypatch.context() as patch:
         patch.setattr(text, "MAX_BYTES_IN_MEMORY", 2**40)
         return load()
 
 
-def assert_same_samples(mapped_set: TokenBlocks, expected: TokenBlocks) -> None:
-    assert isinstance(mapped_set, MappedTokenDataset) and isinstance(expected, TokenDataset)
+def assert_same_samples(mapped_set: TokenDataset, expected: TokenDataset) -> None:
+    assert mapped_set.part and not expected.part
     assert len(mapped_set) == len(expected)
     ids = torch.randperm(len(expected)).tolist()
     found, wanted = mapped_set.__getitems__(ids), expected.__getitems__(ids)
@@ -52,19 +53,18 @@ def test_files_give_the_samples_of_the_text_in_memory(tmp_path: Path, monkeypatc
         (tmp_path / f"{number}.txt").write_bytes(content.encode())
     for context in (8, 33):
 
-        def load(context: int = context) -> tuple[TokenBlocks, ...]:
+        def load(context: int = context) -> tuple[TokenDataset, ...]:
             return load_tokens(str(tmp_path), byte_tokenizer(), context)
 
         for found, expected in zip(load(), in_memory(monkeypatch, load)):
             assert_same_samples(found, expected)
-    assert len(list(tmp_path.rglob("*.arrow"))) > 1  # one text, whatever the context
+    assert len(list(tmp_path.rglob("tokens.*"))) == 1  # one text, whatever the context
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_rows_give_the_samples_of_the_text_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     folder = tmp_path / "set"
     folder.mkdir()
     rows = [f"{number} {AWKWARD[number : 3 * number]}" for number in range(120)]
@@ -74,7 +74,7 @@ def test_rows_give_the_samples_of_the_text_in_memory(
         )
         write(str(folder / f"{split}.{kind}"))
 
-    def load() -> tuple[TokenBlocks, ...]:
+    def load() -> tuple[TokenDataset, ...]:
         return load_tokens(str(folder), byte_tokenizer(), 16)
 
     for found, expected in zip(load(), in_memory(monkeypatch, load)):
@@ -89,7 +89,7 @@ def test_tokens_of_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path.write_text("one two three four\n" * 500)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
 
-    def load() -> tuple[TokenBlocks, ...]:
+    def load() -> tuple[TokenDataset, ...]:
         return load_tokens(str(path), tokenizer, 16)
 
     for found, expected in zip(load(), in_memory(monkeypatch, load)):
@@ -102,8 +102,8 @@ def test_second_load_tokenises_nothing(
     path = tmp_path / "text.txt"
     path.write_text(AWKWARD * 3)
     calls = []
-    encoded = token_map.encoded
-    monkeypatch.setattr(token_map, "encoded", lambda *arguments: calls.append(1) or encoded(*arguments))
+    encoded = text._encoded
+    monkeypatch.setattr(text, "_encoded", lambda *arguments: calls.append(1) or encoded(*arguments))
     first = load_tokens(str(path), byte_tokenizer(), 16)[0]
     assert calls and "tokenising" in capsys.readouterr().out
     calls.clear()
@@ -132,28 +132,25 @@ def test_another_tokenizer_has_other_tokens(tmp_path: Path) -> None:
     assert found == [[1, 2, 3, 4], [2, 1, 3, 4]]
 
 
-def test_work_that_failed_goes_on_after_the_last_complete_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_failed_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "text.txt"
     path.write_text(AWKWARD * 10)
-    encoded, calls = token_map.encoded, []
+    encoded, calls = text._encoded, []
 
-    def fails_late(*arguments: object) -> numpy.ndarray:
+    def fails_late(*arguments: Any) -> torch.Tensor:
         calls.append(1)
-        if len(calls) == 12:
+        if len(calls) == 5:
             raise KeyboardInterrupt
         return encoded(*arguments)
 
-    monkeypatch.setattr(token_map, "encoded", fails_late)
+    monkeypatch.setattr(text, "_encoded", fails_late)
     with pytest.raises(KeyboardInterrupt):
         load_tokens(str(path), byte_tokenizer(), 16)
-    done = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.arrow")}
-    assert len(done) > 1
-    (next(iter(done)).parent / "tmp_of_a_killed_run").touch()
+    assert [file.parent.suffix for file in tmp_path.rglob("tokens.uint8")] == [".unfinished"]
     found = load_tokens(str(path), byte_tokenizer(), 16)[0]
-    assert all(file.stat().st_mtime_ns == time for file, time in done.items())
     expected = in_memory(monkeypatch, lambda: load_tokens(str(path), byte_tokenizer(), 16))[0]
     assert_same_samples(found, expected)
-    assert not list(tmp_path.rglob("tmp*"))
+    assert not list(tmp_path.rglob("*.unfinished"))
 
 
 def test_a_worker_gets_the_path_of_the_file_not_the_tokens(tmp_path: Path) -> None:
@@ -176,8 +173,7 @@ def test_a_worker_gets_the_path_of_the_file_not_the_tokens(tmp_path: Path) -> No
         ("rows.parquet", b"no parquet\n", "rows.parquet: the files cannot be read"),
     ],
 )
-def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, expected: str) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+def test_bad_input(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=re.escape(expected)):
         load_tokens(str(tmp_path / name), byte_tokenizer(), 64)
