@@ -19,6 +19,7 @@ from .sources import hold_out, load_splits
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 ROWS_PER_READ = 1000
 ADVICE = "type --data digits for the embedded set, or --data FOLDER for local MNIST IDX or parquet files"
+Shape = tuple[int, int, int]  # channels, height, width
 
 
 class ImageDataset(InMemoryDataset):
@@ -36,7 +37,7 @@ class ImageDataset(InMemoryDataset):
         self, images: torch.Tensor, labels: torch.Tensor, num_classes: int, classes: Sequence[str] | None = None
     ):
         self.images, self.labels = images, labels
-        self.image_shape: tuple[int, int, int] = tuple(images.shape[1:])  # type: ignore[assignment]
+        self.image_shape: Shape = tuple(images.shape[1:])  # type: ignore[assignment]
         self.num_classes, self.classes = num_classes, list(classes or map(str, range(num_classes)))
 
     def __len__(self) -> int:
@@ -60,29 +61,22 @@ class ImageFiles(RowDataset):
         files: a column of a `datasets.Dataset` with images that are not decoded.
         labels: of all rows of `files`.
         ids: the rows that belong to this set, in its order.
-        image_shape: (channels, height, width)
+        image_shape: of all images.
+        classes: their names.
     """
 
     transform = ImageDataset.transform
 
-    def __init__(
-        self,
-        files: Any,
-        labels: torch.Tensor,
-        ids: torch.Tensor,
-        image_shape: tuple[int, int, int],
-        num_classes: int,
-        classes: Sequence[str] | None = None,
-    ):
+    def __init__(self, files: Any, labels: torch.Tensor, ids: torch.Tensor, image_shape: Shape, classes: list[str]):
         self.files, self.labels, self.ids, self.image_shape = files, labels, ids, image_shape
-        self.num_classes, self.classes = num_classes, list(classes or map(str, range(num_classes)))
+        self.num_classes, self.classes = len(classes), classes
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def part(self, ids: torch.Tensor) -> "ImageFiles":
         """The images of these ids, as a set."""
-        return ImageFiles(self.files, self.labels, self.ids[ids], self.image_shape, self.num_classes, self.classes)
+        return ImageFiles(self.files, self.labels, self.ids[ids], self.image_shape, self.classes)
 
     def rows(self, ids: torch.Tensor) -> Batch:
         """Raises UsageError for an image of another size, or that cannot be decoded."""
@@ -209,7 +203,7 @@ def _load_table(data: str, max_samples: int | None) -> tuple[Images, Images]:
     num_images = sum(len(files) for files, _, _ in splits)
     feature = splits[0][2]
     num_classes = getattr(feature, "num_classes", None) or 1 + max(int(labels.max()) for _, labels, _ in splits)
-    kind = num_classes, getattr(feature, "names", None)
+    classes = getattr(feature, "names", None) or [str(number) for number in range(num_classes)]
     first = _decoded(splits[0][0], [0])
     num_bytes = first[0].size * num_images * local_world_size()  # each process would hold all images
     parts: list[Images]
@@ -217,7 +211,7 @@ def _load_table(data: str, max_samples: int | None) -> tuple[Images, Images]:
         images = [_all_decoded(files) for files, _, _ in splits]
         shape = _shape([image for part in images for image in part])
         parts = [
-            ImageDataset(_stacked(part, range(len(part)), shape), labels, *kind)
+            ImageDataset(_stacked(part, range(len(part)), shape), labels, num_classes, classes)
             for part, (_, labels, _) in zip(images, splits)
         ]
     else:
@@ -226,7 +220,7 @@ def _load_table(data: str, max_samples: int | None) -> tuple[Images, Images]:
             "processes for each decode them"
         )
         shape = _shape(first)
-        parts = [ImageFiles(files, labels, torch.arange(len(files)), shape, *kind) for files, labels, _ in splits]
+        parts = [ImageFiles(files, labels, torch.arange(len(files)), shape, classes) for files, labels, _ in splits]
     return _divided(parts[0]) if len(parts) == 1 else (parts[0], parts[1])
 
 
@@ -275,12 +269,12 @@ def _decoded(files: Any, rows: Sequence[int]) -> list[numpy.ndarray]:
     return images
 
 
-def _shape(images: list[numpy.ndarray]) -> tuple[int, int, int]:
-    """(channels, height, width): all are in colour if one is."""
+def _shape(images: list[numpy.ndarray]) -> Shape:
+    """All are in colour if one is."""
     return 3 if any(image.ndim == 3 for image in images) else 1, *images[0].shape[:2]
 
 
-def _stacked(images: list[numpy.ndarray], rows: Sequence[int], shape: tuple[int, int, int]) -> torch.Tensor:
+def _stacked(images: list[numpy.ndarray], rows: Sequence[int], shape: Shape) -> torch.Tensor:
     """uint8 of shape (n, channels, height, width). Raises UsageError for an image of another shape."""
     channels, height, width = shape
     for row, image in zip(rows, images):

@@ -1,6 +1,7 @@
 """Tables of numbers with a column to predict: embedded, synthetic, or a CSV file."""
 
 import csv
+import warnings
 from pathlib import Path
 
 import numpy
@@ -70,7 +71,11 @@ def load_csv(path: Path, target: str | None) -> TableDataset:
     import pandas  # not at the top: the import takes half a second
 
     try:
-        table = pandas.read_csv(path, sep=None, engine="python", dtype=str, keep_default_na=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pandas.errors.ParserWarning)  # rows that are longer than the header
+            table = pandas.read_csv(path, sep=None, engine="python", dtype=str, keep_default_na=False, index_col=False)
+    except pandas.errors.ParserWarning:
+        raise UsageError(f"--data {path}: the rows have more values than the header has names: correct it") from None
     except (OSError, ValueError, csv.Error, pandas.errors.ParserError) as error:  # ValueError: not text
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"--data {path} cannot be read as CSV ({reason}): expected a header and rows") from None

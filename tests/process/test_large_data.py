@@ -130,7 +130,7 @@ convert_stream(stream(100), folder / "first")  # what Arrow and `datasets` need 
 before, most = anonymous_mb(), 0
 converted = convert_stream(stream(int(sys.argv[1])), folder / "files")
 assert converted[int(sys.argv[1]) - 1]["number"] == int(sys.argv[1]) - 1
-print(sum(path.stat().st_size for path in folder.glob("files/*.arrow")) / 1e6, max(most, anonymous_mb()) - before)
+print(sum(path.stat().st_size for path in folder.glob("files/*/*.arrow")) / 1e6, max(most, anonymous_mb()) - before)
 """
 
 
