@@ -97,9 +97,9 @@ def fit(
         with first.translated():
             trainer = prepare(*parts, plan)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
-        checkpoint.load_rest(trainer, state, group)
-        evaluation = Evaluation(trainer, eval_sets, summarize, examples, state, watch, export)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, first.facts)
+        checkpoint.load_rest(trainer, recorder.unrecorded, group)
+        evaluation = Evaluation(trainer, eval_sets, summarize, examples, state, watch, export)
         with recorder, Saver(trainer, this_run, group, watch) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
@@ -123,7 +123,7 @@ def fit(
                 if stops or plan.saves(state):
                     with recorder.paused():
                         recorder.flush()
-                        saver.save(state)
+                        saver.save(state, recorder.unrecorded)
                 if stops:
                     watch.raise_stopped(saver.finish())
             with trainer.ema_weights():
