@@ -29,7 +29,7 @@ from common.checkpoint.save import Saver
 from common.checkpoint.writer import flush
 from common.cpu_group import CpuGroup
 from common.layout import Layout
-from common.parallel.prepare import prepare
+from common.parallel.prepare import Setup, prepare
 from common.plan import Plan
 from common.records.unrecorded import Unrecorded
 from common.state import TrainState
@@ -62,7 +62,7 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple
         return {"loss": model(batch["x"]).square().mean(-1)}
 
     plan = Plan.of(config, Layout(), 10)
-    trainer = prepare(accelerator, model, optimizer, forward_step, plan)
+    trainer = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
     trainer.step(0, [{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
     (folder / "ours").mkdir()
     theirs, group, state = folder / "theirs", CpuGroup(), TrainState()
