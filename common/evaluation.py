@@ -103,12 +103,12 @@ class Evaluation:
         trainer, config = self.trainer, self.trainer.plan.config
         keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
-            found = evaluate_set(
+            results = evaluate_set(
                 trainer.accelerator, trainer.model, trainer.forward_step, eval_set, trainer.plan, poll, keeps
             )
-            if found is None:
+            if results is None:
                 return None
-            means, values = found
+            means, values = results
             reported = self.summarize(means) | ({} if self.examples is None else self.examples(values))
             prefix = f"{key}/" if key else ""
             metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}
