@@ -29,8 +29,9 @@ from common.checkpoint.save import Saver
 from common.checkpoint.writer import flush
 from common.cpu_group import CpuGroup
 from common.layout import Layout
-from common.parallel.prepare import prepare
+from common.parallel.prepare import Setup, prepare
 from common.plan import Plan
+from common.records.unrecorded import Unrecorded
 from common.state import TrainState
 from common.stopping.watch import Watch
 
@@ -61,7 +62,7 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple
         return {"loss": model(batch["x"]).square().mean(-1)}
 
     plan = Plan.of(config, Layout(), 10)
-    trainer = prepare(accelerator, model, optimizer, forward_step, plan)
+    trainer = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
     trainer.step(0, [{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
     (folder / "ours").mkdir()
     theirs, group, state = folder / "theirs", CpuGroup(), TrainState()
@@ -72,7 +73,7 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple
 
     def save(saver: Saver) -> Callable[[], object]:
         state.step += 1
-        saver.save(state)
+        saver.save(state, Unrecorded())
         return saver.finish
 
     def save_state(flushes: bool) -> Callable[[], object]:

@@ -127,7 +127,7 @@ def worker(path: str) -> None:
     from common.config import RunConfig
     from common.launch.start import start
     from common.layout import Layout
-    from common.parallel.prepare import prepare
+    from common.parallel.prepare import Setup, prepare
     from common.parallel.tensor_parallel import check_plan
     from common.plan import Plan
 
@@ -155,7 +155,7 @@ def worker(path: str) -> None:
 
     share = Plan.of(config, layout, BATCH_SIZE)
     before = live_bytes()
-    trainer = prepare(accelerator, model, optimizer, forward_step, share)
+    trainer = prepare(Setup(accelerator, model, optimizer, forward_step, share))
     del model
     weights = live_bytes()
     tokens = torch.randint(0, 1024, (share.micro_batch_size, CONTEXT), device=accelerator.device)

@@ -181,7 +181,7 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
     from common.config import RunConfig
     from common.launch.start import start
     from common.layout import Layout
-    from common.parallel.prepare import prepare
+    from common.parallel.prepare import Setup, prepare
     from common.plan import Plan
 
     config = RunConfig(batch_size=batch_size, max_steps=1, output_dir=folder)
@@ -191,7 +191,7 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
     num_weights = sum(weight.numel() for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     plan = Plan.of(config, Layout.asked(config), batch_size)
-    trainer = prepare(accelerator, model, optimizer, recipe(task.recipe)["forward_step"], plan)
+    trainer = prepare(Setup(accelerator, model, optimizer, recipe(task.recipe)["forward_step"], plan))
     batch = {name: tensor.to(accelerator.device) for name, tensor in task.batch(plan.micro_batch_size).items()}
 
     def take(num_steps: int) -> None:

@@ -98,8 +98,8 @@ def launcher_was_given(variable: str) -> bool:
 
 def versions(*packages: str) -> dict[str, str]:
     """{name: version} of Python and of the installed packages among `packages`."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed

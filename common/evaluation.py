@@ -18,7 +18,7 @@ from .data.batches import Collated, ForwardStep, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
 from .parallel.checks import check_trainable
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
-from .parallel.prepare import prepare
+from .parallel.prepare import Setup, prepare
 from .parallel.trainer import Trainer, is_metric
 from .plan import Plan
 from .records.predictions import write_predictions
@@ -103,12 +103,12 @@ class Evaluation:
         trainer, config = self.trainer, self.trainer.plan.config
         keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
-            found = evaluate_set(
+            results = evaluate_set(
                 trainer.accelerator, trainer.model, trainer.forward_step, eval_set, trainer.plan, poll, keeps
             )
-            if found is None:
+            if results is None:
                 return None
-            means, values = found
+            means, values = results
             reported = self.summarize(means) | ({} if self.examples is None else self.examples(values))
             prefix = f"{key}/" if key else ""
             metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}
@@ -133,18 +133,14 @@ def _number(name: str, value: Any) -> float:
 
 
 def evaluate_exported(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    forward_step: ForwardStep,
+    setup: Setup,
     train_set: MapDataset,
     eval_sets: Mapping[str, MapDataset],
-    plan: Plan,
     summarize: Callable[[Metrics], Metrics],
     examples: Callable[[Examples], Metrics] | None,
     group: CpuGroup,
 ) -> Metrics:
-    """Evaluates the exported model of an earlier run, for `--evaluate_only`. The arguments are those of `fit`.
+    """Evaluates the exported model of an earlier run, for `--evaluate_only`.
 
     Prints the metrics and writes them to `<output_dir>/evaluation.json`. The other files of the run stay as they are.
 
@@ -152,13 +148,13 @@ def evaluate_exported(
         UsageError: no exported model in `<output_dir>/model/`, or one of another model.
         StoppedError: a signal ended the evaluation.
     """
-    config = plan.config
+    accelerator, model, plan, config = setup.accelerator, setup.model, setup.plan, setup.plan.config
     load_exported(config.output_dir, model)
     check_same_start(model, train_set, eval_sets, group)
     with Watch(accelerator, plan, group) as watch:
-        check_trainable(model, optimizer, plan)
-        freeze_what_is_not_trained(accelerator, model, optimizer)
-        trainer = prepare(accelerator, model, optimizer, forward_step, plan)
+        check_trainable(model, setup.optimizer, plan)
+        freeze_what_is_not_trained(accelerator, model, setup.optimizer)
+        trainer = prepare(setup)
         evaluation = Evaluation(trainer, eval_sets, summarize, examples, TrainState(), watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()

@@ -49,11 +49,11 @@ def replace_folder(aside: Path, folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchanges two names. Returns whether the system can."""
     if sys.platform != "linux":
         return False
     with suppress(AttributeError):  # a C library without the call
         rename = ctypes.CDLL(None, use_errno=True).renameat2
-        return rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+        return rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0
     return False

@@ -20,7 +20,7 @@ from .evaluation import Evaluation, Examples, Metrics, evaluate_exported
 from .layout import Layout
 from .parallel.checks import check_trainable
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
-from .parallel.prepare import prepare
+from .parallel.prepare import Setup, prepare
 from .plan import Plan, Sampler
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
@@ -79,10 +79,10 @@ def fit(
     """
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
     plan = Plan.of(config, Layout.asked(config), len(train_set), schedule, sampler)
+    setup = Setup(accelerator, model, optimizer, forward_step, plan)
     group, this_run = CpuGroup(config.hang_timeout), identity(plan, model, optimizer)
     if config.evaluate_only:
-        given = accelerator, model, optimizer, forward_step, train_set, eval_sets
-        return evaluate_exported(*given, plan, summarize, examples, group)
+        return evaluate_exported(setup, train_set, eval_sets, summarize, examples, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
         checkpoint = find_checkpoint(plan, this_run, model, optimizer, group)
         state = checkpoint.state
@@ -92,14 +92,13 @@ def fit(
         check_same_start(model, train_set, eval_sets, group)
         check_trainable(model, optimizer, plan)
         freeze_what_is_not_trained(accelerator, model, optimizer)
-        parts = accelerator, model, optimizer, forward_step
-        first = FirstSteps(*parts, train_set, plan, checkpoint, group, watch.is_stopping)
+        first = FirstSteps(setup, train_set, checkpoint, group, watch.is_stopping)
         with first.translated():
-            trainer = prepare(*parts, plan)
+            trainer = prepare(setup)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
-        checkpoint.load_rest(trainer, state, group)
-        evaluation = Evaluation(trainer, eval_sets, summarize, examples, state, watch, export)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, first.facts)
+        checkpoint.load_rest(trainer, recorder.unrecorded, group)
+        evaluation = Evaluation(trainer, eval_sets, summarize, examples, state, watch, export)
         with recorder, Saver(trainer, this_run, group, watch) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
@@ -123,7 +122,7 @@ def fit(
                 if stops or plan.saves(state):
                     with recorder.paused():
                         recorder.flush()
-                        saver.save(state)
+                        saver.save(state, recorder.unrecorded)
                 if stops:
                     watch.raise_stopped(saver.finish())
             with trainer.ema_weights():

@@ -1,13 +1,9 @@
 """The state of a run, except weights and optimizer state."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-PER_PROCESS = ("losses", "weights", "metrics")  # fields that differ between processes
 LOWER_IS_BETTER = ("loss", "perplexity", "error")  # in a metric's name; for other metrics higher is better
 
 
@@ -22,11 +18,6 @@ class TrainState:
         best: the best value so far of `best_metric`.
         best_metric: `--metric_for_best_model`.
         num_not_better: evaluations since the best one.
-        num_steps: steps since the last training record.
-        seconds: training time of these steps.
-        losses: for each micro-batch of this process in these steps, the sum of weight × loss, 0-dim.
-        weights: for each of these steps, the sum of the weights of this process's samples.
-        metrics: for each of these micro-batches, the other metrics times the weights; sums after a resume.
     """
 
     step: int = 0
@@ -35,11 +26,6 @@ class TrainState:
     best: float | None = None
     best_metric: str | None = None
     num_not_better: int = 0
-    num_steps: int = 0
-    seconds: float = 0.0
-    losses: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor | float] = field(default_factory=list)
-    metrics: list[dict[str, Tensor]] = field(default_factory=list)
 
     def is_best(self, metric: str, value: float) -> bool:
         """Records the value of an evaluation; returns whether it is the best so far."""
@@ -51,12 +37,6 @@ class TrainState:
         self.best, self.num_not_better = (value, 0) if better else (self.best, self.num_not_better + 1)
         return better
 
-    def metric_sums(self) -> dict[str, Tensor]:
-        """{metric: its sum over this process's samples since the last record, 0-dim float64}."""
-        names = dict.fromkeys(name for values in self.metrics for name in values)
-        found = {name: [values[name].double().sum() for values in self.metrics if name in values] for name in names}
-        return {name: torch.stack(sums).sum() for name, sums in found.items()}
-
     def state_dict(self) -> dict[str, Any]:
-        """The fields that are the same in all processes, for JSON."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in PER_PROCESS}
+        """All fields, for JSON."""
+        return asdict(self)

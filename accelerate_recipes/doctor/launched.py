@@ -19,7 +19,7 @@ def launched(config: Path) -> dict[str, str]:
     arguments = launch.launch_command_parser().parse_args(["--config_file", str(config), "recipe.py"])
     arguments, defaults, _ = launch._validate_launch_command(arguments)
     arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-    arguments.main_process_port = 0 if arguments.num_machines == 1 else arguments.main_process_port or 29500
+    arguments.main_process_port = 0  # any free one: the launcher refuses a port that is in use
     arguments.main_process_ip = arguments.main_process_ip or "127.0.0.1"  # the command line may give it
     if arguments.use_deepspeed:
         _, variables = prepare_deepspeed_cmd_env(arguments)

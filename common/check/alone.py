@@ -1,4 +1,4 @@
-"""The steps of one process alone: the reference for those of all processes."""
+"""Takes optimizer steps in one process alone, and notes what each does."""
 
 import copy
 import math
@@ -6,42 +6,38 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from ..data.batches import Batch, ForwardStep, MapDataset, batches
-from ..errors import first_line
 from ..parallel.guards import checked
 from ..parallel.parts import is_divided, kept_tensors
+from ..parallel.prepare import Setup
 from ..parallel.trainer import weighted_sum
-from ..plan import Plan
-from ..seeds import UPDATE, generator_states, kept_generators, seed_forward
+from ..seeds import UPDATE, kept_generators, seed_forward
+from .copies import NotChecked, borrowed, twins
 from .first_pass import FirstPass, evaluated
 
 MAX_SECONDS = 60.0
 Outputs = dict[str, tuple[tuple[int, ...], float]]  # {module: (shape, norm) of its output}
 
 
-class NotChecked(Exception):
-    """The check is not possible; the message says why."""
-
-
 @dataclass
 class Step:
-    """What an optimizer step did.
+    """What an optimizer step did, as far as it is compared.
 
     Attributes:
         values: {micro-batch: {name: what `forward_step` returned, float64 on the CPU, of shape (micro_batch,)}}.
         evaluated: the same in evaluation, before the first step, for the first micro-batch.
         samples: {micro-batch: {name: a checksum for each sample}}.
         grad_norm: as in StepResult.
-        weights: {name: parameter or buffer after the step, on the CPU}.
-        outputs: of the first micro-batch of the first step.
+        weights: {name: parameter or buffer after the step, on the CPU}; of one process alone.
+        parts: {(name of a weight, range): (sum, norm) of this process's part}; of several processes.
+        outputs: of the first micro-batch of the first step, in the main process.
     """
 
     values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -49,6 +45,7 @@ class Step:
     samples: dict[int, dict[str, list[int]]] = field(default_factory=dict)
     grad_norm: float = math.nan
     weights: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[Any, tuple[float, float]] = field(default_factory=dict)
     outputs: Outputs = field(default_factory=dict)
 
 
@@ -57,102 +54,108 @@ class Alone:
     """Takes optimizer steps with all samples of the global batch in this process.
 
     Attributes:
-        accelerator: says the device and the precision.
-        forward_step: as for `fit`.
+        setup: of the run.
         train_set: with the run's samples.
-        plan: of the run; it says which micro-batches make a step.
         num_skipped: steps before that the loss scaler skipped.
         is_stopping: whether a signal asks the run to stop.
         first_pass: filled by the first forward pass, unless it is None.
     """
 
-    accelerator: Accelerator
-    forward_step: ForwardStep
+    setup: Setup
     train_set: MapDataset
-    plan: Plan
     num_skipped: int
     is_stopping: Callable[[], bool]
     first_pass: FirstPass | None
 
-    def steps(self, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[Step]:
+    def twin(self) -> "Alone":
+        """Takes the same steps with copies of model and optimizer. Raises NotChecked if they cannot be copied."""
+        model, optimizer = twins(self.setup.model, self.setup.optimizer)
+        return replace(self, setup=replace(self.setup, model=model, optimizer=optimizer), first_pass=None)
+
+    def steps(self, numbers: range) -> dict[int, Step]:
         """Takes the steps with these numbers. Model and optimizer are afterwards as they were before.
 
         Raises:
             NotChecked: the steps would take more than a minute, or a signal asks the run to stop.
         """
-        device, timeout = self.accelerator.device, self.plan.config.hang_timeout
+        plan, device = self.setup.plan, self.setup.accelerator.device
+        self._first, timeout = numbers[0], plan.config.hang_timeout
         self._longest = min(MAX_SECONDS, timeout / 2) if timeout else MAX_SECONDS
         self._deadline, self._fastest = time.monotonic() + self._longest, math.inf
-        with kept_generators(device), borrowed(model, optimizer, device), self._in_precision(model):
-            model.train()
-            return [self._step(model, optimizer, number, numbers) for number in numbers]
+        self._num_left = len(numbers) * plan.accumulation * plan.layout.data_parallel_size  # micro-batches
+        with kept_generators(device), borrowed(self.setup.model, self.setup.optimizer, device), self._in_precision():
+            self.setup.model.train()
+            return {number: self._step(number) for number in numbers}
 
-    def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, numbers: range) -> Step:
-        plan, config, device = self.plan, self.plan.config, self.accelerator.device
-        forward_step = checked(self.forward_step, plan.micro_batch_size)
-        step, total, samples = Step(), 0.0, plan.global_micro_batches(number)
-        for group in optimizer.param_groups:
+    def _step(self, number: int) -> Step:
+        plan, device, model = self.setup.plan, self.setup.accelerator.device, self.setup.model
+        forward_step = checked(self.setup.forward_step, plan.micro_batch_size)
+        for group in self.setup.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
             group["lr"] = group["initial_lr"] * plan.factor_at(number - self.num_skipped)
-        started = time.monotonic()
-        here = copy.copy(config)
-        here.num_workers = 0
-        for row, batch in enumerate(batches(self.train_set, samples, device, here)):
-            is_first = row == 0 and number == numbers[0]
-            first_pass = self.first_pass if is_first else None
-            if is_first:
-                whole = evaluated(model, forward_step, batch)
-                step.evaluated[row] = on_cpu(whole)
-                if first_pass is not None and plan.micro_batch_size > 1:
-                    first_pass.compare_half(whole, model, self.forward_step, batch)
+        config, started, step, total = copy.copy(plan.config), time.monotonic(), Step(), 0.0
+        config.num_workers = 0
+        for row, batch in enumerate(batches(self.train_set, plan.global_micro_batches(number), device, config)):
+            is_first = row == 0 and number == self._first
             seed_forward(config.seed, number, row, device)
-            states = None if first_pass is None else generator_states(device)
-            with (
-                nullcontext() if first_pass is None else first_pass.watched(model, model),
-                recorded_outputs(model, step.outputs) if is_first and not config.compile else nullcontext(),
-            ):
+            with self._noted(forward_step, batch, step) if is_first else nullcontext():
                 values = forward_step(model, batch)
-            if first_pass is not None:
-                first_pass.draws = generator_states(device) != states
             weighted_sum(values["loss"], batch).backward()
             step.values[row], step.samples[row] = on_cpu(values), checksums(batch)
             total += float(batch["weight"].sum()) if "weight" in batch else plan.micro_batch_size
-            self._check_time(time.monotonic() - started, row, number, numbers)
+            self._check_time(time.monotonic() - started, is_first)
             started = time.monotonic()
-        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
-        for weight in weights:
-            weight.grad /= total or 1.0
-        norm = nn.utils.get_total_norm([weight.grad for weight in weights])
-        if config.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(weights, config.max_grad_norm, norm)
-        seed_forward(config.seed, number, UPDATE, device)
-        optimizer.step()
-        optimizer.zero_grad()
-        step.grad_norm = float(norm)
+        step.grad_norm = self._update(number, total or 1.0)
         step.weights = {name: tensor.detach().cpu().clone() for name, tensor in kept_tensors(model).items()}
         return step
 
-    def _check_time(self, seconds: float, row: int, number: int, numbers: range) -> None:
+    @contextmanager
+    def _noted(self, forward_step: ForwardStep, batch: Batch, step: Step) -> Iterator[None]:
+        """Notes what is compared of the first forward pass only, which is in the `with` block."""
+        model, plan, first_pass = self.setup.model, self.setup.plan, self.first_pass
+        whole = evaluated(model, forward_step, batch)
+        step.evaluated[0] = on_cpu(whole)
+        if first_pass is not None and plan.micro_batch_size > 1:
+            first_pass.compare_half(whole, model, self.setup.forward_step, batch)
+        with (
+            nullcontext() if first_pass is None else first_pass.watched(model, model, self.setup.accelerator.device),
+            nullcontext() if plan.config.compile else recorded_outputs(model, step.outputs),
+        ):
+            yield
+
+    def _update(self, number: int, total: float) -> float:
+        """Updates the weights; returns the norm of the gradient."""
+        config, optimizer = self.setup.plan.config, self.setup.optimizer
+        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+        for weight in weights:
+            weight.grad /= total
+        norm = nn.utils.get_total_norm([weight.grad for weight in weights])
+        if config.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(weights, config.max_grad_norm, norm)
+        seed_forward(config.seed, number, UPDATE, self.setup.accelerator.device)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    def _check_time(self, seconds: float, is_first: bool) -> None:
         """Raises NotChecked if the rest would end after the deadline. The first micro-batch may be slow by itself."""
         if self.is_stopping():
             raise NotChecked("a signal stops the run")
+        self._num_left -= 1
         self._fastest = min(self._fastest, seconds)
-        num_rows = self.plan.accumulation * self.plan.layout.data_parallel_size
-        left = (numbers[-1] - number) * num_rows + num_rows - row - 1
-        is_first = row == 0 and number == numbers[0]
-        if time.monotonic() + self._fastest * left > self._deadline and (not is_first or seconds > self._longest / 4):
+        is_late = time.monotonic() + self._fastest * self._num_left > self._deadline
+        if is_late and (not is_first or seconds > self._longest / 4):
             raise NotChecked(f"the steps of one process would take more than {self._longest:g} s")
 
     @contextmanager
-    def _in_precision(self, model: nn.Module) -> Iterator[None]:
+    def _in_precision(self) -> Iterator[None]:
         """Lets the model run in the precision of the run, as Accelerate does without sharding."""
-        if self.plan.layout.precision == "float32":
+        if self.setup.plan.layout.precision == "float32":
             yield
             return
-        before = vars(model).get("forward")
-        autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16)
-        forward = autocast(model.forward)
-        model.forward = convert_outputs_to_fp32(forward)
+        model, before = self.setup.model, vars(self.setup.model).get("forward")
+        autocast = torch.autocast(self.setup.accelerator.device.type, torch.bfloat16)
+        model.forward = convert_outputs_to_fp32(autocast(model.forward))
         try:
             yield
         finally:
@@ -194,90 +197,3 @@ def recorded_outputs(module: nn.Module, outputs: Outputs) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def borrowed(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
-    """Gives model and optimizer copies of their tensors on the device for the `with` block, and their own ones back.
-
-    The objects stay the same, with their hooks: what a closure or an optimizer refers to is what trains. Raises
-    NotChecked if a tensor cannot be copied.
-    """
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def copied(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()  # tensors that share one go on sharing its copy
-        if storage._cdata not in storages:
-            storages[storage._cdata] = storage.clone() if device.type == "cpu" else storage.to(device=device)
-        empty = torch.empty(0, dtype=tensor.dtype, device=device)
-        return empty.set_(storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    weights = [(weight, weight.data, weight.grad) for weight in model.parameters()]
-    layers = [(layer, dict(layer._buffers), _plain(layer)) for layer in model.modules()]
-    try:  # all copies first: if one fails, nothing has changed
-        copies = [copied(data) for _, data, _ in weights]
-        moved = {id(buffer): copied(buffer) for buffer in model.buffers()}
-    except RuntimeError as error:  # such as too little memory, or a kind of tensor without a storage
-        raise NotChecked(f"its weights cannot be copied: {first_line(error)}") from None
-    try:
-        for (weight, _, _), data in zip(weights, copies):
-            weight.data = data
-        for layer, buffers, _ in layers:
-            layer._buffers.update({name: moved[id(buffer)] for name, buffer in buffers.items() if buffer is not None})
-        with kept_optimizer(model, optimizer):
-            for state in optimizer.state.values():
-                if isinstance(state, dict):
-                    state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.ndim > 0})
-            yield
-    finally:
-        for weight, data, gradient in weights:
-            weight.data, weight.grad = data, gradient
-        for layer, buffers, plain in layers:
-            layer._buffers.update(buffers)
-            vars(layer).update(plain)
-
-
-@contextmanager
-def kept_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Gives an optimizer a copy of its state for the `with` block, over the same weights, and its own one back."""
-    attributes = dict(vars(optimizer))
-    pinned = {id(kept): kept for kept in (model, optimizer, *model.modules(), *model.parameters())}
-    vars(optimizer).update(copy.deepcopy(attributes, pinned))
-    try:
-        yield
-    finally:
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
-
-
-def _plain(layer: nn.Module) -> dict[str, Any]:
-    """The numbers and words among the attributes of a layer, such as a counter."""
-    return {name: value for name, value in vars(layer).items() if isinstance(value, bool | int | float | str)}
-
-
-def twins(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Copies of model and optimizer; the optimizer's holds the copied weights."""
-    memo: dict[int, Any] = {}
-    twin = object.__new__(type(optimizer))  # not deepcopy: torch's optimizers leave out the attributes of subclasses
-    memo[id(optimizer)] = twin
-    copied = copy.deepcopy(model, memo)
-    vars(twin).update(copy.deepcopy(vars(optimizer), memo))
-    vars(twin).pop("step", None)  # a scheduler's: it would step the original
-    return copied, twin
-
-
-@torch.no_grad()
-def move_by_rounding(model: nn.Module, number_of_roundings: int, is_low: bool) -> None:
-    """Moves each weight by so many rounding errors, up or down at random.
-
-    Args:
-        model: changed in place.
-        number_of_roundings: of the weight's type, or of bfloat16.
-        is_low: whether the run computes in bfloat16.
-    """
-    generator = torch.Generator().manual_seed(number_of_roundings)
-    for weight in model.parameters():
-        if weight.is_floating_point() or weight.is_complex():
-            rounding = torch.finfo(torch.bfloat16 if is_low else weight.dtype).eps * number_of_roundings
-            sign = torch.randint(2, weight.shape, generator=generator) * 2 - 1
-            weight.mul_(1 + rounding * sign)

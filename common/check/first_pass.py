@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..data.batches import Batch, ForwardStep
 from ..errors import UsageError
 from ..plan import Plan
-from ..seeds import EVALUATION, kept_generators, seed_forward
+from ..seeds import EVALUATION, generator_states, kept_generators, seed_forward
 
 Values = dict[str, Tensor]
 
@@ -33,12 +33,13 @@ class FirstPass:
     mixes: list[str] = field(default_factory=list)
 
     @contextmanager
-    def watched(self, called: nn.Module, module: nn.Module) -> Iterator[None]:
+    def watched(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
         """Watches the forward pass in the `with` block.
 
         Args:
             called: the model that `forward_step` is given.
             module: the recipe's own module in it.
+            device: of the model.
 
         Raises:
             UsageError: the pass did not call the model.
@@ -47,6 +48,7 @@ class FirstPass:
         hook = called.register_forward_pre_hook(lambda module, args: calls.append(True))
         before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm counts no version
+        states = generator_states(device)
         try:
             yield
         finally:
@@ -56,6 +58,7 @@ class FirstPass:
                 "forward_step never calls the model that it is given, so that nothing connects the processes: call "
                 "model(...), not one of its methods or layers, and not a model from outside forward_step"
             )
+        self.draws = generator_states(device) != states
         changed = [name for name, (tensor, version) in before.items() if tensor._version != version]
         later = dict(module.named_buffers())
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
@@ -110,9 +113,10 @@ def evaluated(model: nn.Module, forward_step: ForwardStep, batch: Batch) -> Valu
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
     model.eval()
     model.training = False  # a wrapper may forward eval() without setting its own flag
-    with kept_generators(device):
-        seed_forward(0, EVALUATION, 0, device)
-        values = forward_step(model, kept)
-    model.train()
-    model.training = True
-    return values
+    try:
+        with kept_generators(device):
+            seed_forward(0, EVALUATION, 0, device)
+            return forward_step(model, kept)
+    finally:
+        model.train()
+        model.training = True

@@ -5,50 +5,26 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
-from ..data.batches import Batch, ForwardStep, MapDataset, draws_for_batches
+from ..data.batches import Batch, MapDataset, draws_for_batches
 from ..errors import RunError, UsageError, first_line, needs_no_traceback
 from ..layout import Kind
-from ..parallel.parts import kept_tensors, parts_of
+from ..parallel.prepare import Setup
 from ..parallel.trainer import StepResult, Trainer
-from ..plan import Plan
-from .alone import (
-    Alone,
-    NotChecked,
-    Step,
-    checksums,
-    kept_optimizer,
-    move_by_rounding,
-    on_cpu,
-    recorded_outputs,
-    twins,
-)
-from .compare import (
-    TIMES_FLOOR,
-    TOLERANCE,
-    Gap,
-    Key,
-    exact,
-    first_other_layer,
-    likely_cause,
-    norm_gap,
-    replica_gaps,
-    value_gaps,
-    weight_gap,
-)
+from .alone import Alone, Step, checksums, on_cpu, recorded_outputs
+from .compare import Gap, Key, exact, fingerprints, replica_gaps, step_gaps, weight_gap
+from .copies import NotChecked
 from .first_pass import FirstPass, evaluated
-
-ROUNDINGS = (1, 2, 4, 8)  # rounding errors by which the weights are moved, until the differences are explained
+from .noise import without_noise
+from .reference import Reference, take_reference
+from .verdict import verdict
 
 
 class FirstSteps:
@@ -60,12 +36,8 @@ class FirstSteps:
     rounding errors in the weights change on one process. A larger difference ends the run before anything is saved.
 
     Args:
-        accelerator: from `start(config)`.
-        model: the recipe's module, before `prepare`.
-        optimizer: over its weights.
-        forward_step: as for `fit`.
+        setup: of the run.
         train_set: with the run's samples.
-        plan: of the run.
         checkpoint: that the run starts from. Its weights are loaded, its optimizer state is not.
         group: of all processes.
         is_stopping: whether a signal asks this process to stop.
@@ -79,96 +51,58 @@ class FirstSteps:
 
     def __init__(
         self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        forward_step: ForwardStep,
+        setup: Setup,
         train_set: MapDataset,
-        plan: Plan,
         checkpoint: Checkpoint | FreshStart,
         group: CpuGroup,
         is_stopping: Callable[[], bool],
     ):
-        self.accelerator, self.plan, self.group = accelerator, plan, group
-        self.layout = plan.layout
-        self.first, self.numbers = checkpoint.state.step, range(0)
-        self.facts: dict[str, Any] = {"checked_steps": 0, "draws": None}
-        self._error: str | None = None
-        self._steps: list[Step] = []
+        self.accelerator, self.plan, self.layout, self.group = setup.accelerator, setup.plan, setup.plan.layout, group
+        config, self.first = self.plan.config, checkpoint.state.step
+        self.numbers = range(self.first, min(self.first + config.check_steps, self.plan.num_steps))
+        self._reference: Reference | None = None  # only the main process has one
+        self._error: str | None = None  # of one process
+        self._rounding: dict[str, Tensor] = {}
         self._seconds = 0.0  # that the check took
-        is_cut = plan.micro_batch_size < plan.config.batch_size
+        is_cut = self.plan.micro_batch_size < config.batch_size
         self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(train_set))
-        self._alone = Alone(
-            accelerator, forward_step, train_set, plan, checkpoint.state.num_skipped, is_stopping, self._first_pass
-        )
-        wanted = range(self.first, min(self.first + plan.config.check_steps, plan.num_steps))
-        if group.size > 1 and wanted:
+        alone = Alone(setup, train_set, checkpoint.state.num_skipped, is_stopping, self._first_pass)
+        if group.size == 1:
+            self.numbers = range(0)
+        if self.numbers:
             with self._timed():
-                self._take_alone(model, optimizer, wanted, checkpoint)
+                self._take_alone(alone, checkpoint)
+        self.facts = {"checked_steps": len(self.numbers), "draws": self._draws if self.numbers else None}
 
-    def _take_alone(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        numbers: range,
-        checkpoint: Checkpoint | FreshStart,
-    ) -> None:
-        why, error, refusal = "", "", ""
+    def _take_alone(self, alone: Alone, checkpoint: Checkpoint | FreshStart) -> None:
+        problem: type[Exception] | None = None
+        text, device = "", self.accelerator.device
         if self.accelerator.is_main_process:
             try:
-                self._check_possible(model)
-                with kept_optimizer(model, optimizer):
-                    checkpoint.load_optimizer(model, optimizer)
-                    self._twins = self._copied(model, optimizer)
-                    self._steps = self._alone.steps(model, optimizer, numbers)
-                self._say_what_depends()
-            except NotChecked as reason:
-                why = str(reason)
-            except UsageError as mistake:
-                refusal = str(mistake)
-            except (torch.OutOfMemoryError, MemoryError):
-                why = "one device has too little memory for the whole model"
-            except Exception as failure:  # the run will show whether only one process fails
-                error = f"{type(failure).__name__}: {first_line(failure)}"
-            if self.accelerator.device.type != "cpu":
-                torch.get_device_module(self.accelerator.device).empty_cache()
-        why, error, refusal, self._first_pass = self.group.broadcast((why, error, refusal, self._first_pass))
-        if refusal:
-            raise UsageError(refusal)
-        self._error = error or None
-        self.numbers = range(0) if why else numbers
-        self.facts |= {"checked_steps": len(self.numbers), "draws": self._draws}
-        if why:
+                self._reference = take_reference(alone, checkpoint, self.numbers)
+            except (NotChecked, UsageError) as reason:
+                problem, text = NotChecked if isinstance(reason, NotChecked) else UsageError, str(reason)
+            except Exception as error:  # the run will show whether only one process fails
+                problem, text = Exception, f"{type(error).__name__}: {first_line(error)}"
+            if device.type != "cpu":
+                torch.get_device_module(device).empty_cache()
+        problem, text, self._first_pass = self.group.broadcast((problem, text, self._first_pass))
+        if problem is UsageError:
+            raise UsageError(text)
+        if problem is NotChecked:
+            self.numbers = range(0)
             self.accelerator.print(
-                f"the first steps are not checked against one process ({why}): accelerate-recipes verify checks a "
+                f"the first steps are not checked against one process ({text}): accelerate-recipes verify checks a "
                 "smaller model"
             )
-
-    def _copied(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        try:
-            return twins(model, optimizer)
-        except Exception as failure:
-            raise NotChecked(f"they cannot be copied: {first_line(failure)}") from None
-
-    def _check_possible(self, model: nn.Module) -> None:
-        """Raises NotChecked for fp16 and for a model that leaves no room for the copies."""
-        if self.layout.precision == "fp16":
-            raise NotChecked("fp16 skips steps")
-        num_bytes, device = sum(weight.nbytes for weight in model.parameters()), self.accelerator.device
-        # Weights, gradients and two slots of an optimizer; beside them a copy of the weights, and all after each step.
-        room = psutil.virtual_memory().available
-        num_loaded = 4 if self.first > 0 else 0  # the optimizer state of a checkpoint, twice
-        needed = num_bytes * (1 + num_loaded + self.plan.config.check_steps + (4 if device.type == "cpu" else 0))
-        on_device = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
-        if needed > room or 4 * num_bytes > on_device:
-            raise NotChecked(f"{4 * num_bytes / 2**30:.3g} GiB for the whole model on one device are too much")
+        elif problem is None:
+            self._first_pass.say(self.plan, self.accelerator.print)
+        else:
+            self._error = text
 
     @property
     def _draws(self) -> bool:
         return self._first_pass.draws or self._first_pass.draws_for_batches
-
-    def _say_what_depends(self) -> None:
-        self._first_pass.say(self.plan, self.accelerator.print)
 
     @contextmanager
     def translated(self) -> Iterator[None]:
@@ -213,12 +147,11 @@ class FirstSteps:
             trainer.forward_step = forward_step
             if not isinstance(model, nn.Module):  # what a pipeline passes in its place
                 return forward_step(model, batch)
-            with first_pass.watched(model, trainer.module):
+            with first_pass.watched(model, trainer.module, self.accelerator.device):
                 return forward_step(model, batch)
 
         trainer.forward_step = watched
         result = trainer.step(number, micro_batches, wants_norm)
-        trainer.forward_step = forward_step
         first_pass.draws = bool(trainer.draws)
         if first_pass.draws and self.layout.divides_layers:
             raise UsageError(
@@ -228,19 +161,18 @@ class FirstSteps:
         if self.group.size > 1:
             first_pass.written = []  # DDP itself writes buffers
         self.facts["draws"] = self._draws
-        self._say_what_depends()
+        first_pass.say(self.plan, self.accelerator.print)
         return result
 
     def _checked(self, trainer: Trainer, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         own, forward_step = Step(), trainer.forward_step
-        for index, batch in enumerate(micro_batches):
-            own.samples[self.plan.row(index)] = checksums(batch)
 
         def recorded(model: Any, batch: Batch) -> dict[str, Tensor]:
             values = forward_step(model, batch)
+            row = self.plan.row(next(index for index, other in enumerate(micro_batches) if other is batch))
+            own.samples[row] = checksums(batch)
             if torch.is_grad_enabled():  # a pipeline also asks for the arguments of the model
-                index = next(index for index, other in enumerate(micro_batches) if other is batch)
-                own.values[self.plan.row(index)] = on_cpu(values)
+                own.values[row] = on_cpu(values)
             return values
 
         if number == self.first:
@@ -265,10 +197,9 @@ class FirstSteps:
 
     def _note_rounding(self, trainer: Trainer) -> None:
         """Notes what DeepSpeed does to the weights before the first step: in bf16 it rounds them."""
-        self._rounding: dict[str, Tensor] = {}
         if self.layout.precision == "float32" or self.layout.kind != Kind.DEEPSPEED:
             return
-        initial = kept_tensors(self._twins[0]) if self.accelerator.is_main_process else {}
+        initial = {} if self._reference is None else self._reference.initial
         for name, weight in trainer.each_full_weight():
             if name in initial:
                 self._rounding[name] = exact(weight) - exact(initial[name])
@@ -280,101 +211,26 @@ class FirstSteps:
                 f"one process alone cannot train this, several can: {self._error}; call model(...) in forward_step, "
                 "and nothing that only a wrapped model has"
             )
-        is_main, gaps = self.accelerator.is_main_process, dict[Key, Gap]()
-        alone = self._steps[number - self.first] if is_main else Step()
-        initial = kept_tensors(self._twins[0]) if is_main else {}
-        updates: dict[str, float] = {}
+        reference, first_pass, gaps, updates = self._reference, self._first_pass, dict[Key, Gap](), dict[str, float]()
+        after, before = ({}, {}) if reference is None else (reference.steps[number].weights, reference.initial)
         for name, weight in trainer.each_full_weight():
-            if is_main and name not in self._first_pass.written:
-                own_weight = exact(weight) - self._rounding[name] if name in self._rounding else weight
-                gaps["weight", name] = weight_gap(name, own_weight, alone.weights[name], initial[name])
-                updates[name] = float((exact(alone.weights[name]) - exact(initial[name])).norm())
-        others = self.group.all_gather((own.values, own.evaluated, own.samples, own.grad_norm, _fingerprints(trainer)))
-        verdict = None
-        if is_main and math.isfinite(alone.grad_norm):
-            for rank, (values, in_evaluation, _, norm, _) in enumerate(others):
-                found = value_gaps(Step(values, in_evaluation), alone, self.plan, number, rank) | {
-                    ("norm", ""): norm_gap(norm, alone.grad_norm)
-                }
-                gaps |= {key: gap for key, gap in found.items() if gap.size > gaps.get(key, Gap(-1.0)).size}
-            gaps |= replica_gaps([fingerprints for *_, fingerprints in others], updates)
+            if reference is not None and name not in first_pass.written:
+                weight = exact(weight) - self._rounding[name] if name in self._rounding else weight
+                gaps["weight", name] = weight_gap(name, weight, after[name], before[name])
+                updates[name] = float((exact(after[name]) - exact(before[name])).norm())
+        own.parts = fingerprints(trainer)
+        steps, lines = self.group.all_gather(own), None
+        if reference is not None and math.isfinite(reference.steps[number].grad_norm):
+            for rank, step in enumerate(steps):
+                others = step_gaps(step, reference.steps[number], self.plan, number, rank)
+                gaps |= {key: gap for key, gap in others.items() if gap.size > gaps.get(key, Gap(-1.0)).size}
+            gaps |= replica_gaps(steps, updates)
             with _untouched(trainer.module):
-                gaps = self._without_noise(gaps, number)
-            verdict = self._verdict(gaps, number, own, [samples for _, _, samples, *_ in others]) if gaps else None
-        verdict = self.group.broadcast(verdict)
-        if verdict is not None:
-            raise UsageError(verdict)
-
-    def _without_noise(self, gaps: dict[Key, Gap], number: int) -> dict[Key, Gap]:
-        """The differences that rounding errors do not explain."""
-        is_low = self.layout.precision != "float32"
-        if is_low:  # a metric such as an accuracy jumps with the rounding
-            gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
-        gaps = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}
-        if not gaps:
-            return gaps
-        numbers, alone = range(self.first, number + 1), replace(self._alone, first_pass=None)
-        try:
-            base = alone.steps(*self._twins, numbers)[-1]
-            again = value_gaps(base, self._steps[number - self.first], self.plan, number)
-            if any(gap.size > TOLERANCE for gap in again.values()):  # it has a generator or a counter of its own
-                return gaps
-            initial = kept_tensors(self._twins[0])
-            for roundings in ROUNDINGS:
-                moved, optimizer = twins(*self._twins)
-                move_by_rounding(moved, roundings, is_low)
-                other = alone.steps(moved, optimizer, numbers)[-1]
-                floor = value_gaps(other, base, self.plan, number) | {
-                    ("norm", ""): norm_gap(other.grad_norm, base.grad_norm)
-                }
-                start = kept_tensors(moved)
-                for name, weight in other.weights.items():
-                    update = exact(weight) - exact(start[name]) + exact(initial[name])
-                    gap = weight_gap(name, update, base.weights[name], initial[name])
-                    floor["weight", name] = floor["replica", name] = gap
-                gaps = {key: gap for key, gap in gaps.items() if not gap.size <= TIMES_FLOOR * floor[key].size}
-                if not gaps:
-                    break
-        except Exception:  # such as too little time or memory, or a closure over the weights: the floor stays unknown
-            pass
-        return gaps
-
-    def _verdict(
-        self, gaps: dict[Key, Gap], number: int, own: Step, samples: list[dict[int, dict[str, list[int]]]]
-    ) -> str:
-        """The lines that end the run."""
-        order = ("value", "eval", "norm", "weight", "replica")
-        first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
-        lines = [f"{self.layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
-        alone, model = self._steps[number - self.first], self._twins[0]
-        layer = first_other_layer(own.outputs, alone.outputs, model) if first[0] == "value" else None
-        if layer is not None:
-            lines.append(f"  the first layer whose output differs is {layer}")
-        optimizer = type(self._twins[1]).__name__
-        cause = likely_cause(
-            gaps,
-            number == self.first,
-            self._other_sample(number, samples),
-            self._first_pass,
-            self.layout.kind,
-            optimizer,
-        )
-        lines.append(f"  likely cause: {cause}")
-        lines.append("  --check_steps 0 trains without this check")
-        return "\n".join(lines)
-
-    def _other_sample(self, number: int, samples: list[dict[int, dict[str, list[int]]]]) -> str | None:
-        """Names a sample whose content differs between a process and the main process alone; None if there is none."""
-        ids = [ids.tolist() for _, ids in self.plan.global_micro_batches(number)]
-        for rows in samples:
-            for row, batch in rows.items():
-                for name, sums in batch.items():
-                    for at, (found, expected) in enumerate(
-                        zip(sums, self._steps[number - self.first].samples[row].get(name, []))
-                    ):
-                        if found != expected:
-                            return f'"{name}" of sample {ids[row][at]}'
-        return None
+                gaps = without_noise(gaps, reference, number)
+            lines = verdict(gaps, number, steps, reference, first_pass) if gaps else None
+        lines = self.group.broadcast(lines)
+        if lines is not None:
+            raise UsageError(lines)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -386,7 +242,7 @@ class FirstSteps:
         if self._seconds > 1:
             steps = f"{len(self.numbers)} step{'s' * (len(self.numbers) > 1)}"
             self.accelerator.print(f"checked {steps} against one process in {self._seconds:.1f} s")
-        self._steps, self._twins = [], None  # type: ignore[assignment]  # frees their memory
+        self._reference = None  # frees its memory
 
 
 @contextmanager
@@ -410,14 +266,3 @@ def _place(error: Exception) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     own = [frame for frame in frames if not Path(frame.filename).is_relative_to(ours)]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-
-
-def _fingerprints(trainer: Trainer) -> dict[Any, tuple[float, float]]:
-    """{(name of a weight, range): (sum, norm) of this process's part}, to compare with processes that hold the same."""
-    found: dict[Any, tuple[float, float]] = {}
-    for name, tensor in trainer.saved_tensors().items():
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():  # buffers may differ
-            for part in parts_of(name, tensor):
-                value = part.get().detach().double()
-                found[name, part.offsets, part.sizes] = (float(value.sum()), float(value.norm()))
-    return found

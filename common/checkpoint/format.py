@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import UsageError
 from ..parallel.optimizer_state import NUMBERS
 from ..parallel.parts import kept_tensors
-from ..state import PER_PROCESS, TrainState
+from ..state import TrainState
 
 FORMAT = "accelerate-recipes checkpoint, version 2"
 MANIFEST = "manifest.json"
@@ -27,7 +27,7 @@ ENTRIES = {
     "identity": {},
     "curve?": str,
     "own_flags?": {str: str},
-    "state": {name: kind for name, kind in get_type_hints(TrainState).items() if name not in PER_PROCESS},
+    "state": get_type_hints(TrainState) | {"num_steps": int, "seconds": float},
     "trainer": {
         "num_averaged": int,
         "loss_scale": {str: float},

@@ -18,6 +18,7 @@ from ..parallel.parts import kept_tensors
 from ..parallel.trainer import Trainer, load_optimizer
 from ..plan import Plan
 from ..records.output_dir import checkpoint_name, checkpoints, starts_over
+from ..records.unrecorded import Unrecorded
 from ..state import TrainState
 from .format import MANIFEST, DamagedError, check_same_model
 from .identity import curve, described, differences, num_replicas, own_flags, shared_by
@@ -60,10 +61,11 @@ class Checkpoint:
         load_optimizer(optimizer, kept_tensors(model), self.reader)
         Numbers(optimizer).load_state_dict(self.reader.content["trainer"].get("optimizer", {}))
 
-    def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
+    def load_rest(self, trainer: Trainer, unrecorded: Unrecorded, group: CpuGroup) -> None:
         """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and
-        each process's losses since the last record."""
+        each process's sums since the last record."""
         content = self.reader.content
+        unrecorded.load_state_dict(content["state"])
         trainer.load_parts(self.reader)
         trainer.load_state_dict(content["trainer"])
         accelerator, here = trainer.accelerator, shared_by(trainer.plan.layout)
@@ -79,22 +81,22 @@ class Checkpoint:
         if have_state and anew:  # normal for a weight that no forward pass has used
             accelerator.print(f"it has no optimizer state for {', '.join(anew)}: that state starts anew")
         if there == here:
-            self._load_process(group.rank, state, accelerator.device)
+            self._load_process(group.rank, unrecorded, accelerator.device)
         else:
             if group.rank == 0:  # rank 0 takes all sums, scaled so that old and new samples count equally
                 factor = num_replicas(here) / num_replicas(there)
                 for rank in range(there["processes"]):
-                    self._load_process(rank, state, accelerator.device, factor)
+                    self._load_process(rank, unrecorded, accelerator.device, factor)
             accelerator.print(f"it was saved by {described(there)} and goes on in {described(here)}")
         self.reader.close()
 
-    def _load_process(self, rank: int, state: TrainState, device: torch.device, factor: float = 1.0) -> None:
-        state.losses += list(self._of_process(rank, "losses").to(device) * factor)
-        state.weights += (self._of_process(rank, "weights") * factor).tolist()
+    def _load_process(self, rank: int, unrecorded: Unrecorded, device: torch.device, factor: float = 1.0) -> None:
+        unrecorded.losses += list(self._of_process(rank, "losses").to(device) * factor)
+        unrecorded.weights += (self._of_process(rank, "weights") * factor).tolist()
         prefix = f"process_{rank:05d}.metrics."
         names = [key.removeprefix(prefix) for key in self.reader.tensors if key.startswith(prefix)]
         sums = {name: self._of_process(rank, f"metrics.{name}").to(device) * factor for name in names}
-        state.metrics += [sums] if sums else []
+        unrecorded.metrics += [sums] if sums else []
 
     def _of_process(self, rank: int, name: str) -> Tensor:
         return self.reader.tensor(f"process_{rank:05d}.{name}")
@@ -116,7 +118,7 @@ class FreshStart:
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keeps the optimizer as it is."""
 
-    def load_rest(self, trainer: Trainer, state: TrainState, group: CpuGroup) -> None:
+    def load_rest(self, trainer: Trainer, unrecorded: Unrecorded, group: CpuGroup) -> None:
         """Keeps everything as it is."""
 
 

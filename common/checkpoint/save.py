@@ -16,6 +16,7 @@ from ..files import flush
 from ..parallel.parts import Part
 from ..parallel.trainer import Trainer
 from ..records.output_dir import checkpoint_name, checkpoints
+from ..records.unrecorded import Unrecorded
 from ..state import TrainState
 from ..stopping.watch import Watch
 from .format import DamagedError, WriteError
@@ -48,7 +49,7 @@ class Saver:
         if self._writer is not None:
             self._writer.shutdown()
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, unrecorded: Unrecorded) -> None:
         """Writes `checkpoints/step_<steps taken>` and then removes the oldest beyond `--keep_checkpoints`.
 
         Raises:
@@ -64,14 +65,14 @@ class Saver:
             "identity": self._identity,
             "curve": curve(self._trainer.plan),
             "own_flags": own_flags(self._trainer.plan),
-            "state": state.state_dict(),
+            "state": state.state_dict() | unrecorded.state_dict(),
             "trainer": self._trainer.state_dict(),
             "has_state": any(part.name.startswith("optimizer.") for part in held),
         }
         own = {
-            "losses": torch.stack(state.losses) if state.losses else torch.zeros(0),
-            "weights": torch.tensor([float(weight) for weight in state.weights], dtype=torch.float64),
-            **{f"metrics.{name}": total for name, total in state.metric_sums().items()},
+            "losses": torch.stack(unrecorded.losses) if unrecorded.losses else torch.zeros(0),
+            "weights": torch.tensor([float(weight) for weight in unrecorded.weights], dtype=torch.float64),
+            **{f"metrics.{name}": total for name, total in unrecorded.metric_sums().items()},
         }
         parts = [Part.whole(f"process_{self._group.rank:05d}.{name}", tensor) for name, tensor in own.items()]
         shard = own_shard(held + parts, self._group, self._buffers)

@@ -107,7 +107,7 @@ def checked_datasets(
         _check(dataset)
     if collate_fn is None:
         return train_set, eval_sets
-    return Collated(train_set, collate_fn), {name: Collated(one, collate_fn) for name, one in eval_sets.items()}
+    return Collated(train_set, collate_fn), {name: Collated(dataset, collate_fn) for name, dataset in eval_sets.items()}
 
 
 def _check(dataset: Any) -> None:

@@ -58,7 +58,7 @@ def _choose_interface(machines: list[dict[str, Any]]) -> None:
     elif address is not None:
         address = _address_towards(address, int(os.environ["MASTER_PORT"]))
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(own.address.partition("%")[0] == address for own in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
@@ -79,26 +79,27 @@ def agreement(config: RunConfig) -> Iterator[None]:
         yield
     except UsageError as error:
         facts["error"] = str(error)
-    found = _exchange(facts)
-    for machine, other in enumerate(found):
+    machines = _exchange(facts)
+    first = machines[0]
+    for machine, other in enumerate(machines):
         for kind in ("versions", "launcher", "flags", "files"):
-            for name in sorted(other[kind].keys() | found[0][kind].keys()):
-                there, here = (one[kind].get(name) or "none" for one in (other, found[0]))
+            for name in sorted(other[kind].keys() | first[kind].keys()):
+                there, here = (of_machine[kind].get(name) or "none" for of_machine in (other, first))
                 if there != here:
                     raise UsageError(
-                        f"machine {machine} ({other['host']}) has {name} {there}, machine 0 ({found[0]['host']}) has "
+                        f"machine {machine} ({other['host']}) has {name} {there}, machine 0 ({first['host']}) has "
                         f"{here}: they must be the same"
                     )
-    for machine, other in enumerate(found):
+    for machine, other in enumerate(machines):
         if other["error"]:
             raise UsageError(f"{other['error']} (machine {machine}, {other['host']})")
-    _choose_interface(found)
+    _choose_interface(machines)
 
 
 def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Publishes the facts of this machine; returns those of all machines, in order."""
     timeout = timedelta(seconds=ARRIVAL_S)
-    found: list[dict[str, Any]] = []
+    machines: list[dict[str, Any]] = []
     prefix = f"accelerate_recipes/{store_number()}/machine_"
     try:
         store = next(dist.rendezvous("env://", timeout=timeout))[0]
@@ -106,18 +107,18 @@ def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
         store.set_timeout(timeout)
         if os.environ["LOCAL_RANK"] == "0":
             store.set(f"{prefix}{os.environ['GROUP_RANK']}", json.dumps(facts))
-        while len(found) < num_machines():
-            found.append(json.loads(store.get(f"{prefix}{len(found)}")))
+        while len(machines) < num_machines():
+            machines.append(json.loads(store.get(f"{prefix}{len(machines)}")))
     except dist.DistStoreError:
         raise RunError(
-            f"the processes of machine {len(found)} of {num_machines()} did not start within {ARRIVAL_S} s: its own "
+            f"the processes of machine {len(machines)} of {num_machines()} did not start within {ARRIVAL_S} s: its own "
             "output says why"
         ) from None
     except dist.DistNetworkError:
         raise RunError(
             f"machine 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} has gone: its own output says why"
         ) from None
-    return found
+    return machines
 
 
 def check_shared_folder(folder: Path, group: CpuGroup) -> None:

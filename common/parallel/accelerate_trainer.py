@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batches import Batch
-from ..layout import Kind
-from .guards import check_all_used
 from .parts import by_mesh, is_divided, local
 from .trainer import StepResult, Trainer, weighted_metrics, weighted_sum
 
@@ -21,7 +19,6 @@ class AccelerateTrainer(Trainer):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._by_mesh = by_mesh(weight for group in self.optimizer.param_groups for weight in group["params"])
-        self._waits_for_all_weights = self.plan.layout.kind in (Kind.DDP, Kind.FSDP2)
 
     @property
     def module(self) -> nn.Module:
@@ -68,12 +65,6 @@ class AccelerateTrainer(Trainer):
             sum_over_replicas(False)
             yield
             sum_over_replicas(True)
-
-    def _forward(self, batch: Batch) -> dict[str, Tensor]:
-        values = self.forward_step(self.model, batch)
-        if self._waits_for_all_weights and self.is_new:
-            check_all_used(self.module, values["loss"], self.accelerator.process_index)
-        return values
 
     def _clip(self, max_norm: float) -> Tensor:
         """Clips the gradient of the whole model to `max_norm`, unless that is 0; returns the norm before clipping.

@@ -15,7 +15,6 @@ from ..data.batches import Batch
 from ..errors import UsageError
 from ..layout import deepspeed_section
 from ..plan import Plan
-from .guards import check_all_used
 from .optimizer_state import as_tensor
 from .parts import Part, TensorReader
 from .trainer import StepResult, Trainer, counts_on_device, weighted_metrics, weighted_sum
@@ -121,12 +120,6 @@ class DeepSpeedTrainer(Trainer):
         if not engine.was_step_applied():
             return StepResult(losses, weight, torch.inf)  # DeepSpeed silently skips a step that is not finite
         return StepResult(losses, weight, engine.get_global_grad_norm(), metrics=metrics)
-
-    def _forward(self, batch: Batch) -> dict[str, Tensor]:
-        values = self.forward_step(self.model, batch)
-        if self.is_new:
-            check_all_used(self.module, values["loss"], self.accelerator.process_index)
-        return values
 
     def _check_order(self) -> None:
         """Raises UsageError if the gradients arrived in another order than those of the first pass of process 0. ZeRO

@@ -77,19 +77,9 @@ def _advice(value: Tensor, size: int) -> str:
 def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> None:
     """Raises UsageError for a weight that this forward pass did not use. A single process leaves such a weight
     unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
-    used, seen, waiting = set(), set(), [loss.grad_fn]
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "CheckpointFunction" in node.name():  # activation checkpointing hides the layers in it
-            return
-        if hasattr(node, "variable"):  # a leaf of the graph: a weight
-            used.add(node.variable)
-        waiting += [following for following, _ in node.next_functions]
+    used = _used_weights(loss)
     weights = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
-    if len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
+    if used is None or len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
         return
     unused = [name for weight, name in weights.items() if weight not in used]
     what = unused[0] if len(unused) + len(used) == len(weights) else f"{len(weights) - len(used)} of its weights"
@@ -98,6 +88,22 @@ def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> None:
         "requires_grad_(False) or by leaving them out of the optimizer; if only some passes use a weight, as with "
         "experts, add 0 * weight.sum() to each loss"
     )
+
+
+def _used_weights(loss: Tensor) -> set[Tensor] | None:
+    """The leaves of the graph; None if activation checkpointing hides some."""
+    used, seen, waiting = set(), set(), [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CheckpointFunction" in node.name():
+            return None
+        if hasattr(node, "variable"):
+            used.add(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return used
 
 
 def check_same_start(
@@ -111,7 +117,7 @@ def check_same_start(
         return
     facts = {f"the weight {name}": _sample(tensor) for name, tensor in model.state_dict().items()}
     datasets = {"training": train_set} | {
-        f"evaluation{f' {name}' * bool(name)}": one for name, one in eval_sets.items()
+        f"evaluation{f' {name}' * bool(name)}": eval_set for name, eval_set in eval_sets.items()
     }
     for kind, dataset in datasets.items():
         facts[f"the length of the {kind} set"] = str(len(dataset))
@@ -119,9 +125,9 @@ def check_same_start(
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     if len(set(group.all_gather(digest))) == 1:
         return
-    found = group.all_gather(facts)
-    for rank, other in enumerate(found):
-        for what in [name for name in {**found[0], **other} if found[0].get(name) != other.get(name)]:
+    first, *others = group.all_gather(facts)
+    for rank, other in enumerate(others, start=1):
+        for what in [name for name in {**first, **other} if first.get(name) != other.get(name)]:
             raise UsageError(
                 f"process {rank} starts with another value of {what} than process 0: build the same model and data in "
                 "each process; start(config) gives all processes the same seed, so do not seed by rank"

@@ -124,7 +124,7 @@ class Pipeline(nn.Module):
         inputs, target = [], None
         if self.is_first:
             tokens = [_model_arguments(forward_step, batch)[0] for batch in micro_batches]
-            if len({one.shape for one in tokens}) > 1:
+            if len({rows.shape for rows in tokens}) > 1:
                 raise UsageError("a pipeline needs samples of one length: let the collate_fn pad all to the same")
             inputs = [torch.cat(tokens)]
         if self.is_last:

@@ -1,5 +1,6 @@
 """Wraps model and optimizer for the run's layout, and chooses what takes the steps."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +22,32 @@ from .trainer import Trainer
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
-def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, forward_step: ForwardStep, plan: Plan
-) -> Trainer:
+@dataclass(frozen=True)
+class Setup:
+    """What takes the steps of a run, before `prepare`.
+
+    Attributes:
+        accelerator: from `start(config)`.
+        model: the recipe's module.
+        optimizer: over its weights.
+        forward_step: as for `fit`.
+        plan: of the run.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    forward_step: ForwardStep
+    plan: Plan
+
+
+def prepare(setup: Setup) -> Trainer:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
-    arguments = accelerator, model, optimizer, plan
+    accelerator, plan = setup.accelerator, setup.plan
     by_kind = {Kind.PIPELINE: _pipeline, Kind.DEEPSPEED: _deepspeed, Kind.FSDP2: _fsdp2, Kind.TENSOR: _tensor}
-    trainer, model, prepared = by_kind.get(plan.layout.kind, _whole)(*arguments)
-    return trainer(accelerator, model, prepared, checked(forward_step, plan.micro_batch_size), plan)
+    wrap = by_kind.get(plan.layout.kind, _whole)
+    trainer, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
+    return trainer(accelerator, model, optimizer, checked(setup.forward_step, plan.micro_batch_size), plan)
 
 
 Wrapped = tuple[type[Trainer], nn.Module, Any]  # the class that takes the steps, the model, the optimizer

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from ..data.batches import Batch, ForwardStep
 from ..errors import UsageError
+from ..layout import Kind
 from ..plan import Plan
 from ..seeds import UPDATE, generator_states, seed_forward
 from .ema import EMA
+from .guards import check_all_used
 from .optimizer_state import Numbers, as_tensor
 from .parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
 
@@ -77,11 +79,6 @@ class Trainer(ABC):
         return self.optimizer.optimizer
 
     @property
-    def is_new(self) -> bool:
-        """Whether the next step is one of the first: those are checked more closely than others."""
-        return self._num_taken < max(1, self.plan.config.check_steps)
-
-    @property
     @abstractmethod
     def module(self) -> nn.Module:
         """The recipe's own module, without the wrappers of the parallelism."""
@@ -100,6 +97,14 @@ class Trainer(ABC):
         if self.ema is not None and not result.skipped:
             self.ema.update()
         return result
+
+    def _forward(self, batch: Batch) -> dict[str, Tensor]:
+        """The values of `forward_step`. In the first steps, raises UsageError for weights that a pass does not use."""
+        values = self.forward_step(self.model, batch)
+        needs_all = self.plan.layout.kind in (Kind.DDP, Kind.FSDP2, Kind.DEEPSPEED)
+        if needs_all and self._num_taken < max(1, self.plan.config.check_steps):
+            check_all_used(self.module, values["loss"], self.accelerator.process_index)
+        return values
 
     def _seed(self, number: int, index: int) -> None:
         """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""

@@ -3,12 +3,10 @@
 import dataclasses
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +15,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from ..environment import versions
-from ..errors import UsageError, first_line
+from ..errors import UsageError
 from ..parallel.trainer import StepResult
 from ..plan import Plan
 from ..state import TrainState
@@ -25,7 +23,9 @@ from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir
 from .profile import profile
-from .run_card import launch_command, read_card
+from .run_card import attempts, git_commit, launch_command, read_card
+from .trackers import finish_trackers, start_trackers
+from .unrecorded import Unrecorded
 
 
 class Recorder:
@@ -42,6 +42,9 @@ class Recorder:
         flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu` to records.
         facts: more entries of the run card; they may change until the run is done.
 
+    Attributes:
+        unrecorded: the steps since the last training record.
+
     Raises (on entering):
         UsageError: a tracker does not start, records cannot be written, or too few steps for `--profile`.
     """
@@ -56,7 +59,7 @@ class Recorder:
         flops_per_sample: float | None,
         facts: dict[str, Any],
     ):
-        self.accelerator, self.plan, self.state = accelerator, plan, state
+        self.accelerator, self.plan, self.state, self.unrecorded = accelerator, plan, state, Unrecorded()
         self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
         is_gpu = accelerator.device.type == "cuda"
         gpu = torch.cuda.get_device_name(accelerator.device) if is_gpu else ""
@@ -70,8 +73,8 @@ class Recorder:
 
     def __enter__(self) -> Self:
         self._started = self._resumed = time.perf_counter()
-        self._attempt, self._first_step = self._number_of_attempt(), self.state.step
-        self._earlier_attempts = self._attempts_before()
+        self._first_step, resumes = self.state.step, bool(self.plan.config.resume_from_checkpoint)
+        self._attempt, self._earlier_attempts = attempts(self.output_dir.path, resumes)
         with ExitStack() as entered:
             # First, because it may raise UsageError; `_start` moves an earlier run's files.
             self._profile_step = entered.enter_context(
@@ -85,11 +88,11 @@ class Recorder:
         if self.accelerator.is_main_process:
             self._facts: dict[str, Any] = {
                 "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
-                "git_commit": _git_commit(),
+                "git_commit": git_commit(),
                 "launch_command": launch_command(),
                 "hardware": hardware(),
             }
-            self._start_trackers()
+            start_trackers(self.accelerator, self.plan, self._facts["versions"])
             try:
                 self.output_dir.set_aside(self.state)
                 self._metrics = MetricsFile(self.output_dir.path, self._goes_on_after)
@@ -118,35 +121,33 @@ class Recorder:
                     self._say_goodbye()
                 else:
                     self.output_dir.card = self._card(None)  # OutputDir adds how the run failed
-                self._finish_trackers()
+                metrics = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}
+                times = {"wall_seconds": self._wall_seconds, "skipped_steps": self.state.num_skipped}
+                finish_trackers(self.accelerator, metrics | times, self.last_metrics.get("step"))
         finally:
             self._exits.__exit__(kind, error, traceback)
 
     def add(self, learning_rate: float, result: StepResult) -> None:
         """Adds one optimizer step."""
-        state = self.state
         self._learning_rate, self._grad_norm = learning_rate, None if result.skipped else result.grad_norm
-        state.num_steps += 1
-        state.num_skipped += result.skipped
-        state.losses += result.losses
-        state.weights.append(result.weight)
-        state.metrics += result.metrics
+        self.state.num_skipped += result.skipped
+        self.unrecorded.add(result)
         if self._bar is not None:
             self._bar.update()
         self._profile_step()
 
     def training(self) -> None:
         """Writes a training record of the steps since the last one."""
-        state = self.state
+        state, steps = self.state, self.unrecorded
         # In float64, because it holds token counts exactly.
         weight = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
-        for one in state.weights:
-            weight += one
-        metrics = state.metric_sums()
-        sums = torch.stack([weight, torch.stack(state.losses).double().sum(), *metrics.values()])
+        for step_weight in steps.weights:
+            weight += step_weight
+        metrics = steps.metric_sums()
+        sums = torch.stack([weight, torch.stack(steps.losses).double().sum(), *metrics.values()])
         weight_sum, *totals = self.accelerator.reduce(sums, "sum").tolist()
         self._count_seconds()
-        samples_per_second = state.num_steps * self.plan.config.batch_size / state.seconds
+        samples_per_second = steps.num_taken * self.plan.config.batch_size / steps.seconds
         record = {
             "step": state.step,
             "epoch": round(state.step / self.plan.steps_per_epoch, 4),
@@ -162,7 +163,7 @@ class Recorder:
             record["mfu"] = round(samples_per_second * self.flops_per_sample / peak, 4)
         if self.accelerator.scaler is not None:
             record["skipped_steps"] = state.num_skipped
-        state.losses, state.weights, state.metrics, state.num_steps, state.seconds = [], [], [], 0, 0.0
+        self.unrecorded = Unrecorded()
         self._write(record)
         self._show(record, ends_line=not self.plan.evaluates(state.step))
 
@@ -171,7 +172,7 @@ class Recorder:
         record = {"step": self.state.step} | {f"eval/{name}": value for name, value in metrics.items()}
         self._write(record)
         self._show(record)
-        if self.state.num_steps and self.plan.is_over(self.state):  # early stopping between two training records
+        if self.unrecorded.num_taken and self.plan.is_over(self.state):  # early stopping between two training records
             self.training()
 
     def flush(self) -> None:
@@ -188,7 +189,7 @@ class Recorder:
 
     def _count_seconds(self) -> None:
         now = time.perf_counter()
-        self.state.seconds += now - self._resumed
+        self.unrecorded.seconds += now - self._resumed
         self._resumed = now
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -214,40 +215,12 @@ class Recorder:
             self._bar.write(f"step {record['step']}: " + "  ".join(f"{k} {v}" for k, v in numbers.items()))
 
     def _say_goodbye(self) -> None:
-        line = f"done in {time.perf_counter() - self._started:.1f} s: the model is in {self.output_dir.path / 'model'}"
+        line = f"done in {self._wall_seconds:.1f} s: the model is in {self.output_dir.path / 'model'}"
         if self.plan.config.save_every:
             line += "; to train longer, type the same command with more --epochs or --max_steps and "
             line += "--resume_from_checkpoint latest"
         line += f"; accelerate-recipes push {self.output_dir.path} NAME uploads it"
         print(line, flush=True)
-
-    def _start_trackers(self) -> None:
-        config = dataclasses.asdict(self.plan.config) | self._facts["versions"]
-        config |= {
-            "parallelism": str(self.plan.layout),
-            "precision": self.plan.layout.precision,
-        }
-        for name, value in config.items():  # trackers accept neither None nor Path
-            config[name] = "" if value is None else str(value) if isinstance(value, Path) else value
-        try:
-            self.accelerator.init_trackers(
-                Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(self.output_dir.path)}}
-            )
-        except Exception as error:  # each tracker has its own error classes
-            reason = first_line(error)
-            advice = " (without a network: WANDB_MODE=offline)" if "wandb" in self.plan.config.report_to else ""
-            raise UsageError(f"--report_to {self.plan.config.report_to} did not start: {reason}{advice}") from None
-
-    def _finish_trackers(self) -> None:
-        last = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}
-        last |= {"wall_seconds": time.perf_counter() - self._started, "skipped_steps": self.state.num_skipped}
-        summary = {f"summary/{name}": value for name, value in last.items()}
-        self.accelerator.log(summary, step=self.last_metrics.get("step"))
-        for tracker in self.accelerator.trackers:
-            try:
-                tracker.finish()
-            except Exception as error:  # it must not hide how the run ended
-                print(f"{tracker.name} did not finish: {error}", file=sys.stderr, flush=True)
 
     def _goes_on_after(self, record: dict[str, Any]) -> bool:
         """Whether to keep an earlier record: this run does not write it again."""
@@ -255,18 +228,9 @@ class Recorder:
         comes_again = state.evaluation_due and record["step"] == state.step and "train/loss" not in record
         return record["step"] <= state.step and not comes_again
 
-    def _number_of_attempt(self) -> int:
-        before = read_card(self.output_dir.path).get("attempt")
-        return before + 1 if self.plan.config.resume_from_checkpoint and isinstance(before, int) else 1
-
-    def _attempts_before(self) -> list[dict[str, Any]]:
-        """Where the attempts that this one continues began, and how they ended, from the run card."""
-        if self._attempt == 1:
-            return []
-        before = read_card(self.output_dir.path)
-        kept = before.get("earlier_attempts")
-        ended = {name: before.get(name) for name in ("first_step", "status", "exit_code", "error")}
-        return [*(kept if isinstance(kept, list) else []), ended]
+    @property
+    def _wall_seconds(self) -> float:
+        return time.perf_counter() - self._started
 
     def _peak_memory_gib(self) -> float | None:
         """The most GPU memory that tensors of this process held at one time, in GiB."""
@@ -297,7 +261,7 @@ class Recorder:
             "skipped_steps": self.state.num_skipped,
             "lost_records": self._num_lost,
             "last_metrics": self.last_metrics,
-            "wall_seconds": round(time.perf_counter() - self._started, 2),
+            "wall_seconds": round(self._wall_seconds, 2),
             **self._facts,
             **self.facts,
         }
@@ -305,13 +269,3 @@ class Recorder:
 
 def _short(value: float) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.6g}" if value < 1e3 else f"{value:,.0f}"
-
-
-def _git_commit() -> str | None:
-    """The commit of the recipe's checkout, with "-dirty" after it if files differ from it."""
-    folder = Path(sys.argv[0]).resolve().parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

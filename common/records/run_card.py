@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,16 @@ def read_card(output_dir: Path) -> dict[str, Any]:
     return card if isinstance(card, dict) else {}
 
 
+def attempts(output_dir: Path, resumes: bool) -> tuple[int, list[dict[str, Any]]]:
+    """(number of this attempt, where those that it continues began and how they ended), from the run card."""
+    before = read_card(output_dir)
+    number, earlier = before.get("attempt"), before.get("earlier_attempts")
+    if not resumes or not isinstance(number, int):
+        return 1, []
+    ended = {name: before.get(name) for name in ("first_step", "status", "exit_code", "error")}
+    return number + 1, [*(earlier if isinstance(earlier, list) else []), ended]
+
+
 def launch_command() -> str:
     """The command that started this process, with its launcher, to type into a shell in the same folder."""
     with suppress(psutil.Error):
@@ -31,6 +42,16 @@ def launch_command() -> str:
             is_module = words[1].startswith("-")  # python -m torch.distributed.run; else the path of a command
             return shlex.join(["python", *words[1:]] if is_module else [Path(words[1]).name, *words[2:]])
     return shlex.join(["python", *sys.argv])
+
+
+def git_commit() -> str | None:
+    """The commit of the recipe's checkout, with "-dirty" after it if files differ from it."""
+    folder = Path(sys.argv[0]).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def write_failure(output_dir: Path, failure: Failure) -> None:

@@ -16,6 +16,7 @@ from common.checkpoint.reader import Reader, _check_coverage
 from common.checkpoint.writer import own_shard, write
 from common.cpu_group import CpuGroup
 from common.parallel.parts import Part
+from common.records.unrecorded import Unrecorded
 from common.state import TrainState
 from support.manifests import changed, rewrite, without
 
@@ -25,7 +26,7 @@ CONTENT = {
     "identity": {"data": "digits"},
     "curve": "6a26979296161271",
     "own_flags": {"model": "cnn"},
-    "state": TrainState(step=3, best=0.1, best_metric="loss").state_dict(),
+    "state": TrainState(step=3, best=0.1, best_metric="loss").state_dict() | Unrecorded().state_dict(),
     "trainer": {
         "num_averaged": 3,
         "loss_scale": {"scale": 2.0},

@@ -1,0 +1,96 @@
+"""The lines that end a run whose first steps are not those of one process."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..layout import Kind
+from .alone import Step
+from .compare import Gap, Key
+from .first_pass import FirstPass
+from .reference import Reference
+
+
+def verdict(
+    gaps: Mapping[Key, Gap], number: int, steps: Sequence[Step], reference: Reference, first_pass: FirstPass
+) -> str:
+    """Names the first of these differences, the first layer in which it shows, and its likely cause. `steps` are what
+    step `number` did in each process, the main process first."""
+    order, alone, plan = ("value", "eval", "norm", "weight", "replica"), reference.steps[number], reference.setup.plan
+    first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
+    lines = [f"{plan.layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
+    layer = _first_other_layer(steps[0].outputs, alone.outputs, reference.setup.model) if first[0] == "value" else None
+    if layer is not None:
+        lines.append(f"  the first layer whose output differs is {layer}")
+    sample = _other_sample(steps, alone, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
+    optimizer = type(reference.setup.optimizer).__name__
+    is_first_step = number == min(reference.steps)
+    cause = _likely_cause(gaps, is_first_step, sample, first_pass, plan.layout.kind, optimizer)
+    return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
+
+
+def _first_other_layer(outputs: Mapping[str, Any], alone: Mapping[str, Any], model: nn.Module) -> str | None:
+    """The first layer whose output differs in the first micro-batch, with its class; None if none does."""
+    for name, (shape, norm) in alone.items():
+        other = outputs.get(name)
+        if other is not None and other[0] == shape and not math.isclose(other[1], norm, rel_tol=1e-3, abs_tol=1e-6):
+            return f"{name} ({type(model.get_submodule(name)).__name__})"
+    return None
+
+
+def _other_sample(steps: Sequence[Step], alone: Step, ids: list[list[int]]) -> str | None:
+    """Names a sample that a process read with another content than the main process alone; None if there is none."""
+    for step in steps:
+        for row, batch in step.samples.items():
+            for name, sums in batch.items():
+                for sample, here, there in zip(ids[row], sums, alone.samples[row].get(name, [])):
+                    if here != there:
+                        return f'"{name}" of sample {sample}'
+    return None
+
+
+def _likely_cause(
+    gaps: Mapping[Key, Gap], is_first_step: bool, other_sample: str | None, first: FirstPass, kind: Kind, optimizer: str
+) -> str:
+    """What the differences point to, and what to type."""
+    elsewhere = "type --config_file accelerate_configs/ddp.yaml"
+    values = any(what == "value" for what, _ in gaps)
+    at_once = values and is_first_step
+    random = "draws random numbers, or " if first.draws else ""
+    written = first.written[0] if first.written else None
+    causes: list[tuple[Any, str]] = [
+        (
+            other_sample,
+            f"{other_sample} has another content when it is read again: let the dataset draw from the generators of "
+            "torch, numpy or random, which are seeded for each sample, and not from one of its own",
+        ),
+        (
+            written,
+            f"the forward pass changes {written}, and each process sees other samples: do it outside the forward pass",
+        ),
+        (
+            at_once and kind == Kind.PIPELINE,
+            f"something beside the layers {random}changes hidden states, logits or losses, which a pipeline cannot "
+            "divide: type --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages",
+        ),
+        (
+            at_once and kind == Kind.TENSOR,
+            f"something between two layers of the tp_plan {random}needs all features, as softmax, norms and means do: "
+            f"leave these layers out of the tp_plan, or {elsewhere}",
+        ),
+        (
+            at_once,
+            "forward_step or the model depends on the process, or on what it did before: make it a function of the "
+            "model's weights and the batch",
+        ),
+        (
+            ("norm", "") in gaps or values,
+            "not all gradients pass through the model that forward_step is given: call model(...), not model.module, "
+            "one of its layers or a model from outside; and use no hooks on gradients",
+        ),
+        (kind == Kind.DDP, f"{optimizer} changes weights in another way in each process: let gradients alone decide"),
+    ]
+    shards = f"{optimizer} does not get each weight whole, or keeps weights beside param_groups and state: {elsewhere}"
+    return next((text for condition, text in causes if condition), shards)
