@@ -62,14 +62,14 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple
         return {"loss": model(batch["x"]).square().mean(-1)}
 
     plan = Plan.of(config, Layout(), 10)
-    trainer = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
-    trainer.step(0, [{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
+    engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
+    engine.step(0, [{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
     (folder / "ours").mkdir()
     theirs, group, state = folder / "theirs", CpuGroup(), TrainState()
     watch = Watch(accelerator, plan, group)
-    in_front = Saver(trainer, {}, group, watch)
+    in_front = Saver(engine, {}, group, watch)
     config.async_save = True
-    beside = Saver(trainer, {}, group, watch)
+    beside = Saver(engine, {}, group, watch)
 
     def save(saver: Saver) -> Callable[[], object]:
         state.step += 1

@@ -155,14 +155,14 @@ def worker(path: str) -> None:
 
     share = Plan.of(config, layout, BATCH_SIZE)
     before = live_bytes()
-    trainer = prepare(Setup(accelerator, model, optimizer, forward_step, share))
+    engine = prepare(Setup(accelerator, model, optimizer, forward_step, share))
     del model
     weights = live_bytes()
     tokens = torch.randint(0, 1024, (share.micro_batch_size, CONTEXT), device=accelerator.device)
     batch = {"tokens": tokens, "labels": tokens}
-    trainer.step(0, [batch], wants_norm=False)
+    engine.step(0, [batch], wants_norm=False)
     after_first = sum(size for address, size in live_storages().items() if address not in gradients)
-    trainer.step(1, [batch], wants_norm=False)
+    engine.step(1, [batch], wants_norm=False)
     numbers = {
         "whole": whole,
         "named": named,
@@ -170,7 +170,7 @@ def worker(path: str) -> None:
         "weights": weights,
         "optimizer": after_first - weights,
         "gradients": at_step[-1] - after_first,
-        "peak": peak_of(lambda: trainer.step(2, [batch], wants_norm=False)),
+        "peak": peak_of(lambda: engine.step(2, [batch], wants_norm=False)),
     }
     if accelerator.is_main_process:
         Path(path).write_text(json.dumps(numbers))

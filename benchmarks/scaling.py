@@ -191,12 +191,12 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
     num_weights = sum(weight.numel() for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     plan = Plan.of(config, Layout.asked(config), batch_size)
-    trainer = prepare(Setup(accelerator, model, optimizer, recipe(task.recipe)["forward_step"], plan))
+    engine = prepare(Setup(accelerator, model, optimizer, recipe(task.recipe)["forward_step"], plan))
     batch = {name: tensor.to(accelerator.device) for name, tensor in task.batch(plan.micro_batch_size).items()}
 
     def take(num_steps: int) -> None:
         for number in range(num_steps):
-            trainer.step(number, [batch], wants_norm=False)
+            engine.step(number, [batch], wants_norm=False)
 
     take(3)  # DDP divides its buckets anew after the first step
     accelerator.wait_for_everyone()

@@ -17,9 +17,9 @@ from .cpu_group import CpuGroup
 from .data.batches import Collated, ForwardStep, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
 from .parallel.checks import check_trainable
+from .parallel.engine import Engine, is_metric
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.prepare import Setup, prepare
-from .parallel.trainer import Trainer, is_metric
 from .plan import Plan
 from .records.predictions import write_predictions
 from .records.recorder import Recorder
@@ -35,7 +35,7 @@ class Evaluation:
     """The evaluations of a run.
 
     Args:
-        trainer: holds the model to evaluate.
+        engine: holds the model to evaluate.
         eval_sets: {name: map-style dataset}; each sample counts once. A name other than "" stands before its metrics.
         summarize: means over a set -> metrics to report.
         examples: what `forward_step` returns for each sample of a set, in its order -> metrics to report; or None.
@@ -52,7 +52,7 @@ class Evaluation:
 
     def __init__(
         self,
-        trainer: Trainer,
+        engine: Engine,
         eval_sets: Mapping[str, MapDataset],
         summarize: Callable[[Metrics], Metrics],
         examples: Callable[[Examples], Metrics] | None,
@@ -61,15 +61,15 @@ class Evaluation:
         export: Callable[[Path], Any] | None = None,
     ):
         self.export = export
-        self.trainer, self.summarize, self.examples, self.state = trainer, summarize, examples, state
-        num_workers, device = trainer.plan.config.num_workers, trainer.accelerator.device
+        self.engine, self.summarize, self.examples, self.state = engine, summarize, examples, state
+        num_workers, device = engine.plan.config.num_workers, engine.accelerator.device
         # Moved once, not in each evaluation.
         self.eval_sets = {
             name: eval_set if num_workers else resident(eval_set, device) for name, eval_set in eval_sets.items()
         }
         self.watch = watch
         self.metrics: Metrics = {}
-        name = trainer.plan.config.metric_for_best_model
+        name = engine.plan.config.metric_for_best_model
         if name is not None:
             firsts = {key: _first(eval_set) for key, eval_set in eval_sets.items()}
             metrics = self.measure(firsts, poll=lambda: False)
@@ -84,9 +84,9 @@ class Evaluation:
 
         A stop request ends the evaluation early: nothing is recorded, and a resumed run evaluates first.
         """
-        trainer, state, config = self.trainer, self.state, self.trainer.plan.config
+        engine, state, config = self.engine, self.state, self.engine.plan.config
         state.evaluation_due = True
-        with recorder.paused(), trainer.ema_weights():
+        with recorder.paused(), engine.ema_weights():
             metrics = self.measure(self.eval_sets, self.watch.poll)
             self.watch.settle()
             if metrics is None:
@@ -94,17 +94,17 @@ class Evaluation:
             state.evaluation_due = False
             name = config.metric_for_best_model
             if name is not None and state.is_best(name, metrics[name]):
-                export_model(trainer, config.output_dir / "best", self.export)
+                export_model(engine, config.output_dir / "best", self.export)
         recorder.evaluation(metrics)
         self.metrics = metrics
 
     def measure(self, eval_sets: Mapping[str, MapDataset], poll: Callable[[], bool]) -> Metrics | None:
         """The metrics of these sets with the model's weights; None if `poll` ended the evaluation."""
-        trainer, config = self.trainer, self.trainer.plan.config
+        engine, config = self.engine, self.engine.plan.config
         keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
             results = evaluate_set(
-                trainer.accelerator, trainer.model, trainer.forward_step, eval_set, trainer.plan, poll, keeps
+                engine.accelerator, engine.model, engine.forward_step, eval_set, engine.plan, poll, keeps
             )
             if results is None:
                 return None
@@ -112,7 +112,7 @@ class Evaluation:
             reported = self.summarize(means) | ({} if self.examples is None else self.examples(values))
             prefix = f"{key}/" if key else ""
             metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}
-            if config.save_predictions and trainer.accelerator.is_main_process:
+            if config.save_predictions and engine.accelerator.is_main_process:
                 write_predictions(config.output_dir / f"predictions{'_' * bool(key)}{key}.jsonl", values)
         return metrics
 
@@ -154,8 +154,8 @@ def evaluate_exported(
     with Watch(accelerator, plan, group) as watch:
         check_trainable(model, setup.optimizer, plan)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
-        trainer = prepare(setup)
-        evaluation = Evaluation(trainer, eval_sets, summarize, examples, TrainState(), watch)
+        engine = prepare(setup)
+        evaluation = Evaluation(engine, eval_sets, summarize, examples, TrainState(), watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:

@@ -94,22 +94,22 @@ def fit(
         freeze_what_is_not_trained(accelerator, model, optimizer)
         first = FirstSteps(setup, train_set, checkpoint, group, watch.is_stopping)
         with first.translated():
-            trainer = prepare(setup)
+            engine = prepare(setup)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, first.facts)
-        checkpoint.load_rest(trainer, recorder.unrecorded, group)
-        evaluation = Evaluation(trainer, eval_sets, summarize, examples, state, watch, export)
-        with recorder, Saver(trainer, this_run, group, watch) as saver:
+        checkpoint.load_rest(engine, recorder.unrecorded, group)
+        evaluation = Evaluation(engine, eval_sets, summarize, examples, state, watch, export)
+        with recorder, Saver(engine, this_run, group, watch) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:
                     watch.raise_stopped(checkpoint.path)
             while not plan.is_over(state):
-                learning_rate = trainer.set_learning_rate(plan.learning_rate_factor(state))
+                learning_rate = engine.set_learning_rate(plan.learning_rate_factor(state))
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
                 wants_norm = plan.reads(state.step + 1) or watch.stop_requested
-                result = first.step(trainer, state.step, micro_batches, wants_norm)
+                result = first.step(engine, state.step, micro_batches, wants_norm)
                 state.step += 1
                 recorder.add(learning_rate, result)
                 watch.after_step(state.step, result)
@@ -125,6 +125,6 @@ def fit(
                         saver.save(state, recorder.unrecorded)
                 if stops:
                     watch.raise_stopped(saver.finish())
-            with trainer.ema_weights():
-                recorder.facts["model_crc32"] = export_model(trainer, config.output_dir / "model", export)
+            with engine.ema_weights():
+                recorder.facts["model_crc32"] = export_model(engine, config.output_dir / "model", export)
     return evaluation.metrics

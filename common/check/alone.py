@@ -14,10 +14,10 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from ..data.batches import Batch, ForwardStep, MapDataset, batches
+from ..parallel.engine import weighted_sum
 from ..parallel.guards import checked
 from ..parallel.parts import is_divided, kept_tensors
 from ..parallel.prepare import Setup
-from ..parallel.trainer import weighted_sum
 from ..seeds import UPDATE, kept_generators, seed_forward
 from .copies import NotChecked, borrowed, twins
 from .first_pass import FirstPass, evaluated

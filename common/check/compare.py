@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..parallel.engine import Engine
 from ..parallel.parts import parts_of
-from ..parallel.trainer import Trainer
 from ..plan import Plan
 from .alone import Step
 
@@ -86,10 +86,10 @@ def is_whole_number(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def fingerprints(trainer: Trainer) -> dict[Any, tuple[float, float]]:
+def fingerprints(engine: Engine) -> dict[Any, tuple[float, float]]:
     """{(name of a weight, range): (sum, norm) of this process's part}, to compare with processes that hold the same."""
     sums: dict[Any, tuple[float, float]] = {}
-    for name, tensor in trainer.saved_tensors().items():
+    for name, tensor in engine.saved_tensors().items():
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():  # buffers may differ
             for part in parts_of(name, tensor):
                 value = part.get().detach().double()

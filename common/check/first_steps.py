@@ -16,8 +16,8 @@ from ..cpu_group import CpuGroup
 from ..data.batches import Batch, MapDataset, draws_for_batches
 from ..errors import RunError, UsageError, first_line, needs_no_traceback
 from ..layout import Kind
+from ..parallel.engine import Engine, StepResult
 from ..parallel.prepare import Setup
-from ..parallel.trainer import StepResult, Trainer
 from .alone import Alone, Step, checksums, on_cpu, recorded_outputs
 from .compare import Gap, Key, exact, fingerprints, replica_gaps, step_gaps, weight_gap
 from .copies import NotChecked
@@ -127,32 +127,32 @@ class FirstSteps:
             return "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
         return f"--config_file accelerate_configs/{'single' if self.layout.kind == Kind.DDP else 'ddp'}.yaml"
 
-    def step(self, trainer: Trainer, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        """`Trainer.step`, with the check if it is one of the first steps.
+    def step(self, engine: Engine, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        """`Engine.step`, with the check if it is one of the first steps.
 
         Raises:
             UsageError: the result is not that of one process, or only several processes fail.
         """
         if number in self.numbers:
-            return self._checked(trainer, number, micro_batches)
+            return self._checked(engine, number, micro_batches)
         if number == self.first:
-            return self._watched(trainer, number, micro_batches, wants_norm)
-        return trainer.step(number, micro_batches, wants_norm)
+            return self._watched(engine, number, micro_batches, wants_norm)
+        return engine.step(number, micro_batches, wants_norm)
 
-    def _watched(self, trainer: Trainer, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+    def _watched(self, engine: Engine, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """The first step of a run that is not checked: only its first forward pass is watched."""
-        first_pass, forward_step = self._first_pass, trainer.forward_step
+        first_pass, forward_step = self._first_pass, engine.forward_step
 
         def watched(model: Any, batch: Batch) -> dict[str, Tensor]:
-            trainer.forward_step = forward_step
+            engine.forward_step = forward_step
             if not isinstance(model, nn.Module):  # what a pipeline passes in its place
                 return forward_step(model, batch)
-            with first_pass.watched(model, trainer.module, self.accelerator.device):
+            with first_pass.watched(model, engine.module, self.accelerator.device):
                 return forward_step(model, batch)
 
-        trainer.forward_step = watched
-        result = trainer.step(number, micro_batches, wants_norm)
-        first_pass.draws = bool(trainer.draws)
+        engine.forward_step = watched
+        result = engine.step(number, micro_batches, wants_norm)
+        first_pass.draws = bool(engine.draws)
         if first_pass.draws and self.layout.divides_layers:
             raise UsageError(
                 f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
@@ -164,8 +164,8 @@ class FirstSteps:
         first_pass.say(self.plan, self.accelerator.print)
         return result
 
-    def _checked(self, trainer: Trainer, number: int, micro_batches: Sequence[Batch]) -> StepResult:
-        own, forward_step = Step(), trainer.forward_step
+    def _checked(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
+        own, forward_step = Step(), engine.forward_step
 
         def recorded(model: Any, batch: Batch) -> dict[str, Tensor]:
             values = forward_step(model, batch)
@@ -176,35 +176,35 @@ class FirstSteps:
             return values
 
         if number == self.first:
-            self._note_rounding(trainer)
+            self._note_rounding(engine)
         with ExitStack() as entered:
             entered.enter_context(self.translated())
             if number == self.first:
-                values = evaluated(trainer.model, forward_step, micro_batches[0])
+                values = evaluated(engine.model, forward_step, micro_batches[0])
                 if self.plan.row(0) == 0:
                     own.evaluated[0] = on_cpu(values)
                 if self.accelerator.is_main_process and not self.plan.config.compile:
-                    entered.enter_context(recorded_outputs(trainer.module, own.outputs))
-            trainer.forward_step = recorded
-            result = trainer.step(number, micro_batches, wants_norm=True)
-        trainer.forward_step = forward_step
+                    entered.enter_context(recorded_outputs(engine.module, own.outputs))
+            engine.forward_step = recorded
+            result = engine.step(number, micro_batches, wants_norm=True)
+        engine.forward_step = forward_step
         own.grad_norm = math.nan if result.grad_norm is None else float(result.grad_norm)
         with self._timed():
-            self._compare(trainer, number, own)
+            self._compare(engine, number, own)
         if number == self.numbers[-1]:
             self._finish()
         return result
 
-    def _note_rounding(self, trainer: Trainer) -> None:
+    def _note_rounding(self, engine: Engine) -> None:
         """Notes what DeepSpeed does to the weights before the first step: in bf16 it rounds them."""
         if self.layout.precision == "float32" or self.layout.kind != Kind.DEEPSPEED:
             return
         initial = {} if self._reference is None else self._reference.initial
-        for name, weight in trainer.each_full_weight():
+        for name, weight in engine.each_full_weight():
             if name in initial:
                 self._rounding[name] = exact(weight) - exact(initial[name])
 
-    def _compare(self, trainer: Trainer, number: int, own: Step) -> None:
+    def _compare(self, engine: Engine, number: int, own: Step) -> None:
         """Raises UsageError in all processes if step `number` is not that of one process."""
         if self._error is not None:
             raise UsageError(
@@ -213,19 +213,19 @@ class FirstSteps:
             )
         reference, first_pass, gaps, updates = self._reference, self._first_pass, dict[Key, Gap](), dict[str, float]()
         after, before = ({}, {}) if reference is None else (reference.steps[number].weights, reference.initial)
-        for name, weight in trainer.each_full_weight():
+        for name, weight in engine.each_full_weight():
             if reference is not None and name not in first_pass.written:
                 weight = exact(weight) - self._rounding[name] if name in self._rounding else weight
                 gaps["weight", name] = weight_gap(name, weight, after[name], before[name])
                 updates[name] = float((exact(after[name]) - exact(before[name])).norm())
-        own.parts = fingerprints(trainer)
+        own.parts = fingerprints(engine)
         steps, lines = self.group.all_gather(own), None
         if reference is not None and math.isfinite(reference.steps[number].grad_norm):
             for rank, step in enumerate(steps):
                 others = step_gaps(step, reference.steps[number], self.plan, number, rank)
                 gaps |= {key: gap for key, gap in others.items() if gap.size > gaps.get(key, Gap(-1.0)).size}
             gaps |= replica_gaps(steps, updates)
-            with _untouched(trainer.module):
+            with _untouched(engine.module):
                 gaps = without_noise(gaps, reference, number)
             lines = verdict(gaps, number, steps, reference, first_pass) if gaps else None
         lines = self.group.broadcast(lines)

@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
 from ..files import give_usual_mode, replace_folder
+from ..parallel.engine import Engine
 from ..parallel.parts import kept_tensors
-from ..parallel.trainer import Trainer
 from ..records.run_card import read_card
 from .format import check_same_model
 
 
-def export_model(trainer: Trainer, folder: Path, export: Callable[[Path], Any] | None = None) -> int | None:
+def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | None = None) -> int | None:
     """Writes the weights to `<folder>/model.safetensors`, with the module's own names and dtypes.
 
     A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with
     a `peft_adapter` (common/tasks/lora.py) writes PEFT's files.
 
     Args:
-        trainer: holds the weights.
+        engine: holds the weights.
         folder: replaced at once by the finished one.
         export: writes more files into the folder, in the main process.
 
@@ -36,13 +36,13 @@ def export_model(trainer: Trainer, folder: Path, export: Callable[[Path], Any] |
     Raises:
         RunError: the files cannot be written.
     """
-    weights = trainer.full_weights()
-    if trainer.accelerator.is_main_process:
+    weights = engine.full_weights()
+    if engine.accelerator.is_main_process:
         aside = folder.with_name(f"{folder.name}.unfinished")
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            _write(trainer.module, weights, aside)
+            _write(engine.module, weights, aside)
             if export is not None:
                 export(aside)
             for path in aside.rglob("*.safetensors"):
@@ -50,8 +50,8 @@ def export_model(trainer: Trainer, folder: Path, export: Callable[[Path], Any] |
             replace_folder(aside, folder)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})") from None
-    trainer.accelerator.wait_for_everyone()
-    return _checksum(weights) if trainer.accelerator.is_main_process else None
+    engine.accelerator.wait_for_everyone()
+    return _checksum(weights) if engine.accelerator.is_main_process else None
 
 
 def _checksum(weights: Mapping[str, Tensor]) -> int:

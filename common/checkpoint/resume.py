@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..errors import UsageError
+from ..parallel.engine import Engine, load_optimizer
 from ..parallel.optimizer_state import Numbers
 from ..parallel.parts import kept_tensors
-from ..parallel.trainer import Trainer, load_optimizer
 from ..plan import Plan
 from ..records.output_dir import checkpoint_name, checkpoints, starts_over
 from ..records.unrecorded import Unrecorded
@@ -61,19 +61,19 @@ class Checkpoint:
         load_optimizer(optimizer, kept_tensors(model), self.reader)
         Numbers(optimizer).load_state_dict(self.reader.content["trainer"].get("optimizer", {}))
 
-    def load_rest(self, trainer: Trainer, unrecorded: Unrecorded, group: CpuGroup) -> None:
+    def load_rest(self, engine: Engine, unrecorded: Unrecorded, group: CpuGroup) -> None:
         """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and
         each process's sums since the last record."""
         content = self.reader.content
         unrecorded.load_state_dict(content["state"])
-        trainer.load_parts(self.reader)
-        trainer.load_state_dict(content["trainer"])
-        accelerator, here = trainer.accelerator, shared_by(trainer.plan.layout)
+        engine.load_parts(self.reader)
+        engine.load_state_dict(content["trainer"])
+        accelerator, here = engine.accelerator, shared_by(engine.plan.layout)
         there = {name: content["layout"][name] for name in here}  # an older checkpoint may have more entries
         accelerator.print(f"resumed from {self.path}")
-        if content.get("curve", curve(trainer.plan)) != curve(trainer.plan):
+        if content.get("curve", curve(engine.plan)) != curve(engine.plan):
             accelerator.print("the learning rate follows another curve than in the checkpoint")
-        for name, value in own_flags(trainer.plan).items():
+        for name, value in own_flags(engine.plan).items():
             if (before := content.get("own_flags", {}).get(name, value)) != value:
                 accelerator.print(f"the checkpoint's run had --{name} {before}, this run has {value}")
         have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
@@ -118,7 +118,7 @@ class FreshStart:
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keeps the optimizer as it is."""
 
-    def load_rest(self, trainer: Trainer, unrecorded: Unrecorded, group: CpuGroup) -> None:
+    def load_rest(self, engine: Engine, unrecorded: Unrecorded, group: CpuGroup) -> None:
         """Keeps everything as it is."""
 
 

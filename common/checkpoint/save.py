@@ -13,8 +13,8 @@ from torch import Tensor
 from ..cpu_group import CpuGroup
 from ..errors import RunError
 from ..files import flush
+from ..parallel.engine import Engine
 from ..parallel.parts import Part
-from ..parallel.trainer import Trainer
 from ..records.output_dir import checkpoint_name, checkpoints
 from ..records.unrecorded import Unrecorded
 from ..state import TrainState
@@ -28,11 +28,11 @@ from .writer import Shard, own_shard, remove, write
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy."""
 
-    def __init__(self, trainer: Trainer, identity: dict[str, Any], group: CpuGroup, watch: Watch):
-        self._trainer, self._identity, self._group, self._watch = trainer, identity, group, watch
-        in_background = trainer.plan.config.async_save
+    def __init__(self, engine: Engine, identity: dict[str, Any], group: CpuGroup, watch: Watch):
+        self._engine, self._identity, self._group, self._watch = engine, identity, group, watch
+        in_background = engine.plan.config.async_save
         # Two threads must not use the same group at once.
-        self._group_of_writer = CpuGroup(trainer.plan.config.hang_timeout) if in_background else group
+        self._group_of_writer = CpuGroup(engine.plan.config.hang_timeout) if in_background else group
         self._buffers: dict[str, Tensor] | None = {} if in_background else None
         self._writer = ThreadPoolExecutor(1) if in_background else None
         self._known: dict[Path, bool] = {}  # {checkpoint: whether it is one of this run}
@@ -58,15 +58,15 @@ class Saver:
                 the one before it. Without `--stop_on_save_error`, a failed save only prints one line.
         """
         self.finish()
-        self._trainer.numbers.check_complete()
-        held = self._trainer.parts()
+        self._engine.numbers.check_complete()
+        held = self._engine.parts()
         content = {
-            "layout": shared_by(self._trainer.plan.layout),
+            "layout": shared_by(self._engine.plan.layout),
             "identity": self._identity,
-            "curve": curve(self._trainer.plan),
-            "own_flags": own_flags(self._trainer.plan),
+            "curve": curve(self._engine.plan),
+            "own_flags": own_flags(self._engine.plan),
             "state": state.state_dict() | unrecorded.state_dict(),
-            "trainer": self._trainer.state_dict(),
+            "trainer": self._engine.state_dict(),
             "has_state": any(part.name.startswith("optimizer.") for part in held),
         }
         own = {
@@ -88,7 +88,7 @@ class Saver:
         return self._newest()
 
     def _write(self, shard: Shard, content: dict[str, Any]) -> Path | None:
-        config, group = self._trainer.plan.config, self._group_of_writer
+        config, group = self._engine.plan.config, self._group_of_writer
         folder, step = config.output_dir / "checkpoints", content["state"]["step"]
         path = folder / checkpoint_name(step)
         try:
@@ -101,7 +101,7 @@ class Saver:
                 raise RunError(
                     f"{line}: earlier ones are complete; free disk space and type --resume_from_checkpoint latest"
                 ) from None
-            self._trainer.accelerator.print(f"{line}: earlier ones are complete, the run goes on")
+            self._engine.accelerator.print(f"{line}: earlier ones are complete, the run goes on")
             return None
         if group.rank == 0:
             for old in self._own(path, step)[: -config.keep_checkpoints]:
@@ -114,7 +114,7 @@ class Saver:
     def _own(self, newest: Path, step: int) -> list[Path]:
         """This run's checkpoints, the oldest first and the newest last. What is damaged, or of another run, does not
         count: it is neither removed nor takes the place of one that could be resumed."""
-        config = self._trainer.plan.config
+        config = self._engine.plan.config
         paths = [path for number, path in checkpoints(config.output_dir) if number < step]
         for path in paths:
             if path not in self._known:

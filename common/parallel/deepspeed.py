@@ -15,9 +15,9 @@ from ..data.batches import Batch
 from ..errors import UsageError
 from ..layout import deepspeed_section
 from ..plan import Plan
+from .engine import Engine, StepResult, counts_on_device, weighted_metrics, weighted_sum
 from .optimizer_state import as_tensor
 from .parts import Part, TensorReader
-from .trainer import StepResult, Trainer, counts_on_device, weighted_metrics, weighted_sum
 
 
 def check_section(plan: Plan) -> None:
@@ -74,7 +74,7 @@ def load_models_whole() -> None:
         unset_hf_deepspeed_config()
 
 
-class DeepSpeedTrainer(Trainer):
+class DeepSpeedEngine(Engine):
     """Steps through DeepSpeed's engine. The engine holds the weights, averages gradients over processes and
     micro-batches, and clips."""
 
@@ -136,7 +136,7 @@ class DeepSpeedTrainer(Trainer):
             )
 
     def parts(self) -> list[Part]:
-        """As `Trainer.parts`, but each tensor is whole; `get` gathers one tensor at a time."""
+        """As `Engine.parts`, but each tensor is whole; `get` gathers one tensor at a time."""
         self._link_states()
         parts: list[Part] = []
         for name, weight in self.saved_tensors().items():
@@ -175,7 +175,7 @@ class DeepSpeedTrainer(Trainer):
         return [(flat, zero.optimizer.state[flat]) for flat in flats]
 
     def load_parts(self, reader: TensorReader) -> None:
-        """As `Trainer.load_parts`, but also loads the weights: in bf16 the engine made its float32 copy from rounded
+        """As `Engine.load_parts`, but also loads the weights: in bf16 the engine made its float32 copy from rounded
         weights."""
         weights = {
             name: weight

@@ -12,8 +12,8 @@ from torch import distributed as dist
 from ..data.batches import Batch, ForwardStep
 from ..errors import UsageError
 from ..plan import Plan
+from .engine import Engine, StepResult, weighted_sum
 from .stages import Stage, keep_stage
-from .trainer import StepResult, Trainer, weighted_sum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -201,7 +201,7 @@ class Pipeline(nn.Module):
         torch._foreach_div_(gradients, dist.get_world_size(self.data_group))
 
 
-class PipelineTrainer(Trainer):
+class PipelineEngine(Engine):
     """Steps through a pipeline. Only its last stage has the losses."""
 
     @property

@@ -11,13 +11,13 @@ from ..data.batches import ForwardStep
 from ..layout import Kind
 from ..plan import Plan
 from . import deepspeed, fsdp
-from .accelerate_trainer import AccelerateTrainer
+from .accelerate_engine import AccelerateEngine
 from .checks import casts_weights
+from .engine import Engine
 from .guards import checked
 from .parts import is_divided, local
-from .pipeline import Pipeline, PipelineTrainer
+from .pipeline import Pipeline, PipelineEngine
 from .tensor_parallel import parallelize
-from .trainer import Trainer
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -41,16 +41,16 @@ class Setup:
     plan: Plan
 
 
-def prepare(setup: Setup) -> Trainer:
+def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
     accelerator, plan = setup.accelerator, setup.plan
     by_kind = {Kind.PIPELINE: _pipeline, Kind.DEEPSPEED: _deepspeed, Kind.FSDP2: _fsdp2, Kind.TENSOR: _tensor}
     wrap = by_kind.get(plan.layout.kind, _whole)
-    trainer, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
-    return trainer(accelerator, model, optimizer, checked(setup.forward_step, plan.micro_batch_size), plan)
+    engine, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
+    return engine(accelerator, model, optimizer, checked(setup.forward_step, plan.micro_batch_size), plan)
 
 
-Wrapped = tuple[type[Trainer], nn.Module, Any]  # the class that takes the steps, the model, the optimizer
+Wrapped = tuple[type[Engine], nn.Module, Any]  # the class that takes the steps, the model, the optimizer
 
 
 def _whole(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
@@ -58,7 +58,7 @@ def _whole(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Op
     _compile_if_asked(model, plan)
     model, prepared = accelerator.prepare(model, optimizer)
     _choose_fused_kernels(accelerator, optimizer)
-    return AccelerateTrainer, model, prepared
+    return AccelerateEngine, model, prepared
 
 
 def _fsdp2(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
@@ -88,7 +88,7 @@ def _deepspeed(accelerator: Accelerator, model: nn.Module, optimizer: torch.opti
     _compile_if_asked(model, plan)
     model, prepared = accelerator.prepare(model, optimizer)
     deepspeed.load_models_whole()
-    return deepspeed.DeepSpeedTrainer, model, prepared
+    return deepspeed.DeepSpeedEngine, model, prepared
 
 
 def _pipeline(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
@@ -96,7 +96,7 @@ def _pipeline(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
     _compile_if_asked(pipeline.stage, plan)
     prepared = accelerator.prepare_optimizer(optimizer)
     _choose_fused_kernels(accelerator, optimizer)
-    return PipelineTrainer, pipeline, prepared
+    return PipelineEngine, pipeline, prepared
 
 
 def _tensor(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
@@ -121,7 +121,7 @@ def _tensor(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
         else:
             config.distributed_config = before
     _choose_fused_kernels(accelerator, optimizer)
-    return AccelerateTrainer, model, prepared
+    return AccelerateEngine, model, prepared
 
 
 def _choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..environment import versions
 from ..errors import UsageError
-from ..parallel.trainer import StepResult
+from ..parallel.engine import StepResult
 from ..plan import Plan
 from ..state import TrainState
 from .hardware import hardware, peak_flops

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel.trainer import StepResult
+from ..parallel.engine import StepResult
 
 
 @dataclass

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from ..cpu_group import CpuGroup
 from ..errors import NonFiniteError, RunError, StoppedError, UsageError
-from ..parallel.trainer import StepResult
+from ..parallel.engine import StepResult
 from ..plan import Plan
 from . import signals
 from .advice import advice_for

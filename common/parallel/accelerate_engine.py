@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batches import Batch
+from .engine import Engine, StepResult, weighted_metrics, weighted_sum
 from .parts import by_mesh, is_divided, local
-from .trainer import StepResult, Trainer, weighted_metrics, weighted_sum
 
 
-class AccelerateTrainer(Trainer):
+class AccelerateEngine(Engine):
     """Steps with the model and optimizer that Accelerate prepared."""
 
     def __init__(self, *arguments: Any):

@@ -44,7 +44,7 @@ class StepResult:
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-class Trainer(ABC):
+class Engine(ABC):
     """Takes optimizer steps with the model and optimizer from `prepare`.
 
     Attributes:
