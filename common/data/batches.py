@@ -243,8 +243,10 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device. A copy from pinned memory does not block the CPU."""
-    return (tensor.pin_memory() if tensor.device.type == "cpu" else tensor).to(device, non_blocking=True)
+    """The tensor on the device. A copy from pinned memory without gaps does not block the CPU."""
+    if tensor.device.type == "cpu":
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
 
 
 def _collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:

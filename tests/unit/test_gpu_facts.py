@@ -1,9 +1,12 @@
 """Promise: what a CPU cannot run, but can look at: precisions, errors and peak rates of GPUs."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from common.config import RunConfig
+from common.data.batches import _sent
 from common.layout import Layout
 from common.parallel.fsdp import mixed_precision_policy
 from common.plan import Plan
@@ -38,3 +41,21 @@ def test_a_slice_of_a_gpu_has_no_known_peak() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") is None
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_what_is_sent_to_a_gpu_has_no_gaps(monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> None:
+    """Gaps, as in a part of a row, make the copy wait; a memory format without gaps stays."""
+    made, sent = torch.empty_like, []
+
+    def empty_like(tensor: torch.Tensor, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory  # a machine without a GPU has no pinned memory
+        sent.append(made(tensor))
+        return sent[-1]
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    whole: Any = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
+    tensor = whole.contiguous(memory_format=torch.channels_last) if channels_last else whole[..., :-1]
+    assert _sent(tensor, torch.device("meta")).shape == tensor.shape
+    assert torch.equal(sent[0], tensor)
+    assert sent[0].is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
