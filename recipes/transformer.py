@@ -27,6 +27,7 @@ from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups,
 from common.data import Batch
 from common.tasks.causal_lm import (
     byte_tokenizer,
+    check_attention,
     checkpoint_activations,
     flops_per_sample,
     load_pretrained,
@@ -71,6 +72,7 @@ def summarize(means: dict[str, float]) -> dict[str, float]:
 
 def build(config: Config) -> tuple[PreTrainedModel, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
+    check_attention(config.attention)
     if config.model_name_or_path is None:
         if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
             raise UsageError(

@@ -1,6 +1,8 @@
 """Causal language models of transformers: loading, losses and floating-point operations; a byte tokenizer."""
 
 import hashlib
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MethodType
@@ -23,6 +25,7 @@ from ..environment import print_once
 from ..errors import UsageError
 from .pretrained import load
 
+FLASH = "flash_attention_2"
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
 
 
@@ -40,7 +43,8 @@ def load_pretrained(
     Raises:
         UsageError: no causal model or tokenizer there, or the model has fewer positions than `context`.
     """
-    model, tokenizer, missing = load(AutoModelForCausalLM, name_or_path, "causal model", attn_implementation=attention)
+    at_first = "sdpa" if attention == FLASH else attention  # the check below runs on the CPU, in float32
+    model, tokenizer, missing = load(AutoModelForCausalLM, name_or_path, "causal model", attn_implementation=at_first)
     if missing:
         raise UsageError(
             f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
@@ -51,6 +55,7 @@ def load_pretrained(
             f"--model_name_or_path {name_or_path}: {type(model).__name__} attends to later tokens: type the path of a "
             "causal model, not of an encoder"
         )
+    model.set_attn_implementation(attention)
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: type --{flag} {longest}")
@@ -61,6 +66,21 @@ def load_pretrained(
             f"{num_embeddings}: type the path of a model with its own tokenizer"
         )
     return model, tokenizer
+
+
+def check_attention(attention: str) -> None:
+    """Raises UsageError for flash attention without its package, or in float32."""
+    if attention != FLASH:
+        return
+    if find_spec("flash_attn") is None:
+        raise UsageError(
+            f"--attention {FLASH} needs flash-attn: type pip install flash-attn, or --attention sdpa, which has flash "
+            "kernels, too"
+        )
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
+        raise UsageError(
+            f"--attention {FLASH} computes in 16 bits: type --mixed_precision bf16 after accelerate launch"
+        )
 
 
 @torch.no_grad()

@@ -21,6 +21,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from common.errors import UsageError
+from common.tasks import causal_lm
 from common.tasks.causal_lm import with_losses
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -86,3 +88,15 @@ def test_copy_calls_its_own_layers() -> None:
             weight.zero_()
     tokens, labels = torch.randint(0, 64, (2, 2, 16)).unbind()
     assert not torch.equal(other(tokens, labels), model(tokens, labels))
+
+
+def test_flash_attention_needs_its_package_and_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal_lm.check_attention("sdpa")
+    with pytest.raises(UsageError, match="type pip install flash-attn, or --attention sdpa"):
+        causal_lm.check_attention("flash_attention_2")
+    monkeypatch.setattr(causal_lm, "find_spec", lambda name: name)  # as if it were installed
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    with pytest.raises(UsageError, match="type --mixed_precision bf16"):
+        causal_lm.check_attention("flash_attention_2")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    causal_lm.check_attention("flash_attention_2")
