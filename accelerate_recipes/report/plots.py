@@ -103,13 +103,14 @@ def _traces(run: Run, index: int, name: str, metric: str, axis: str) -> list[_Tr
     # A line does not show a value between two gaps.
     alone = [one is not None and a is b is None for a, one, b in zip([None, *y], y, [*y[1:], None])]
     sizes = [5 if is_alone or len(y) <= _MAX_DOTTED else 0 for is_alone in alone]
+    is_dotted = any(sizes)
     common: _Trace = {"type": "scatter", "name": name, "legendgroup": str(index)}
     curve: _Trace = {
-        "mode": "lines+markers" if any(sizes) else "lines",
+        "mode": "lines+markers" if is_dotted else "lines",
         "x": x,
         "y": y,
         "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
-        "marker": {"color": colour, "size": sizes},
+        "marker": {"color": colour, "size": sizes if is_dotted else None},
     }
     gaps = [place for place, value in zip(x, y) if value is None]
     stars: _Trace = {

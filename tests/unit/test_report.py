@@ -36,27 +36,11 @@ def evaluation(step: int, **values: float | None) -> dict[str, Any]:
 
 
 def card(**changes: Any) -> dict[str, Any]:
-    config = {
-        "batch_size": 64,
-        "log_every": 10,
-        "learning_rate": 0.1,
-        "resume_from_checkpoint": None,
-        "output_dir": "x",
-    }
-    facts = {
-        "status": "done",
-        "exit_code": 0,
-        "error": None,
-        "attempt": 1,
-        "command": "recipes/mnist.py --max_steps 40 --output_dir x",
-        "parallelism": "DDP",
-        "precision": "float32",
-        "num_processes": 2,
-        "num_steps": 40,
-        "wall_seconds": 12.5,
-        "versions": {"torch": "2.13.0"},
-    }
-    config |= changes.pop("config", {})
+    config = {"batch_size": 64, "log_every": 10, "learning_rate": 0.1, "resume_from_checkpoint": None}
+    config |= {"output_dir": "x"} | changes.pop("config", {})
+    facts = {"status": "done", "exit_code": 0, "error": None, "attempt": 1, "wall_seconds": 12.5}
+    facts |= {"command": "recipes/mnist.py --max_steps 40 --output_dir x", "versions": {"torch": "2.13.0"}}
+    facts |= {"parallelism": "DDP", "precision": "float32", "num_processes": 2, "num_steps": 40}
     return facts | {"config": config} | changes
 
 
@@ -163,15 +147,10 @@ def test_same_runs_have_the_same_page(make: Callable[..., Path]) -> None:
 
 
 def test_text_from_the_files_stays_text(make: Callable[..., Path], tmp_path: Path) -> None:
+    names = ("status", "error", "exit_code", "parallelism", "precision", "num_processes", "wall_seconds")
     hostile_card = card(
-        status=HOSTILE,
-        error=HOSTILE,
-        exit_code=HOSTILE,
+        **dict.fromkeys(names, HOSTILE),
         command=f"{HOSTILE}.py",
-        parallelism=HOSTILE,
-        precision=HOSTILE,
-        num_processes=HOSTILE,
-        wall_seconds=HOSTILE,
         config={HOSTILE: HOSTILE, "data": HOSTILE, "resume_from_checkpoint": HOSTILE},
         versions={HOSTILE: HOSTILE},
         hardware={"gpus": [HOSTILE]},
@@ -334,9 +313,7 @@ def test_event_after_the_last_record_is_at_the_end(make: Callable[..., Path]) ->
 def test_value_that_is_not_finite_leaves_a_gap(make: Callable[..., Path]) -> None:
     lines = [json.dumps(training(step, step / 10)) for step in (10, 20, 50, 60, 70, 90)]
     lines += [
-        '{"step": 30, "train/loss": null}',
-        '{"step": 40, "train/loss": NaN}',
-        '{"step": 80, "train/loss": 1e999}',
+        f'{{"step": {step}, "train/loss": {value}}}' for step, value in ((30, "null"), (40, "NaN"), (80, "1e999"))
     ]
     run = only(make(records="\n".join(lines)))
     (line, stars), layout = drawn([run])
@@ -358,17 +335,8 @@ def test_value_between_two_gaps_is_a_dot(make: Callable[..., Path]) -> None:
 def test_damaged_lines_are_left_out(make: Callable[..., Path]) -> None:
     good = json.dumps(training(10, 1.0))
     being_written = '{"step": 20, "train/lo'
-    damaged = [
-        "nonsense",
-        "[1]",
-        "null",
-        '{"step": true}',
-        '{"step": -1}',
-        '{"step": "1"}',
-        "{}",
-        "[" * 100_000,
-        '{"step": 1e3}',
-    ]
+    damaged = ["nonsense", "[1]", "null", '{"step": true}', '{"step": -1}', '{"step": "1"}', "{}", "[" * 100_000]
+    damaged += ['{"step": 1e3}']
     run = only(make(records="\n".join([good, *damaged, being_written])))
     assert run.num_damaged == len(damaged) and len(run.records) == 1
     assert f"that are not records, and are left out: {len(damaged)}" in page_of(run.folder)
