@@ -135,7 +135,6 @@ def push(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="output folders of runs")],
     output: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
-    png: Annotated[Path | None, typer.Option(help="write the plots alone, as an image")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about one or several runs: curves, differences, failures, commands.
@@ -144,4 +143,4 @@ def report(
     """
     from accelerate_recipes.report import write
 
-    write(runs, output, png, as_json)
+    write(runs, output, as_json)

@@ -8,14 +8,11 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-from accelerate_recipes.push.plot import plot_losses
 from accelerate_recipes.report.summary import LOWER_IS_BETTER, NOT_COMPARED
-
-PLOT = "loss.png"
 
 
 def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
-    """Writes `model/README.md` and `model/loss.png` from the records of a run that is done.
+    """Writes `model/README.md` from the records of a run that is done.
 
     Args:
         output_dir: of the run. Its `certificate.md`, if there is one, becomes a part of the model card.
@@ -23,7 +20,7 @@ def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
         name: of the repository on the Hub.
 
     Raises:
-        OSError: the files cannot be written.
+        OSError: the file cannot be written.
     """
     model = output_dir / "model"
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_bytes().splitlines()]
@@ -34,7 +31,6 @@ def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
         f"# {name.rpartition('/')[2]}",
         f"Trained on `{config['data'] or 'the data of the recipe'}` with Hugging Face Accelerate.",
         _results(records, metrics, config),
-        f"![loss over the optimizer steps]({PLOT})" if plot_losses(records, model / PLOT) else "",
         "## Use",
         _usage(model, name),
         "## Command",

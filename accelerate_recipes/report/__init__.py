@@ -1,66 +1,50 @@
 """The subcommand `report`: one page about one or several runs."""
 
 import os
-from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate_recipes.console import print_json
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.report import summary
-from accelerate_recipes.report.figures import figure, legend, plotted, title
-from accelerate_recipes.report.page import page
-from accelerate_recipes.report.runs import Run, read_runs
-
-_NAMES = {"--output": "report.html", "--png": "report.png"}
+from accelerate_recipes.report.runs import read_runs
 
 
-def write(runs: list[Path], output: Path, png: Path | None, as_json: bool) -> None:
+def write(runs: list[Path], output: Path, as_json: bool) -> None:
     """Writes the page, and says where it is.
 
     Args:
         runs: output folders of runs.
         output: the page to write.
-        png: with a path, the plots go there too, as an image.
         as_json: print the summary as JSON.
 
     Raises:
-        UsageError: a folder is not that of a run, or a file cannot be written.
+        UsageError: a folder is not that of a run, the page cannot be written, or plotly is not installed.
     """
-    _check_target("--output", output)
-    if png is not None:
-        _check_target("--png", png)
-        if png.suffix.lower() != ".png":
-            raise UsageError(f"--png {png}: the image is a PNG file: type --png {png.with_suffix('.png')}")
+    if find_spec("plotly") is None:
+        raise UsageError("report draws with plotly: type pip install 'accelerate-recipes[report]'")
+    from accelerate_recipes.report.page import page
+
+    _check_target(output)
     found = read_runs(runs)
-    files = {output: page(found).encode(errors="replace")}
-    if png is not None:
-        files[png] = _image(found)
-    for path, content in files.items():
-        _replace(path, content)
+    _replace(output, page(found).encode(errors="replace"))
     if as_json:
-        print_json({"files": [str(path) for path in files], **summary.as_json(found)})
+        print_json({"files": [str(output)], **summary.as_json(found)})
     else:
-        print(f"written: {' and '.join(map(str, files))}")
+        print(f"written: {output}")
 
 
-def _image(runs: Sequence[Run]) -> bytes:
-    from accelerate_recipes.report.image import image  # pillow takes time to import
-
-    metrics = plotted(runs)
-    return image([(title(runs, metric), figure(runs, metric, "steps")) for metric in metrics], legend(runs, metrics))
-
-
-def _check_target(flag: str, path: Path) -> None:
+def _check_target(path: Path) -> None:
     try:
         if path.is_dir():
-            raise UsageError(f"{flag} {path} is a folder: type {path / _NAMES[flag]}")
+            raise UsageError(f"--output {path} is a folder: type {path / 'report.html'}")
         if path.exists() and not path.is_file():  # a device must not be replaced by a file
-            raise UsageError(f"{flag} {path} is not a file: type the name of a file")
+            raise UsageError(f"--output {path} is not a file: type the name of a file")
         if not path.parent.is_dir():
-            raise UsageError(f"{flag} {path}: there is no folder {path.parent}; create it, or type another path")
+            raise UsageError(f"--output {path}: there is no folder {path.parent}; create it, or type another path")
     except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be written ({error.strerror}): type another path") from None
+        raise UsageError(f"--output {path} cannot be written ({error.strerror}): type another path") from None
 
 
 def _replace(path: Path, content: bytes) -> None:

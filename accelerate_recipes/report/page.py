@@ -1,4 +1,4 @@
-"""Writes the page: HTML, style and SVG in one file, without scripts and without anything to load."""
+"""Writes the page: HTML, style, plots and plotly.js in one file, without anything to load."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -6,12 +6,12 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from plotly.offline import get_plotlyjs
+
 from accelerate_recipes.bundle import VERSION
-from accelerate_recipes.report.figures import SIGNS, axes, figure, plotted, sample, signs, title
-from accelerate_recipes.report.plot import DARK, HEIGHT, LIGHT, WIDTH, sign
-from accelerate_recipes.report.runs import AXES, Run
+from accelerate_recipes.report.plots import div, plotted, title
+from accelerate_recipes.report.runs import Run
 from accelerate_recipes.report.summary import best, differences, last, repeat, settings, throughput
-from accelerate_recipes.report.svg import picture
 
 _HERE = Path(__file__).parent
 
@@ -22,22 +22,15 @@ def page(runs: Sequence[Run]) -> str:
     template = Template((_HERE / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(f"Training report: {', '.join(run.name for run in runs)}"),
-        style=_style(),
+        style=(_HERE / "style.css").read_text(encoding="utf-8"),
+        plotly=get_plotlyjs(),
         sections="\n".join(sections),
         notes=_notes(),
     )
 
 
-def _style() -> str:
-    light, dark = ("".join(f"--{name}: {value}; " for name, value in one.items()) for one in (LIGHT, DARK))
-    classes = "\n".join(f".{name} {{ color: var(--{name}); }}" for name in LIGHT if name != "page")
-    variables = f":root {{ {light}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}\n"
-    hidden = "\n".join(f"#{axis}:not(:checked) ~ .plots .{axis} {{ display: none; }}" for axis in AXES)
-    return "\n".join([variables, (_HERE / "style.css").read_text(encoding="utf-8"), classes, hidden])
-
-
 def _overview(runs: Sequence[Run]) -> str:
-    rows = [[_named(index, run), *map(escape, _facts(run))] for index, run in enumerate(runs)]
+    rows = [[escape(run.name), *map(escape, _facts(run))] for run in runs]
     table = _table(["run", "status", "optimizer steps", "samples per second", "last attempt took", "parallelism"], rows)
     remarks = "".join(f"<li>{escape(remark)}</li>" for run in runs for remark in _remarks(run))
     return _section("Runs", table + (f"<ul>{remarks}</ul>" if remarks else ""))
@@ -63,7 +56,8 @@ def _facts(run: Run) -> list[str]:
     elif status in ("failed", "stopped"):
         status = f"{status}, exit code {run.card.get('exit_code')}"
     how = [run.card.get("parallelism"), run.card.get("precision")]
-    how.append(f"{run.card['num_processes']} processes" if "num_processes" in run.card else None)
+    if "num_processes" in run.card:
+        how.append(f"{run.card['num_processes']} process" + "es" * (run.card["num_processes"] != 1))
     return [
         status,
         f"{run.last_step:,}" + ("" if planned is None else f" of {planned:,}"),
@@ -74,63 +68,26 @@ def _facts(run: Run) -> list[str]:
 
 
 def _plots(runs: Sequence[Run]) -> str:
-    metrics, shown = plotted(runs), axes(runs)
-    if not metrics:
+    if not (metrics := plotted(runs)):
         return _section("Curves", '<p class="muted">There are no records yet.</p>')
-    plots = "\n".join(_plot(runs, metric, shown) for metric in metrics)
-    return _section("Curves", f'{_switches(shown)}{_signs(runs, metrics)}<div class="plots">\n{plots}\n</div>')
+    plots = "\n".join(_plot(runs, metric, number) for number, metric in enumerate(metrics))
+    return _section("Curves", f'<div class="plots">\n{plots}\n</div>')
 
 
-def _switches(shown: Sequence[str]) -> str:
-    """Radio buttons for the horizontal axis; the style hides the plots of the others."""
-    if len(shown) == 1:
-        return ""
-    first = shown[0]
-    buttons = [
-        f'<input type="radio" name="axis" id="{axis}" class="switch"{" checked" * (axis == first)}>'
-        f'<label for="{axis}">{axis}</label>'
-        for axis in shown
-    ]
-    return "\n".join(['<span class="muted">Horizontal axis:</span>', *buttons, ""])
-
-
-def _signs(runs: Sequence[Run], metrics: Sequence[str]) -> str:
-    explained = [
-        f'<span class="sign">{picture(sign(kind, (7, 7), "muted"), 14, 14)} {SIGNS[kind]}</span>'
-        for kind in signs(runs, metrics)
-    ]
-    return f'<p class="muted">{" ".join(explained)}</p>\n' if explained else ""
-
-
-def _plot(runs: Sequence[Run], metric: str, shown: Sequence[str]) -> str:
-    heading = title(runs, metric)
-    pictures = "\n".join(
-        f'<div class="{axis}">'
-        + picture(figure(runs, metric, axis), WIDTH, HEIGHT, f"{heading} over {AXES[axis]}", _in_words(runs, metric))
-        + "</div>"
-        for axis in shown
-    )
-    return f"<figure><h3>{escape(heading)}</h3>\n{pictures}\n{_values(runs, metric)}</figure>"
-
-
-def _in_words(runs: Sequence[Run], metric: str) -> str:
-    parts = []
-    for run in runs:
-        finite = [value for _, value in run.curve(metric) if value is not None]
-        if finite:
-            parts.append(f"{run.name}: from {number(finite[0])} to {number(finite[-1])}")
-    return "; ".join(parts)
+def _plot(runs: Sequence[Run], metric: str, number: int) -> str:
+    heading = escape(title(runs, metric))
+    return f"<figure><h3>{heading}</h3>\n{div(runs, metric, number)}\n{_values(runs, metric)}</figure>"
 
 
 def _values(runs: Sequence[Run], metric: str) -> str:
     rows, has_best = [], False
-    for index, run in enumerate(runs):
+    for run in runs:
         if not (curve := run.curve(metric)):
             continue
         points = [last(curve), best(metric, curve)]
         has_best = has_best or points[1] is not None
         cells = ["–" if point is None else f"{number(point[1])} ({point[0]:,})" for point in points]
-        rows.append([_named(index, run), *cells])
+        rows.append([escape(run.name), *cells])
     if has_best:
         return _table(["run", "last (step)", "best (step)"], rows)
     return _table(["run", "last (step)"], [row[:2] for row in rows])
@@ -170,7 +127,8 @@ def _notes() -> str:
     return (
         "<p>Best: the lowest value where the name contains loss, perplexity or error, else the highest. "
         "Seconds of training come from samples_per_second: they exclude start, evaluation and saving, and steps that "
-        "were lost and taken again. Of many records in a curve, the lowest and highest of each stretch are drawn.</p>"
+        "were lost and taken again. Of many records in a curve, the lowest and highest of each stretch are drawn. "
+        "A star at the bottom of a plot is a record without a finite value.</p>"
         f"<p>Written by accelerate-recipes {escape(VERSION)}.</p>"
     )
 
@@ -181,10 +139,6 @@ def number(value: float) -> str:
     if value and (size < 1e-3 or size >= 1e9):
         return f"{value:.3e}"
     return f"{value:,.4g}" if size < 1e3 else f"{value:,.0f}"
-
-
-def _named(index: int, run: Run) -> str:
-    return f"{picture(sample(index), 34, 14)} {escape(run.name)}"
 
 
 def _section(heading: str, content: str) -> str:

@@ -131,9 +131,9 @@ class Run:
     def position(self, axis: str, step: int) -> float | None:
         """Where a step lies on an axis of AXES; None if the records do not tell."""
         if axis == "steps":
-            return step
+            return float(step)
         if axis == "samples":
-            return None if self.batch_size is None else step * self.batch_size
+            return None if self.batch_size is None else float(step * self.batch_size)
         index = bisect_left(self.clock, (step,))
         if index == len(self.clock) or (index == 0 and self.clock[0][0] != step):
             return None

@@ -32,11 +32,10 @@ def test_model_arrives_with_its_card(tmp_path: Path) -> None:
     with FakeHub() as hub:
         pushed = push(run, hub)
     assert pushed.exit_code == 0, pushed.stderr
-    assert set(hub.files) == {"README.md", "loss.png", "model.safetensors"}
+    assert set(hub.files) == {"README.md", "model.safetensors"}
     assert hub.created == [{"name": "line", "organization": "me", "visibility": "private"}]
     for name, content in hub.files.items():
         assert digest(content) == digest((run.output_dir / "model" / name).read_bytes())
-    assert hub.files["loss.png"].startswith(b"\x89PNG")
     card = ModelCard(hub.files["README.md"].decode())
     assert (card.data.library_name, card.data.metrics) == ("pytorch", ["loss", "r2"])
     assert card.data.tags == ["accelerate", "safetensors"] and card.data.datasets is None

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from PIL import Image
 
 from accelerate_recipes.push.card import write_model_card
-from accelerate_recipes.push.plot import plot_losses
 from common.command_line import parse
 from common.config import RunConfig
 
@@ -83,16 +81,3 @@ def test_card_of_a_model_of_transformers(tmp_path: Path, architecture: str, task
     card = written(tmp_path, {"architectures": [architecture]})
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", task)
     assert usage in card.text.splitlines()
-
-
-def test_plot(tmp_path: Path) -> None:
-    path = tmp_path / "loss.png"
-    assert not plot_losses([{"step": 1, "eval/accuracy": 0.5}, {"step": 2, "train/loss": None}], path)
-    assert not path.exists()
-    assert plot_losses([{"step": 4, "train/loss": 2.0}], path)  # one point
-    losses = [{"step": step, "train/loss": 2 - step / 10} for step in range(1, 11)]
-    assert plot_losses([*losses, {"step": 5, "eval/loss": 1.5}, {"step": 10, "eval/loss": 1.5}], path)
-    picture = Image.open(path)
-    colours = picture.getcolors(maxcolors=picture.width * picture.height)
-    assert sum(count for count, (red, _, blue) in colours if blue > red + 60) > 300  # train/loss
-    assert sum(count for count, (red, _, blue) in colours if red > blue + 60) > 300  # eval/loss
