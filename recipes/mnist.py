@@ -112,7 +112,7 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 @torch.no_grad()
 def predict(picture: str, config: Config) -> None:
     """Prints the class that the exported model gives a picture, and what was done with the picture first."""
-    form = ImageFormat.read(config.output_dir)
+    form = ImageFormat.read(config.output_dir, NETWORKS)
     image, steps = read_picture(picture, form)
     model = NETWORKS[form.network](form.image_shape, len(form.classes)).eval()
     load_exported(config.output_dir, model)

@@ -1,6 +1,7 @@
 """What an image classifier must know beside its weights, and pictures read in the way of its training images."""
 
 import json
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ NUM_LOOKED_AT = 1000  # training images, about
 SHARE_OF_ONE_KIND = 0.95  # of the training images must have a dark edge, or a light one, to call the set so
 LARGEST = 256  # pixels; a larger picture is reduced first: single specks must not count as drawing
 LEAST_CONTRAST = 0.1
+SMALLEST_SIDE = 4  # pixels; no network of ours takes smaller images
 LARGEST_SIDE = 8192  # pixels; a larger size in config.json would only fill the memory
 _BACKGROUNDS = ("dark", "light", "mixed")
 _ENTRIES = {"network": str, "image_shape": [int], "classes": [str], "background": _BACKGROUNDS, "extent": float}
@@ -59,12 +61,13 @@ class ImageFormat:
         (folder / "config.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
-    def read(cls, output_dir: Path) -> Self:
-        """What `write` wrote. Raises UsageError if there is no model, or not one of an image classifier."""
+    def read(cls, output_dir: Path, networks: Container[str]) -> Self:
+        """What `write` wrote. Raises UsageError if there is no model, or not one of an image classifier with one of these
+        networks."""
         path = output_dir / "model" / "config.json"
         with suppress(OSError, ValueError, RecursionError):
             entries = json.loads(path.read_text())
-            if _is_valid(entries):
+            if _is_valid(entries) and entries["network"] in networks:
                 return cls(**entries | {"image_shape": tuple(entries["image_shape"])})
         if not (path.parent / "model.safetensors").exists():
             raise UsageError(
@@ -83,7 +86,7 @@ def _is_valid(entries: Any) -> bool:
         return False
     channels, *sides = entries["image_shape"]
     is_possible = channels == 1 or (channels == 3 and entries["background"] == "mixed")
-    return is_possible and min(sides) > 0 and max(sides) <= LARGEST_SIDE and 0 < entries["extent"] <= 1
+    return is_possible and min(sides) >= SMALLEST_SIDE and max(sides) <= LARGEST_SIDE and 0 < entries["extent"] <= 1
 
 
 def read_picture(path: str | Path, form: ImageFormat) -> tuple[torch.Tensor, str]:

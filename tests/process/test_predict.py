@@ -31,7 +31,7 @@ def page(digit: numpy.ndarray, generator: numpy.random.Generator) -> Image.Image
 
 def test_digits_on_photos(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MNIST, "--epochs 4")
-    form = ImageFormat.read(run.output_dir)
+    form = ImageFormat.read(run.output_dir, ["cnn"])
     model = runpy.run_path(str(ROOT / MNIST))["ConvNet"](form.image_shape, len(form.classes))
     model.load_state_dict(load_exported(run.output_dir))
     _, eval_set = load_images("digits")

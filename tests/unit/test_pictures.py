@@ -40,19 +40,30 @@ def test_altered_format_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "model" / "model.safetensors").touch()
     form = ImageFormat("cnn", (1, 12, 10), ["cat", "dog"], "dark", 0.5)
     path, entries = tmp_path / "model" / "config.json", asdict(form)
-    values = [None, "", -1, 0, 10**30, 1.5, [], [[1]], {"a": 1}, [2, 12, 10], [3, 12, 10], [1, 0, 10], [1, 10, 10**5]]
-    form.write(tmp_path / "model")
-    assert ImageFormat.read(tmp_path) == form
-    texts = [
-        json.dumps(entries | {name: value})
-        for value in values
-        if (name, value) not in (("network", ""), ("classes", []))
+    values = [
+        None,
+        "",
+        -1,
+        0,
+        10**30,
+        1.5,
+        [],
+        [[1]],
+        {"a": 1},
+        [2, 12, 10],
+        [3, 12, 10],
+        [1, 0, 10],
+        [1, 3, 3],
+        [1, 10, 10**5],
     ]
+    form.write(tmp_path / "model")
+    assert ImageFormat.read(tmp_path, ["cnn"]) == form
+    texts = [json.dumps(entries | {name: value}) for value in values if (name, value) != ("classes", [])]
     texts += [json.dumps({key: value for key, value in entries.items() if key != name}), "[" * 100_000, "[]", "3", ""]
     for text in texts:
         path.write_text(text)
         with pytest.raises(UsageError, match="does not describe an image classifier"):
-            ImageFormat.read(tmp_path)
+            ImageFormat.read(tmp_path, ["cnn"])
 
 
 def test_format_of_a_dataset() -> None:
@@ -70,17 +81,17 @@ def test_format_is_kept_with_the_model(tmp_path: Path) -> None:
     form = ImageFormat.of(images(10), "cnn")
     form.write(tmp_path)  # a run that was done before, whose model is somewhere else now
     with pytest.raises(UsageError, match=r"no model in .*model: train first \(the same command without --predict\)"):
-        ImageFormat.read(tmp_path)
+        ImageFormat.read(tmp_path, ["cnn"])
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").touch()
     for content in (None, "{", "[]", '{"architectures": ["LlamaForCausalLM"]}'):
         if content:
             (tmp_path / "model" / "config.json").write_text(content)
         with pytest.raises(UsageError, match=r"config\.json does not describe an image classifier: train again"):
-            ImageFormat.read(tmp_path)
+            ImageFormat.read(tmp_path, ["cnn"])
     (tmp_path / "model" / "config.json").unlink()
     form.write(tmp_path / "model")
-    assert ImageFormat.read(tmp_path) == form
+    assert ImageFormat.read(tmp_path, ["cnn"]) == form
 
 
 def test_picture_of_the_training_size_is_taken_as_it_is(tmp_path: Path) -> None:
