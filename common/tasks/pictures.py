@@ -62,8 +62,8 @@ class ImageFormat:
 
     @classmethod
     def read(cls, output_dir: Path, networks: Container[str]) -> Self:
-        """What `write` wrote. Raises UsageError if there is no model, or not one of an image classifier with one of these
-        networks."""
+        """What `write` wrote. Raises UsageError if there is no model, or not one of an image classifier with one of
+        these networks."""
         path = output_dir / "model" / "config.json"
         with suppress(OSError, ValueError, RecursionError):
             entries = json.loads(path.read_text())
