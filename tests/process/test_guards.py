@@ -292,7 +292,7 @@ def test_images_of_different_sizes(tmp_path: Path) -> None:
     dataset.to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"))
     arguments, env = f"--data {tmp_path / 'data'}", {"HF_HOME": str(tmp_path / "cache")}
     run = fork(tmp_path / "run", "single", MNIST, arguments, env=env, succeeds=False)
-    assert "image 0 is 8 x 8, image 2 is 9 x 9: expected one size" in refused(run)
+    assert "the first image of the data is 8 x 8, that in row 2 is 9 x 9" in refused(run)
 
 
 def test_parquet_without_images(tmp_path: Path) -> None:

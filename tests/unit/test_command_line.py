@@ -12,7 +12,7 @@ from common.command_line import GROUPS, parse
 from common.config import RunConfig
 from common.errors import UsageError
 from common.launch.checks import check_num_gpus
-from common.records.recorder import _git_commit
+from common.records.run_card import git_commit
 from common.schedule import Schedule
 
 
@@ -107,7 +107,7 @@ def test_commit_is_dirty_by_tracked_files_only(tmp_path: Path, monkeypatch: pyte
     git("commit", "--message", "one")
     monkeypatch.setattr("sys.argv", [str(script)])
     (tmp_path / "untracked").touch()
-    commit = _git_commit()
+    commit = git_commit()
     assert commit is not None and re.fullmatch("[0-9a-f]{40}", commit)
     script.write_text("changed")
-    assert _git_commit() == f"{commit}-dirty"
+    assert git_commit() == f"{commit}-dirty"
