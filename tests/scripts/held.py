@@ -1,11 +1,11 @@
 """A recipe that writes how many bytes of tensors each process holds before each of its forward passes."""
 
-import gc
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.memory import live_bytes
 from common import RunConfig, fit, run, start
 from common.data import Batch
 from common.tasks.tables import TableDataset
@@ -28,19 +28,6 @@ class Network(nn.Sequential):
     tp_plan = {"0": "colwise", "1": "rowwise", "2": "colwise", "3": "rowwise"}
 
 
-def held() -> int:
-    """The bytes of all tensors of this process, each storage once."""
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None:
-                    storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
 def main(config: Config) -> None:
     accelerator = start(config)
     generator = torch.Generator().manual_seed(0)
@@ -51,7 +38,7 @@ def main(config: Config) -> None:
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         if torch.is_grad_enabled():
-            lines.append(str(held()))
+            lines.append(str(live_bytes()))
         return {"loss": (model(batch["features"]).squeeze(-1) - batch["target"]) ** 2}
 
     fit(accelerator, model, torch.optim.SGD(model.parameters(), 0.01), forward_step, dataset, dataset, config)
