@@ -70,7 +70,9 @@ def test_other_optimizers(tmp_path: Path, reference: Callable[..., Run], optimiz
         assert_close(sharded, expected)
     else:
         line = refused(sharded)
-        assert line.startswith("error: FSDP2 cannot train this: ") and "type --config_file accelerate_configs/ddp" in line
+        assert (
+            line.startswith("error: FSDP2 cannot train this: ") and "type --config_file accelerate_configs/ddp" in line
+        )
 
 
 @pytest.fixture(scope="module")
