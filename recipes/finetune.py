@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch, MapDataset, pad_to_longest
-from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, with_losses
+from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
 from common.tasks.lora import add_lora, write_merged
@@ -60,7 +60,9 @@ class Config(RunConfig):
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "fine-tune this causal model with its tokenizer (folder or Hub id)")
-    num_answers: int = flag(50, "held-out questions for the exported model after training", minimum=0)
+    num_answers: int | None = flag(
+        None, "held-out questions for the exported model after training; default: 50, above 1e9 weights 5", minimum=0
+    )
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -96,18 +98,23 @@ def build(config: Config) -> tuple[nn.Module, Any]:
 
 def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
     """Prints how many held-out questions the exported model answers right, and one answer."""
+    folder = config.output_dir / "model"
     if config.merge:
-        write_merged(config.output_dir / "model", config.output_dir / "merged")
-    asked = [chats.messages(index) for index in range(min(config.num_answers, len(chats)))]
+        write_merged(folder, config.output_dir / "merged")
+    if config.num_answers == 0:
+        return
+    model = load_trained(folder)
+    num_answers = config.num_answers or (5 if model.num_parameters() > 1e9 else 50)
+    asked = [chats.messages(index) for index in range(min(num_answers, len(chats)))]
     asked = [messages for messages in asked if messages[-1]["role"] == "assistant"]
     if asked:
-        answers = answer(config.output_dir / "model", tokenizer, asked, config.max_length)
+        answers = answer(model, tokenizer, asked, config.max_length)
         num_right = sum(found.endswith(one[-1]["content"].strip()) for found, one in zip(answers, asked))
         print(f"{asked[0][-2]['content']} {answers[0]}\n{num_right} of {len(asked)} held-out answers are right")
 
 
-def main(config: Config) -> None:
-    """Trains, then lets the exported model answer held-out questions."""
+def main(config: Config) -> Any:
+    """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
     disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)
@@ -125,8 +132,7 @@ def main(config: Config) -> None:
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
     data = accelerator, model, optimizer, forward_step, train_set, eval_set, config
     fit(*data, summarize, collate_fn=collate_fn, export=tokenizer.save_pretrained)
-    if not config.evaluate_only:
-        accelerator.on_main_process(write_answers)(config, tokenizer, eval_chats)
+    return None if config.evaluate_only else lambda: write_answers(config, tokenizer, eval_chats)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -66,6 +67,13 @@ def load_pretrained(
             f"{num_embeddings}: type the path of a model with its own tokenizer"
         )
     return model, tokenizer
+
+
+def load_trained(folder: Path) -> Any:
+    """An exported causal model, or exported adapters on their base, on the run's device and in its precision."""
+    state = AcceleratorState()
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision, torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=precision).to(state.device).eval()
 
 
 def check_attention(attention: str) -> None:

@@ -215,5 +215,5 @@ def test_pretrained_model_is_fine_tuned(tmp_path: Path, reference: Callable[...,
 
 
 def test_model_answers(tmp_path: Path) -> None:
-    run = fork(tmp_path / "run", "single", FINETUNE, SHORT.replace("--num_answers 0", "--num_answers 3"))
+    run = fork(tmp_path / "run", "ddp_bf16", FINETUNE, SHORT.replace("--num_answers 0", "--num_answers 3"))
     assert "of 3 held-out answers are right" in run.stdout and "% of tokens trained; longest" in run.stdout

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,3 +101,14 @@ def test_flash_attention_needs_its_package_and_16_bits(monkeypatch: pytest.Monke
         causal_lm.check_attention("flash_attention_2")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     causal_lm.check_attention("flash_attention_2")
+
+
+def test_trained_model_is_on_the_device_and_in_the_precision_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MODELS["llama"][0]().save_pretrained(tmp_path)
+    for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        state = SimpleNamespace(mixed_precision=precision, device=torch.device("meta"))
+        monkeypatch.setattr(causal_lm, "AcceleratorState", lambda state=state: state)
+        model = causal_lm.load_trained(tmp_path)
+        assert (model.dtype, model.device, model.training) == (dtype, torch.device("meta"), False)
