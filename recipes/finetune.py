@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch, MapDataset, pad_to_longest
+from common.environment import has_gpu
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
@@ -56,7 +57,9 @@ class Config(RunConfig):
     lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
     lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
     merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
-    loss_chunk: int = flag(1024, "tokens whose logits are in memory at one time; 0: all of a micro-batch", minimum=0)
+    loss_chunk: int = flag(
+        8192 if has_gpu() else 1024, "tokens whose logits are in memory at one time; 0: all of a micro-batch", minimum=0
+    )
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "fine-tune this causal model with its tokenizer (folder or Hub id)")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batches import ForwardStep
 from ..layout import Kind
@@ -56,6 +57,7 @@ Wrapped = tuple[type[Engine], nn.Module, Any]  # the class that takes the steps,
 def _whole(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
     """One process, or DDP."""
     _compile_if_asked(model, plan)
+    _let_ddp_send_state_alone(model)
     model, prepared = accelerator.prepare(model, optimizer)
     _choose_fused_kernels(accelerator, optimizer)
     return AccelerateEngine, model, prepared
@@ -122,6 +124,17 @@ def _tensor(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
             config.distributed_config = before
     _choose_fused_kernels(accelerator, optimizer)
     return AccelerateEngine, model, prepared
+
+
+def _let_ddp_send_state_alone(model: nn.Module) -> None:
+    """DDP sends the first process's buffers before each forward pass, for example BatchNorm's. A buffer that no
+    checkpoint holds is no state, but a constant, for example a table of positions: each process has computed it."""
+    constants = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
 
 
 def _choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
