@@ -57,9 +57,7 @@ class Config(RunConfig):
     lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
     lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
     merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
-    loss_chunk: int = flag(
-        8192 if has_gpu() else 1024, "tokens whose logits are in memory at one time; 0: all of a micro-batch", minimum=0
-    )
+    loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "fine-tune this causal model with its tokenizer (folder or Hub id)")
@@ -70,8 +68,8 @@ class Config(RunConfig):
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """The loss of each example: the mean over its trained tokens. The "weight" of the batch is their number."""
-    positions = {"positions": batch["positions"]} if "positions" in batch else {}
-    return {"loss": model(batch["tokens"], batch["labels"], **positions)}
+    others = {name: batch[name] for name in ("positions", "places") if name in batch}
+    return {"loss": model(batch["tokens"], batch["labels"], **others)}
 
 
 def summarize(means: dict[str, float]) -> dict[str, float]:
@@ -125,11 +123,11 @@ def main(config: Config) -> Any:
         config.data, tokenizer, config.max_length, config.messages_column, config.max_samples
     )
     print_once(train_chats.facts(config.max_length))
-    # A pipeline needs micro-batches of one length.
-    multiple_of = config.max_length if config.pipeline_stages > 1 else 1
-    collate_fn = None if config.packing else pad_to_longest({"labels": IGNORED}, None, multiple_of)
-    train_set: MapDataset = ChatDataset(train_chats)
-    eval_set: MapDataset = ChatDataset(eval_chats)
+    # A pipeline needs micro-batches of one length, and computes the logits of all tokens.
+    is_pipeline = config.pipeline_stages > 1
+    collate_fn = pad_to_longest({"labels": IGNORED, "places": -1}, None, config.max_length if is_pipeline else 1)
+    train_set: MapDataset = ChatDataset(train_chats, places=not is_pipeline)
+    eval_set: MapDataset = ChatDataset(eval_chats, places=not is_pipeline)
     if config.packing:
         train_set, eval_set = (PackedDataset(chats, config.max_length) for chats in (train_chats, eval_chats))
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)

@@ -105,8 +105,9 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
 def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, longest: int = 0) -> PreTrainedModel:
     """Makes a causal model's forward return losses.
 
-    forward(tokens, labels, positions=None), all int64 of shape (batch, context), returns the mean loss of each example,
-    shape (batch,), over the labels that are not `IGNORED`. Losses are much smaller than logits, so mixed
+    forward(tokens, labels, positions=None, places=None), all int64 of shape (batch, context), returns the mean loss of
+    each example, shape (batch,), over the labels that are not `IGNORED`. With `places`, of shape (batch, number), from
+    `trained_places`, the model computes logits there alone. Losses are much smaller than logits, so mixed
     precision converts little and sharding gathers little. The parameters keep their names, and the exported
     model keeps its class.
 
@@ -114,8 +115,8 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
         model: a causal model of transformers.
         packs: samples hold several documents, and the positions of each start at 0. Attention stays inside a document.
         chunk: the most tokens whose logits are in memory at one time; the backward pass computes them again. 0: all.
-        longest: the length of the longest sample, if there is a chunk. ZeRO needs the same number of chunks for shorter
-            ones.
+        longest: the length of the longest sample, if there is a chunk or samples have places. Shorter ones, and those
+            with fewer places, take the same number of chunks, as ZeRO needs.
 
     Raises:
         UsageError: with `packs`, the model lets a document see the one before it.
@@ -124,10 +125,19 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
     def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
         return _mean_losses(_cross_entropy(logits, labels.flatten()), labels)
 
-    def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self: PreTrainedModel,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
         given = {} if positions is None else {"position_ids": positions}
-        if chunk and (num_chunks := -(-len(labels) * longest // chunk)) > 1:
+        num_chunks = -(-len(labels) * longest // chunk) if chunk else 1
+        if divides and (num_chunks > 1 or places is not None):
             hidden = self.base_model(input_ids=tokens, use_cache=False, **given)[0]
+            if places is not None:
+                hidden, labels = _at(places, hidden, labels)
             return _mean_losses(_in_chunks(self.get_output_embeddings(), hidden, labels, num_chunks), labels)
         return self.losses(type(self).forward(self, input_ids=tokens, use_cache=False, **given).logits, tokens, labels)
 
@@ -135,9 +145,9 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
         _check_documents_are_apart(model)
     else:
         _attend_without_mask(model)
-    if chunk and not _head_alone_makes_logits(model):
+    divides = longest > 0 and _head_alone_makes_logits(model)
+    if chunk and not divides:
         print_once(f"{type(model).__name__} changes its logits after its head: they are held for the whole batch")
-        chunk = 0
     # Methods: a deep copy of the model then calls its own layers.
     model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
     model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export
@@ -153,12 +163,33 @@ def _mean_losses(losses: Tensor, labels: Tensor) -> Tensor:
     return losses.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
+def trained_places(labels: Tensor) -> Tensor:
+    """The places of labels that are not `IGNORED`, and -1 until their number is a multiple of 16: so there are some in
+    each sample, and shapes vary less.
+
+    Args:
+        labels: of a sample, shape (context,), on the CPU: on a GPU, their number would be waited for.
+    """
+    places = [place for place, label in enumerate(labels.tolist()) if label != IGNORED]
+    return torch.tensor(places + [-1] * (16 - len(places) % 16))
+
+
+def _at(places: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and labels at these places of each sample. The label at place -1 is `IGNORED`."""
+    starts = torch.arange(0, labels.numel(), labels.shape[1], device=labels.device).unsqueeze(1)
+    rows = (starts + places.clamp(min=0)).flatten()
+    labels = labels.flatten().index_select(0, rows).view_as(places).masked_fill(places < 0, IGNORED)
+    return hidden.flatten(0, 1).index_select(0, rows).unflatten(0, places.shape), labels
+
+
 def _in_chunks(head: nn.Module, hidden: Tensor, labels: Tensor, num_chunks: int) -> Tensor:
-    """The loss of each label, shape (batch * context,). Only the logits of a chunk are in memory."""
+    """The loss of each label, flat. Only the logits of a chunk are in memory."""
 
     def losses(hidden: Tensor, labels: Tensor) -> Tensor:
         return _cross_entropy(head(hidden), labels)
 
+    if num_chunks == 1:
+        return losses(hidden.flatten(0, 1), labels.flatten())
     parts = zip(hidden.flatten(0, 1).tensor_split(num_chunks), labels.flatten().tensor_split(num_chunks))
     return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
 
