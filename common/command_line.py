@@ -51,7 +51,7 @@ GROUPS = {
     ),
     "saving": (
         *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save", "stop_on_save_error"),
-        *("resume_from_checkpoint", "metric_for_best_model"),
+        *("resume_from_checkpoint", "metric_for_best_model", "export_dtype"),
     ),
     "records": (
         *("log_every", "eval_every", "evaluate_only", "save_predictions"),

@@ -96,6 +96,9 @@ class RunConfig:
         minimum=0,
         below=1,
     )
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "type of the exported weights; auto: that of the files of a pretrained model, else as in training"
+    )
     compile: bool = flag(False, "compile the model with torch.compile: slower start, faster steps")
     deterministic: bool = flag(False, "use only deterministic kernels: slower, the same bits in each run on a GPU")
     tf32: bool = flag(False, "let GPUs round the inputs of float32 matrix products to 10 bits: faster, less exact")

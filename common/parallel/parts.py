@@ -117,6 +117,8 @@ def placed_like(weight: Tensor, reader: TensorReader, name: str) -> Tensor:
         return reader.tensor(name).to(weight.device)
     if not is_divided(weight):
         value = reader.tensor(name)
+        if value.device == weight.device and value.stride() == weight.stride():
+            return value
         return torch.empty_like(weight, dtype=value.dtype).copy_(value)  # fused kernels need its memory format
     from torch.distributed.tensor import DTensor
 

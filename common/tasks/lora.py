@@ -27,12 +27,10 @@ class Adapter:
     def __init__(self, settings: Any, base_digest: str):
         self.settings, self.base_digest = settings, base_digest
 
-    def write(self, weights: dict[str, Tensor], folder: Path) -> Path:
-        """Writes PEFT's two files. Returns the path of the one with the weights."""
+    def write(self, weights: dict[str, Tensor], folder: Path) -> None:
+        """Writes PEFT's file of weights; `settings.save_pretrained` writes the other one."""
         facts = {"base": self.base_digest}  # one entry: safetensors writes several in a random order
         save_file({_without_name(name): weight for name, weight in weights.items()}, folder / FILE, facts)
-        self.settings.save_pretrained(str(folder))
-        return folder / FILE
 
     def read(self, folder: Path, names: list[str]) -> dict[str, Tensor]:
         """{name in the model: weight} of what `write` wrote; `names` are those in the model.

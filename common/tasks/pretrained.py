@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
+from ..environment import print_once
 from ..errors import UsageError, first_line
 
 
@@ -28,6 +29,7 @@ def load(kind: Any, name_or_path: str, expected: str, **options: Any) -> tuple[A
     logging.set_verbosity(logging.CRITICAL)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        dtype = AutoConfig.from_pretrained(name_or_path).dtype
         model, info = kind.from_pretrained(
             name_or_path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -41,4 +43,8 @@ def load(kind: Any, name_or_path: str, expected: str, **options: Any) -> tuple[A
             f"--model_name_or_path {name_or_path}: {len(body)} weights do not fit config.json, such as {body[0]}: type "
             f"the path of another {expected}"
         )
+    if dtype in (torch.bfloat16, torch.float16):
+        model.config.dtype = dtype  # that of the exported weights
+        name = str(dtype).removeprefix("torch.")
+        print_once(f"{name_or_path} is in {name}: trained in float32, exported in {name} again (--export_dtype)")
     return model, tokenizer, sorted(info["missing_keys"]) + misfits
