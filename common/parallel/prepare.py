@@ -50,8 +50,13 @@ def prepare(setup: Setup) -> Engine:
     accelerator, plan = setup.accelerator, setup.plan
     by_kind = {Kind.PIPELINE: _pipeline, Kind.DEEPSPEED: _deepspeed, Kind.FSDP2: _fsdp2, Kind.TENSOR: _tensor}
     wrap = by_kind.get(plan.layout.kind, _whole)
-    engine, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
-    return engine(accelerator, model, optimizer, checked(setup.forward_step, plan.micro_batch_size), plan)
+    read = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
+    wrapped, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
+    engine = wrapped(accelerator, model, optimizer, checked(setup.forward_step, plan.micro_batch_size), plan)
+    own = sum(local(weight).nbytes for name, weight in engine.module.named_parameters() if name in read)
+    if own < sum(read.values()) and plan.layout.kind != Kind.DEEPSPEED:
+        accelerator.print(f"{sum(read.values()) / 1e9:.2g} GB of weights, of which process 0 reads {own / 1e9:.2g} GB")
+    return engine
 
 
 Wrapped = tuple[type[Engine], nn.Module, Any]  # the class that takes the steps, the model, the optimizer
