@@ -13,6 +13,7 @@ from ..data.batches import Batch, ForwardStep
 from ..errors import UsageError
 from ..plan import Plan
 from .engine import Engine, StepResult, weighted_sum
+from .on_disk import fill
 from .stages import Stage, keep_stage
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Pipeline(nn.Module):
         is_tied = model.get_output_embeddings().weight is embedding
         self.tied = embedding if is_tied and (self.is_first or self.is_last) else None
         keep_stage(model, self.index, self.num_stages)
+        fill(model, self.device)
         self.model, self.autocast = model.to(self.device), accelerator.autocast
         kept = set(model.parameters())
         for group in optimizer.param_groups:

@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..environment import print_once
 from ..errors import UsageError
-from .pretrained import load
+from .pretrained import load, runnable
 
 FLASH = "flash_attention_2"
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
@@ -97,7 +97,8 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).repeat(2, 1)
     tokens[1, -1] = 1 - tokens[1, -1].clamp(max=1)
     training = model.training
-    first, second = model.eval()(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    with runnable(model):
+        first, second = model.eval()(input_ids=tokens, use_cache=False).logits[:, :-1].float()
     model.train(training)
     return not torch.allclose(first, second, rtol=1e-3, atol=1e-5)
 
@@ -201,8 +202,9 @@ def _head_alone_makes_logits(model: PreTrainedModel) -> bool:
         return False
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
     training = model.training
-    expected = model.eval()(input_ids=tokens, use_cache=False).logits
-    found = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False)[0])
+    with runnable(model):
+        expected = model.eval()(input_ids=tokens, use_cache=False).logits
+        found = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False)[0])
     model.train(training)
     return expected.shape == found.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -216,8 +218,9 @@ def _check_documents_are_apart(model: PreTrainedModel) -> None:
     pair = torch.stack([torch.cat([first, second]), torch.cat([first.flip(0), second])])
     reason = "lets a conversation see the one before it"
     try:
-        packed = model.eval()(input_ids=pair, position_ids=positions.expand(2, -1), use_cache=False).logits[:, 6:]
-        alone = model(input_ids=second.unsqueeze(0), use_cache=False).logits.expand_as(packed)
+        with runnable(model):
+            packed = model.eval()(input_ids=pair, position_ids=positions.expand(2, -1), use_cache=False).logits[:, 6:]
+            alone = model(input_ids=second.unsqueeze(0), use_cache=False).logits.expand_as(packed)
     except TypeError:
         packed, alone, reason = torch.ones(1), torch.zeros(1), "takes no positions"
     model.train(training)
