@@ -86,9 +86,14 @@ def copy_waits(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
 def place() -> str:
     """The last function of the project on the stack, and the last one of a package that it called."""
     stack = traceback.extract_stack()[:-2]
-    own = max(number for number, frame in enumerate(stack) if Path(frame.filename).is_relative_to(ROOT))
+    own = max(number for number, frame in enumerate(stack) if is_own(Path(frame.filename)))
     called = [frame for frame in stack[own + 1 :] if "/torch/" not in frame.filename][-1:]
     return " > ".join(f"{Path(frame.filename).name}:{frame.name}" for frame in [stack[own], *called])
+
+
+def is_own(file: Path) -> bool:
+    """A file of the project, and not one of a virtual environment beside it."""
+    return file.is_relative_to(ROOT) and "site-packages" not in file.parts
 
 
 def add_device() -> None:
