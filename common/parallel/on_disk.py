@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import UsageError
 from .parts import TensorReader, placed_like
@@ -12,9 +14,44 @@ from .parts import TensorReader, placed_like
 Origin = tuple[TensorReader, str]  # what reads a weight, and its name there
 
 
+class Unread(nn.Parameter):
+    """A weight on the meta device. It becomes an ordinary one, with its values, before the first operation that asks
+    for more than its facts, so that a model which is used before `fit`, or never given to it, works as any other.
+
+    Attributes:
+        origin: where it is read from.
+    """
+
+    origin: Origin
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for weight in tree_leaves((args, kwargs)) if function not in FACTS else ():
+            if isinstance(weight, Unread):
+                _swap(weight, _read(weight, weight.origin, "cpu"))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.detach()  # reads it
+        return nn.Parameter.__deepcopy__(self, memo)
+
+
+# What needs no values. Another function reads the weight early, which takes memory and changes no result.
+READ = ["shape", "dtype", "ndim", "nbytes", "layout", "is_meta", "is_leaf", "requires_grad", "grad", "grad_fn"]
+CALLED = ["size", "dim", "numel", "stride", "is_floating_point", "is_complex", "requires_grad_"]
+FACTS = {
+    *(getattr(Tensor, name).__get__ for name in READ),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
+    *(getattr(Tensor, name) for name in CALLED),
+    torch.is_floating_point,
+}
+
+
 def leave_on_disk(weight: Tensor, reader: TensorReader, name: str) -> None:
-    """Notes where a weight on the meta device is read from."""
-    weight.origin = (reader, name)  # type: ignore[attr-defined]
+    """Notes where a parameter on the meta device is read from."""
+    weight.__class__ = Unread
+    weight.origin = (reader, name)  # type: ignore[attr-defined]  # now it is one
 
 
 def origin_of(weight: Tensor) -> Origin | None:
@@ -23,20 +60,13 @@ def origin_of(weight: Tensor) -> Origin | None:
 
 
 def on_disk(module: nn.Module) -> dict[str, Origin]:
-    """{name: where it is read from} of the weights that are still on disk.
-
-    Raises:
-        UsageError: a weight has no values, or what changed them is lost.
-    """
+    """{name: where it is read from} of the weights that are still on disk. Raises UsageError for one without values."""
     origins: dict[str, Origin] = {}
     for name, weight in module.state_dict(keep_vars=True).items():
         if weight.is_meta:
             origin = origin_of(weight)
-            if origin is None or weight._version:
-                raise UsageError(
-                    f"{name} was made or changed while the weights of the pretrained model were still on disk: call "
-                    "fill(model) from common.parallel.on_disk before"
-                )
+            if origin is None:
+                raise UsageError(f"{name} is on the meta device and has no values: build it on the CPU")
             origins[name] = origin
     return origins
 
@@ -68,7 +98,8 @@ def fill(module: nn.Module, device: torch.device | str = "cpu", origins: dict[st
 def filled(module: nn.Module, device: torch.device | str) -> Iterator[None]:
     """Fills the module after the `with` block, which divides it."""
     origins = on_disk(module)
-    yield
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
     fill(module, device, origins)
 
 
@@ -106,7 +137,8 @@ def _lent(module: nn.Module, value: Callable[[Tensor, Origin], Tensor]) -> Itera
 
 def _read(weight: Tensor, origin: Origin, device: torch.device | str) -> Tensor:
     reader, name = origin
-    return placed_like(weight, reader, name, device, weight.dtype)
+    with torch._C.DisableTorchFunctionSubclass():
+        return placed_like(weight, reader, name, device, weight.dtype)
 
 
 def _swap(weight: Tensor, value: Tensor) -> Tensor:

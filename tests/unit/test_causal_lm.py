@@ -1,12 +1,14 @@
 """Promise: a model of transformers that returns losses is the same model."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DogeConfig,
@@ -24,6 +26,7 @@ from transformers import (
 
 from common.data import pad_to_longest
 from common.errors import UsageError
+from common.parallel.on_disk import fill, on_disk
 from common.tasks import causal_lm
 from common.tasks.causal_lm import with_losses
 
@@ -138,3 +141,34 @@ def test_trained_model_is_on_the_device_and_in_the_precision_of_the_run(
         monkeypatch.setattr(causal_lm, "AcceleratorState", lambda state=state: state)
         model = causal_lm.load_trained(tmp_path)
         assert (model.dtype, model.device, model.training) == (dtype, torch.device("meta"), False)
+
+
+@torch.no_grad()
+def test_weights_on_disk_are_read_when_they_are_used(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 256})).save_pretrained(tmp_path)
+    causal_lm.byte_tokenizer().save_pretrained(tmp_path)
+    whole = LlamaForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.arange(8).unsqueeze(0)
+    uses: list[Callable[[Any], Any]] = [
+        lambda model: model(tokens).logits,
+        lambda model: copy.deepcopy(model).state_dict(),
+        lambda model: model.to("cpu").state_dict(),
+        lambda model: model.to(torch.bfloat16).state_dict(),
+        lambda model: model.lm_head.weight.data.zero_(),
+        lambda model: model.lm_head.weight.data[0],
+        lambda model: nn.init.ones_(model.lm_head.weight),
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: sum(weight.sum() for weight in model.parameters()),
+        lambda model: model.resize_token_embeddings(260, mean_resizing=False).weight[:256],
+        lambda model: torch.ones(1, device=model.lm_head.weight.device),
+    ]
+    for use in uses:
+        model, _ = causal_lm.load_pretrained(str(tmp_path), 8, "sdpa")
+        assert len(on_disk(model)) == len(model.state_dict())
+        torch.testing.assert_close(use(model), use(copy.deepcopy(whole)), rtol=0, atol=0)
+        fill(model)
+        expected = copy.deepcopy(whole)
+        use(expected)
+        if len(model.state_dict()["lm_head.weight"]) == 256:  # resized ones are random
+            torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+        assert {type(weight) for weight in model.parameters()} == {nn.Parameter}
