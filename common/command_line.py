@@ -3,11 +3,13 @@
 import argparse
 import dataclasses
 import difflib
+import json
 import os
 import sys
 import types
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -85,7 +87,10 @@ NOT_REPEATED = (
 def _entries(path: str) -> list[tuple[str, yaml.Node]]:
     """(key, value) of each flag in a YAML file, or in a run card, whose JSON is YAML, too. Raises UsageError."""
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+        text = Path(path).read_text(encoding="utf-8")
+        with suppress(ValueError):  # JSON's escapes of an emoji are not YAML's
+            text = json.dumps(json.loads(text), ensure_ascii=False)
+        root = yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise UsageError(f"cannot be read ({error.strerror}): type the path of a YAML file") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:

@@ -64,7 +64,8 @@ class Layout:
         if precision == "no":  # DeepSpeed's own file may name it
             precision = next((name for name in ("bf16", "fp16") if _is_on(zero.get(name))), precision)
         optimization = zero.get("zero_optimization") or {}
-        shards = mesh_size("dp_shard")
+        stage, shards = optimization.get("stage", 0), mesh_size("dp_shard")
+        offloaded = ["offload_optimizer", *["offload_param"] * (stage == 3)]  # other stages divide no weights
         return cls(
             kind=kind,
             num_processes=num_processes,
@@ -75,10 +76,8 @@ class Layout:
             shards=num_processes if kind == Kind.FSDP2 and shards == 1 else shards,
             tensor=mesh_size("tp"),
             stages=stages,
-            zero_stage=optimization.get("stage", 0),
-            offloads=any(
-                optimization.get(name, {}).get("device") == "cpu" for name in ("offload_optimizer", "offload_param")
-            ),
+            zero_stage=stage,
+            offloads=any(optimization.get(name, {}).get("device") == "cpu" for name in offloaded),
         )
 
     @property

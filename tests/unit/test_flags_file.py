@@ -46,12 +46,12 @@ def test_command_line_wins(tmp_path: Path) -> None:
 
 
 def test_run_card_of_such_a_run_needs_no_file(tmp_path: Path) -> None:
-    first = parsed(tmp_path, "batch_size: 8\ncompile: true\noutput_dir: first\n", "--seed=3")
+    first = parsed(tmp_path, "batch_size: 8\ncompile: true\noutput_dir: first\ndata: größe_😀\n", "--seed=3")
     assert first.flags == str(tmp_path / "run.yaml") and first.output_dir == Path("first")
     (tmp_path / "run.json").write_text(json.dumps({"config": asdict(first)}, default=str))
     (tmp_path / "run.yaml").unlink()
     again = parse(RunConfig, [f"--flags={tmp_path / 'run.json'}"])
-    assert (again.batch_size, again.compile, again.seed) == (8, True, 3)
+    assert (again.batch_size, again.compile, again.seed, again.data) == (8, True, 3, "größe_😀")
     assert again.output_dir != first.output_dir
 
 

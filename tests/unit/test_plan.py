@@ -42,3 +42,11 @@ def test_sizes_divide_or_the_line_names_sizes_that_do(ranks: int, stages: int) -
                 split_batch(RunConfig(**sizes), layout)
         else:
             assert size * accumulation * ranks == batch_size and accumulation >= stages
+
+
+@pytest.mark.parametrize(("stage", "text"), [("2", "DeepSpeed ZeRO-2"), ("3", "DeepSpeed ZeRO-3 with CPU offload")])
+def test_only_stage_3_offloads_weights(monkeypatch: pytest.MonkeyPatch, stage: str, text: str) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")
+    assert str(Layout.asked(RunConfig())) == text
