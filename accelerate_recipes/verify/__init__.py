@@ -147,7 +147,9 @@ class _Verification:
             size = math.lcm(size, processes)
         micro = max(1, samples // size)
         self.flags = [*self.flags, "--micro_batch_size", str(micro)]
-        self.gap = f"random numbers depend on --micro_batch_size: all runs had {micro}"
+        self.gap = (
+            f"random numbers depend on --micro_batch_size: all runs had {micro}; those that a dataset draws do not"
+        )
         single = replace(single, flags=self._all_flags())
         shutil.rmtree(self.scratch / "single")
         self.reference = single.run(self.scratch / "single")

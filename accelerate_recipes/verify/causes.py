@@ -24,6 +24,7 @@ def evidence(
         batch_norm: names of layers that compute statistics over the batch.
         random_samples: keys of a sample that differ when it is read twice.
         random_loss: whether two forward passes on the same batch, with the same seed, differ.
+        draws: whether a forward pass draws random numbers, also without dropout.
         depends_on_batch: the metrics of a sample that change with the other samples of its batch.
     """
     import torch
@@ -46,10 +47,15 @@ def evidence(
     found["random_samples"] = sorted(name for name, value in batch.items() if not _equal(value, again[name]))
     model.train()
 
+    seeds, device = _of_the_recipe("seeds"), torch.device("cpu")
+
     def values(given: Any) -> Any:
-        _of_the_recipe("seeds").seed_forward(0, 0, 0, torch.device("cpu"))
+        seeds.seed_forward(0, 0, 0, device)
+        before = seeds.generator_states(device)
         with torch.no_grad():
-            return forward_step(model, given)
+            returned = forward_step(model, given)
+        found["draws"] = seeds.generator_states(device) != before
+        return returned
 
     whole, repeated = values(batch), values(batch)
     found["random_loss"] = not all(_equal(value, repeated[name]) for name, value in whole.items())
@@ -83,6 +89,11 @@ def likely_cause(found: dict[str, Any], difference: Difference) -> str:
             found["random_loss"],
             "forward_step returns other values for the same batch and seed: it keeps a state, or draws from a "
             "generator of its own; the generators of torch, numpy and random are seeded",
+        ),
+        (
+            found["draws"],
+            "forward_step draws random numbers, such as noise, which depend on the micro-batch: let the dataset draw "
+            "them in __getitem__, as recipes/diffusion.py does, or keep one --micro_batch_size",
         ),
         (
             losses,

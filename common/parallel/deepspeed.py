@@ -15,18 +15,15 @@ from ..data.batches import Batch
 from ..errors import UsageError
 from ..layout import deepspeed_section
 from ..plan import Plan
-from .engine import Engine, StepResult, counts_on_device, weighted_metrics, weighted_sum
+from .engine import Engine, StepResult, counts_on_device, optimizer_slots, weighted_metrics, weighted_sum
 from .optimizer_state import as_tensor
 from .parts import Part, TensorReader
+
+AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers and divides the moving averages
 
 
 def check_section(plan: Plan) -> None:
     """Raises UsageError for a DeepSpeed section or file that contradicts the command line."""
-    if plan.config.ema_decay:
-        raise UsageError(
-            "--ema_decay does not work under DeepSpeed, which trains its own flat copy of the weights: type "
-            "--config_file accelerate_configs/fsdp2.yaml"
-        )
     section = deepspeed_section()
     for key, (value, flag) in _decided(plan).items():
         given = section.get(key, "auto")
@@ -101,6 +98,21 @@ class DeepSpeedEngine(Engine):
     def module(self) -> nn.Module:
         return self.engine.module
 
+    def _updated_tensors(self) -> list[Tensor]:
+        return [flat for flat, _ in self._flat_states()]
+
+    def _after_swap(self) -> None:
+        """Copies the weights that the optimizer updates into the model, as DeepSpeed does after a step."""
+        zero = self.engine.optimizer
+        if hasattr(zero, "update_lp_params"):  # stages 1 and 2
+            zero.update_lp_params()
+            return
+        zero._partition_all_parameters()
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if zero.persistent_parameters:  # small ones, which stay whole
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
     def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         engine = self.engine
         scale, weight = self._loss_scale(micro_batches)
@@ -143,7 +155,7 @@ class DeepSpeedEngine(Engine):
             shape = tuple(getattr(weight, "ds_shape", weight.shape))
             parts.append(Part.gathered(f"model.{name}", shape, partial(self._whole, weight)))
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                parts += self._slots(f"optimizer.{name}", weight, shape)
+                parts += self._slots(name, weight, shape)
         return parts
 
     def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Part]:
@@ -151,17 +163,22 @@ class DeepSpeedEngine(Engine):
 
         flat, state = self._flat_states()[0]  # all weights have the same slots and step count
         for slot, value in state.items():
+            key = f"average.{name}" if slot == AVERAGE else f"optimizer.{name}.{slot}"
             if isinstance(value, Tensor) and value.shape == flat.shape:
-                yield Part.gathered(f"{name}.{slot}", shape, partial(safe_get_full_optimizer_state, weight, slot))
+                yield Part.gathered(key, shape, partial(safe_get_full_optimizer_state, weight, slot))
             else:
                 kind = type(self._own_optimizer).__name__
                 number = value if isinstance(value, Tensor) else as_tensor(kind, slot, value)
-                yield Part.whole(f"{name}.{slot}", number.float() if slot == "step" else number)
+                yield Part.whole(key, number.float() if slot == "step" else number)
 
     def _link_states(self) -> None:
-        """Links the optimizer state to the weights. ZeRO-1 and 2 do so in their first step, after the first parameter
-        group: the other groups have no state yet and stay without a link (DeepSpeed 0.19)."""
+        """Links the optimizer state, with the averages as a slot of it, to the weights. ZeRO-1 and 2 do so in their
+        first step, after the first parameter group: the other groups have no state yet and stay without a link
+        (DeepSpeed 0.19)."""
         zero = self.engine.optimizer
+        if self.ema is not None:
+            for flat, state in self._flat_states():
+                state[AVERAGE] = self.ema.averages[flat]
         if hasattr(zero, "_hp_optimizer_states_linked"):
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
@@ -182,12 +199,18 @@ class DeepSpeedEngine(Engine):
             for name, weight in self.saved_tensors().items()
             if isinstance(weight, nn.Parameter) and weight.requires_grad
         }
-        prefixes = {f"optimizer.{name}": weight for name, weight in weights.items()}
-        slots = {key: key.rpartition(".") for key in reader.tensors if key.rpartition(".")[0] in prefixes}
+        slots = {
+            f"optimizer.{name}.{slot}": (weights[name], slot)
+            for name, found in optimizer_slots(reader).items()
+            if name in weights
+            for slot in found
+        }
+        if self.ema is not None:
+            slots |= {f"average.{name}": (weight, AVERAGE) for name, weight in weights.items()}
         zero = self.engine.optimizer
         counts_in_numbers = type(zero.optimizer).__module__.startswith("deepspeed")
         for flat, state in self._flat_states():
-            for key, (_, _, slot) in slots.items():
+            for key, (_, slot) in slots.items():
                 if slot == "step":
                     count = reader.tensor(key).to(flat.device if counts_on_device(zero.optimizer) else "cpu")
                     state[slot] = int(count) if counts_in_numbers else count
@@ -200,9 +223,9 @@ class DeepSpeedEngine(Engine):
         device = self.accelerator.device
         for name, weight in weights.items():
             _set_whole(weight, None, reader.tensor(f"model.{name}").to(device))
-        for key, (prefix, _, slot) in slots.items():
+        for key, (weight, slot) in slots.items():
             if slot != "step" and reader.tensors[key]["shape"]:
-                _set_whole(prefixes[prefix], slot, reader.tensor(key).to(device))
+                _set_whole(weight, slot, reader.tensor(key).to(device))
 
     def _whole(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):

@@ -1,10 +1,10 @@
 """A moving average of the weights, evaluated and exported instead of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .parts import local
 
@@ -14,16 +14,16 @@ class EMA:
 
     The decay rises to its value along (1 + updates) / (10 + updates), to reduce the influence of the
     random initial weights (as in TensorFlow's ExponentialMovingAverage). Each process averages the
-    weights, or shards of weights, in its optimizer. Buffers are not averaged.
+    weights, or shards of weights, that its optimizer updates. Buffers are not averaged.
 
     Args:
-        optimizer: over the parameters to average.
+        weights: to average.
         decay: between 0 and 1.
+        after_swap: called when the weights have got other values.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, decay: float):
-        self.decay, self.num_updates = decay, 0
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    def __init__(self, weights: Iterable[Tensor], decay: float, after_swap: Callable[[], None]):
+        self.decay, self.num_updates, self._after_swap = decay, 0, after_swap
         self.averages: dict[Tensor, Tensor] = {weight: weight.detach().clone() for weight in weights}
 
     @torch.no_grad()
@@ -35,21 +35,18 @@ class EMA:
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """Replaces the weights of `model` with the averages until the end of the `with` block."""
-        self._swap(model)
+    def applied(self) -> Iterator[None]:
+        """Replaces the weights with the averages until the end of the `with` block."""
+        self._swap()
         try:
             yield
         finally:
-            self._swap(model)
+            self._swap()
 
     @torch.no_grad()
-    def _swap(self, model: nn.Module) -> None:
+    def _swap(self) -> None:
         for weight, average in self.averages.items():
             kept = weight.detach().clone()
             weight.copy_(average)
             average.copy_(kept)
-        # After an evaluation FSDP2 keeps the gathered weights of the outermost module for a backward pass.
-        for module in model.modules():
-            if reshard := getattr(module, "reshard", None):
-                reshard()
+        self._after_swap()

@@ -69,7 +69,8 @@ class Engine(ABC):
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        self.ema = EMA(optimizer, plan.config.ema_decay) if plan.config.ema_decay else None
+        decay = plan.config.ema_decay
+        self.ema = EMA(self._updated_tensors(), decay, self._after_swap) if decay else None
         mean_scale = plan.layout.data_parallel_size / plan.config.batch_size
         self._mean_scale = torch.tensor(mean_scale, device=accelerator.device)  # made once: a copy stalls a GPU
 
@@ -82,6 +83,16 @@ class Engine(ABC):
     @abstractmethod
     def module(self) -> nn.Module:
         """The recipe's own module, without the wrappers of the parallelism."""
+
+    def _updated_tensors(self) -> list[Tensor]:
+        """The weights, or shards of weights, that this process's optimizer updates."""
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
+    def _after_swap(self) -> None:
+        """After an evaluation FSDP2 keeps the gathered weights of the outermost module for a backward pass."""
+        for module in self.model.modules():
+            if reshard := getattr(module, "reshard", None):
+                reshard()
 
     @abstractmethod
     def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult: ...
@@ -127,7 +138,7 @@ class Engine(ABC):
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """Context in which the model has the moving averages as its weights; a no-op without `--ema_decay`."""
-        return nullcontext() if self.ema is None else self.ema.applied(self.model)
+        return nullcontext() if self.ema is None else self.ema.applied()
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint holds as JSON, beside the tensors."""

@@ -135,26 +135,28 @@ RELAYS = {
     "transformer": "tensor_parallel pipeline_parallel deepspeed_zero3",
     "text classification": "single fsdp2 tensor_parallel deepspeed_zero2 deepspeed_zero3 ddp",
     "finetune": "pipeline_parallel fsdp2 tensor_parallel deepspeed_zero3 ddp",
+    "diffusion": "single deepspeed_zero3 fsdp2 deepspeed_zero1 tensor_parallel deepspeed_zero2 ddp",
 }
 
 
 @pytest.mark.parametrize(
-    ("relay", "optimizer"),
+    ("relay", "others"),
     [
-        ("mnist mlp", ""),
+        ("mnist mlp", "--ema_decay 0.9"),
         ("transformer", ""),
         pytest.param("text classification", "", marks=pytest.mark.full),
         pytest.param("finetune", "", marks=pytest.mark.full),
+        pytest.param("diffusion", "", marks=pytest.mark.full),
         pytest.param("mnist mlp", "--optimizer sgd --learning_rate 0.1", marks=pytest.mark.full),
     ],
 )
 def test_checkpoint_of_any_config_loads_under_any_other(
-    tmp_path: Path, reference: Callable[..., Run], relay: str, optimizer: str
+    tmp_path: Path, reference: Callable[..., Run], relay: str, others: str
 ) -> None:
     script, arguments = RECIPES[relay]
-    expected = reference(script, f"{arguments} {optimizer}")
+    expected = reference(script, f"{arguments} {others}")
     for number, config in enumerate(RELAYS[relay].split()):
-        flags = f"{arguments} {optimizer} --save_every 2 --keep_checkpoints 10"
+        flags = f"{arguments} {others} --save_every 2 --keep_checkpoints 10"
         flags += FLAGS.get(config, "")
         if number:
             path = tmp_path / str(number - 1) / "checkpoints" / f"step_{2 * number:08d}"

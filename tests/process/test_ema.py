@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from support.launching import fork
 from support.recipes import MNIST
-from support.runs import Run, largest_difference, refused
+from support.runs import Run, largest_difference
 
 STEPS = "--max_steps 6 --log_every 1 --eval_every 2 --save_every 1 --keep_checkpoints 6"
 
@@ -32,7 +32,13 @@ def expected(reference: Callable[..., Run]) -> dict:
     return averaged_by_hand(reference(MNIST, "--max_steps 1 --learning_rate 1e-30"), reference(MNIST, STEPS), decay=0.3)
 
 
-@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *("single", "ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"),
+        *(pytest.param(config, marks=pytest.mark.full) for config in ("deepspeed_zero1", "deepspeed_zero3_offload")),
+    ],
+)
 def test_average_is_evaluated_exported_and_resumed(
     tmp_path: Path, reference: Callable[..., Run], expected: dict, config: str
 ) -> None:
@@ -49,9 +55,3 @@ def test_average_is_evaluated_exported_and_resumed(
     )
     assert resumed.column("eval/loss") == run.column("eval/loss")[1:]
     assert all((resumed.weights[name] == weight).all() for name, weight in run.weights.items())
-
-
-def test_average_under_deepspeed_is_refused(tmp_path: Path) -> None:
-    run = fork(tmp_path / "run", "deepspeed_zero2", MNIST, "--ema_decay 0.9", succeeds=False)
-    assert "--ema_decay does not work under DeepSpeed" in refused(run)
-    assert not (run.output_dir / "model").exists()

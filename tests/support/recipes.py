@@ -7,6 +7,7 @@ LINEAR = "recipes/linear_regression.py"
 TRANSFORMER = "recipes/transformer.py"
 TEXT_CLASSIFICATION = "recipes/text_classification.py"
 FINETUNE = "recipes/finetune.py"
+DIFFUSION = "recipes/diffusion.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
 FOREACH = "tests/scripts/foreach.py"
@@ -40,6 +41,7 @@ TEXT = f"--data {ROOT / 'LICENSE'} --context 32 --batch_size 16 --num_layers 2 -
 TEXT += " --learning_rate 1e-3"
 CLASSES = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
+PICTURES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
 RECIPES = {
     "mnist cnn": (MNIST, STEPS),
     "mnist mlp": (MNIST, STEPS + "--model mlp"),
@@ -47,11 +49,12 @@ RECIPES = {
     "transformer": (TRANSFORMER, STEPS + TEXT),
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
     "finetune": (FINETUNE, STEPS + CHATS),
+    "diffusion": (DIFFUSION, STEPS + PICTURES),
 }
 # Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
 DIVIDED = {
-    "tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune"),
-    "fsdp2_tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune"),
+    "tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune", "diffusion"),
+    "fsdp2_tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune", "diffusion"),
     "pipeline_parallel": ("transformer", "finetune"),
 }
 FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # flags that a config needs beside its file
