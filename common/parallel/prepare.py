@@ -12,6 +12,7 @@ from ..layout import Kind
 from ..plan import Plan
 from . import deepspeed, fsdp
 from .accelerate_engine import AccelerateEngine
+from .batch_loss import BatchLoss, BatchLossFn
 from .checks import casts_weights
 from .engine import Engine
 from .guards import checked
@@ -32,6 +33,7 @@ class Setup:
         optimizer: over its weights.
         forward_step: as for `fit`.
         plan: of the run.
+        batch_loss: as for `fit`.
     """
 
     accelerator: Accelerator
@@ -39,6 +41,14 @@ class Setup:
     optimizer: torch.optim.Optimizer
     forward_step: ForwardStep
     plan: Plan
+    batch_loss: BatchLossFn | None = None
+
+    def checked_functions(self) -> tuple[ForwardStep, BatchLoss | None]:
+        """(forward_step, batch_loss), which raise UsageError for wrong results."""
+        forward_step = checked(self.forward_step, self.plan.micro_batch_size, self.batch_loss is not None)
+        if self.batch_loss is None:
+            return forward_step, None
+        return forward_step, BatchLoss(self.batch_loss, self.plan, self.accelerator.device)
 
 
 def prepare(setup: Setup) -> Engine:
@@ -47,7 +57,8 @@ def prepare(setup: Setup) -> Engine:
     by_kind = {Kind.PIPELINE: _pipeline, Kind.DEEPSPEED: _deepspeed, Kind.FSDP2: _fsdp2, Kind.TENSOR: _tensor}
     wrap = by_kind.get(plan.layout.kind, _whole)
     engine, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
-    return engine(accelerator, model, optimizer, checked(setup.forward_step, plan.micro_batch_size), plan)
+    forward_step, batch_loss = setup.checked_functions()
+    return engine(accelerator, model, optimizer, forward_step, plan, batch_loss)
 
 
 Wrapped = tuple[type[Engine], nn.Module, Any]  # the class that takes the steps, the model, the optimizer
