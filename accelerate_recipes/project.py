@@ -16,7 +16,7 @@ from accelerate_recipes.errors import UsageError
 
 _TEMPLATES = Path(__file__).parent / "templates"
 # What the loop itself needs. A recipe and its tasks add what they import.
-_LOOP = {"accelerate", "filelock", "numpy", "psutil", "pyyaml", "safetensors", "torch", "tqdm"}
+_LOOP = {"accelerate", "filelock", "numpy", "psutil", "pyyaml", "safetensors", "torch", "tqdm", "xxhash"}
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "tokenizers": "transformers"}  # where names differ
 PLAIN = bundle.RECIPES / "plain" / "plain_accelerate.py"
 PLAIN_CONFIGS = ("single", "ddp", "fsdp2", "deepspeed_zero2")  # its docstring says: verified under these

@@ -1,4 +1,4 @@
-"""Seconds that training waits for a checkpoint: ours beside Accelerator.save_state.
+"""Seconds that a checkpoint takes to save and to load: ours beside Accelerator.save_state and load_state.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --megabytes 10 500 4000
@@ -6,8 +6,9 @@
 One process, float32, AdamW: the state is the weights and two moving averages. The methods take turns,
 after a warm-up of each. Ours hashes the files, flushes them to the disk and renames the folder before
 the next step. save_state returns when the operating system has its files, so it is also timed with a
-flush. The time of ours includes deleting the previous checkpoint; the time of save_state does not.
-With --async_save training waits for a copy only. The write in the background is timed to its end.
+flush. A thread of ours then deletes the previous checkpoint, which is not timed. With --async_save
+training waits for a copy only. The write in the background is timed to its end. What is loaded was just
+written, so that no disk is read.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 import accelerate
@@ -25,9 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from common import RunConfig, start
+from common.checkpoint.reader import Reader
+from common.checkpoint.resume import Checkpoint
 from common.checkpoint.save import Saver
-from common.checkpoint.writer import flush
 from common.cpu_group import CpuGroup
+from common.files import flush
 from common.layout import Layout
 from common.parallel.prepare import Setup, prepare
 from common.plan import Plan
@@ -82,22 +86,37 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple
             flush_all(theirs)
         return lambda: True
 
+    def load() -> Callable[[], object]:
+        newest = sorted((folder / "ours" / "checkpoints").iterdir())[-1]
+        checkpoint = Checkpoint(newest, Reader.verified(newest, group), [])
+        checkpoint.load_weights(model)
+        engine.load_parts(checkpoint.reader)
+        return lambda: True
+
+    def load_state() -> Callable[[], object]:
+        accelerator.load_state(str(theirs))
+        return lambda: True
+
     actions: dict[str, Callable[[], Callable[[], object]]] = {
         "ours": lambda: save(in_front),
         "ours, --async_save": lambda: save(beside),
         "save_state": lambda: save_state(False),
         "save_state, flushed": lambda: save_state(True),
+        "load, ours": load,
+        "load_state": load_state,
     }
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():
-            shutil.rmtree(theirs, ignore_errors=True)
+            if name.startswith("save_state"):
+                shutil.rmtree(theirs, ignore_errors=True)
             started = time.perf_counter()
             finish = action()
             stands_still = time.perf_counter() - started
             assert finish()
             if number:
                 seconds[name].append((stands_still, time.perf_counter() - started))
+            wait([*in_front._removals, *beside._removals])
     return seconds
 
 
@@ -109,13 +128,13 @@ def main() -> None:
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, accelerate {accelerate.__version__}"
     )
-    print("| state | which | seconds that training waits | seconds until the save is done | MB/s | ratio |")
+    print("| state | which | seconds that training waits | seconds until it is done | MB/s | ratio |")
     print("| ---: | --- | ---: | ---: | ---: | ---: |")
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory() as folder:
             seconds = measure(megabytes, options.rounds, Path(folder))
-        base = [total for _, total in seconds["save_state, flushed"]]
         for name, taken in seconds.items():
+            base = [total for _, total in seconds["load_state" if "load" in name else "save_state, flushed"]]
             still, total = zip(*taken)
             columns = [
                 f"{megabytes:g} MB",

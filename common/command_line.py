@@ -1,9 +1,8 @@
-"""The command line of a recipe: its flags, a YAML file of flags, and the flags of an earlier run."""
+"""The command line of a recipe: its flags, and a file of flags, which may be the run card of an earlier run."""
 
 import argparse
 import dataclasses
 import difflib
-import json
 import os
 import sys
 import types
@@ -35,9 +34,8 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
     """
     parser = _Parser(config_class)
     given = parser.parse(sys.argv[1:] if arguments is None else arguments)
-    repeated = parser.parse(_flags_of_run(given["repeat"])) if given.get("repeat") else {}
     in_file = parser.parse_file(given["flags"]) if given.get("flags") else {}
-    config = config_class(**(repeated | in_file | given))
+    config = config_class(**(in_file | given))
     config.validate()
     return config
 
@@ -51,11 +49,11 @@ GROUPS = {
     ),
     "saving": (
         *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save", "stop_on_save_error"),
-        *("resume_from_checkpoint", "metric_for_best_model"),
+        *("resume_from_checkpoint", "metric_for_best_model", "export_dtype"),
     ),
     "records": (
         *("log_every", "eval_every", "evaluate_only", "save_predictions"),
-        *("report_to", "profile", "repeat", "flags"),
+        *("report_to", "profile", "flags"),
     ),
     "machine": (
         "pipeline_stages",
@@ -76,24 +74,16 @@ OF_THE_LAUNCHER = [
     "--num_machines",
     "--num_processes",
 ]
-# Flags that --repeat leaves out: they belong to one run and do not change what it computes.
+# Entries of a run card that `--flags` leaves out: they belong to one run and do not change what it computes. Older run
+# cards have "repeat".
 NOT_REPEATED = (
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only"),
     *("repeat", "flags"),
 )
 
 
-def _flags_of_run(card: str) -> list[str]:
-    try:
-        config = json.loads(Path(card).read_text())["config"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no file or no run card
-        raise UsageError(f"--repeat {card} is not a run card: type the path of an earlier run's run.json") from None
-    given = [(name, value) for name, value in config if name not in NOT_REPEATED and value is not None]
-    return [_as_flag(name, value) for name, value in given]
-
-
 def _entries(path: str) -> list[tuple[str, yaml.Node]]:
-    """(key, value) of each entry of a YAML file. Raises UsageError."""
+    """(key, value) of each flag in a YAML file, or in a run card, whose JSON is YAML, too. Raises UsageError."""
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
@@ -104,13 +94,10 @@ def _entries(path: str) -> list[tuple[str, yaml.Node]]:
         raise UsageError(f"no YAML{place}: expected one flag a line, such as batch_size: 128") from None
     if not isinstance(root, yaml.MappingNode) or not all(isinstance(key, yaml.ScalarNode) for key, _ in root.value):
         raise UsageError("expected one flag a line, such as batch_size: 128")
+    entries = {key.value: value for key, value in root.value}
+    if isinstance(config := entries.get("config"), yaml.MappingNode):
+        return [(key.value, value) for key, value in config.value if key.value not in NOT_REPEATED]
     return [(key.value, value) for key, value in root.value]
-
-
-def _as_flag(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no_{name}"
-    return f"--{name}={value}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -145,7 +132,7 @@ class _Parser(argparse.ArgumentParser):
         return vars(values)
 
     def parse_file(self, path: str) -> dict[str, Any]:
-        """The flags in a YAML file. Raises UsageError with the name of the file."""
+        """The flags in a file. Raises UsageError with the name of the file."""
         words: dict[str, str] = {}
         try:
             for key, node in _entries(path):
@@ -163,7 +150,7 @@ class _Parser(argparse.ArgumentParser):
     def _word(self, name: str, node: yaml.Node) -> str:
         """An entry of a YAML file as on the command line. The text is the file's: YAML would read 1e-3 as text and 010
         as 8. Empty for null."""
-        if name in ("flags", "repeat", "help"):
+        if name in ("flags", "help"):
             self.error(f"--{name} belongs on the command line")
         if name not in {field.name for field in dataclasses.fields(self.config_class)}:
             self._refuse(f"--{name}")
@@ -175,7 +162,7 @@ class _Parser(argparse.ArgumentParser):
             return f"--{name}={node.value}"
         if node.tag != "tag:yaml.org,2002:bool":
             self.error(f"--{name}: expected true or false, got '{node.value}'")
-        return _as_flag(name, yaml.SafeLoader.bool_values[node.value.lower()])
+        return f"--{name}" if yaml.SafeLoader.bool_values[node.value.lower()] else f"--no_{name}"
 
     def _refuse(self, word: str) -> typing.NoReturn:
         """Raises UsageError for a word that is no flag."""

@@ -96,15 +96,17 @@ class RunConfig:
         minimum=0,
         below=1,
     )
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "type of the exported weights; auto: that of the files of a pretrained model, else as in training"
+    )
     compile: bool = flag(False, "compile the model with torch.compile: slower start, faster steps")
     deterministic: bool = flag(False, "use only deterministic kernels: slower, the same bits in each run on a GPU")
     tf32: bool = flag(False, "let GPUs round the inputs of float32 matrix products to 10 bits: faster, less exact")
     profile: bool = flag(False, "trace 3 steps with torch's profiler, to <output_dir>/profile/")
-    repeat: str | None = flag(
-        None, "run card (run.json) of an earlier run: use its flags; other flags given here override them"
-    )
     flags: str | None = flag(
-        None, "YAML file of flags, one a line (batch_size: 128); they override --repeat; flags given here override them"
+        None,
+        "YAML file of flags, one a line (batch_size: 128), or the run card (run.json) of a run to repeat; flags given "
+        "here override them",
     )
 
     def __post_init__(self) -> None:

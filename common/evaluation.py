@@ -20,6 +20,7 @@ from .parallel.batch_loss import WEIGHT, BatchLoss, gathered
 from .parallel.checks import check_trainable
 from .parallel.engine import Engine, is_metric
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
+from .parallel.on_disk import fill
 from .parallel.prepare import Setup, prepare
 from .plan import Plan
 from .records.predictions import write_predictions
@@ -157,6 +158,7 @@ def evaluate_exported(
         StoppedError: a signal ended the evaluation.
     """
     accelerator, model, plan, config = setup.accelerator, setup.model, setup.plan, setup.plan.config
+    fill(model)
     load_exported(config.output_dir, model)
     check_same_start(model, train_set, eval_sets, group)
     with Watch(accelerator, plan, group) as watch:

@@ -25,7 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch, MapDataset, pad_to_longest
-from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, with_losses
+from common.environment import has_gpu
+from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
 from common.tasks.lora import add_lora, write_merged
@@ -56,17 +57,19 @@ class Config(RunConfig):
     lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
     lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
     merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
-    loss_chunk: int = flag(1024, "tokens whose logits are in memory at one time; 0: all of a micro-batch", minimum=0)
+    loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "fine-tune this causal model with its tokenizer (folder or Hub id)")
-    num_answers: int = flag(50, "held-out questions for the exported model after training", minimum=0)
+    num_answers: int | None = flag(
+        None, "held-out questions for the exported model after training; default: 50, above 1e9 weights 5", minimum=0
+    )
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """The loss of each example: the mean over its trained tokens. The "weight" of the batch is their number."""
-    positions = {"positions": batch["positions"]} if "positions" in batch else {}
-    return {"loss": model(batch["tokens"], batch["labels"], **positions)}
+    others = {name: batch[name] for name in ("positions", "places") if name in batch}
+    return {"loss": model(batch["tokens"], batch["labels"], **others)}
 
 
 def summarize(means: dict[str, float]) -> dict[str, float]:
@@ -96,18 +99,23 @@ def build(config: Config) -> tuple[nn.Module, Any]:
 
 def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
     """Prints how many held-out questions the exported model answers right, and one answer."""
+    folder = config.output_dir / "model"
     if config.merge:
-        write_merged(config.output_dir / "model", config.output_dir / "merged")
-    asked = [chats.messages(index) for index in range(min(config.num_answers, len(chats)))]
+        write_merged(folder, config.output_dir / "merged")
+    if config.num_answers == 0:
+        return
+    model = load_trained(folder)
+    num_answers = config.num_answers or (5 if model.num_parameters() > 1e9 else 50)
+    asked = [chats.messages(index) for index in range(min(num_answers, len(chats)))]
     asked = [messages for messages in asked if messages[-1]["role"] == "assistant"]
     if asked:
-        answers = answer(config.output_dir / "model", tokenizer, asked, config.max_length)
+        answers = answer(model, tokenizer, asked, config.max_length)
         num_right = sum(found.endswith(one[-1]["content"].strip()) for found, one in zip(answers, asked))
         print(f"{asked[0][-2]['content']} {answers[0]}\n{num_right} of {len(asked)} held-out answers are right")
 
 
-def main(config: Config) -> None:
-    """Trains, then lets the exported model answer held-out questions."""
+def main(config: Config) -> Any:
+    """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
     disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)
@@ -115,18 +123,17 @@ def main(config: Config) -> None:
         config.data, tokenizer, config.max_length, config.messages_column, config.max_samples
     )
     print_once(train_chats.facts(config.max_length))
-    # A pipeline needs micro-batches of one length.
-    multiple_of = config.max_length if config.pipeline_stages > 1 else 1
-    collate_fn = None if config.packing else pad_to_longest({"labels": IGNORED}, None, multiple_of)
-    train_set: MapDataset = ChatDataset(train_chats)
-    eval_set: MapDataset = ChatDataset(eval_chats)
+    # A pipeline needs micro-batches of one length, and computes the logits of all tokens.
+    is_pipeline = config.pipeline_stages > 1
+    collate_fn = pad_to_longest({"labels": IGNORED, "places": -1}, None, config.max_length if is_pipeline else 1)
+    train_set: MapDataset = ChatDataset(train_chats, places=not is_pipeline)
+    eval_set: MapDataset = ChatDataset(eval_chats, places=not is_pipeline)
     if config.packing:
         train_set, eval_set = (PackedDataset(chats, config.max_length) for chats in (train_chats, eval_chats))
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
     data = accelerator, model, optimizer, forward_step, train_set, eval_set, config
     fit(*data, summarize, collate_fn=collate_fn, export=tokenizer.save_pretrained)
-    if not config.evaluate_only:
-        accelerator.on_main_process(write_answers)(config, tokenizer, eval_chats)
+    return None if config.evaluate_only else lambda: write_answers(config, tokenizer, eval_chats)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from common.data import Batch, pad_to_longest
 from common.evaluation import Examples, Metrics
 from common.tasks.encoder import (
     BERT_TP_PLAN,
+    always_mask,
     exported_tokenizer,
     freeze_key_biases,
     load_classifier,
@@ -108,6 +109,7 @@ def build(config: Config, train_texts: LabelledTexts) -> tuple[nn.Module, Any]:
     model = BertForSequenceClassification(shape)
     model.tp_plan = BERT_TP_PLAN
     freeze_key_biases(model)
+    always_mask(model)
     if config.evaluate_only:
         return model, exported_tokenizer(config.output_dir / "model", classes)
     return model, word_tokenizer(train_texts.texts, config.vocabulary)

@@ -15,12 +15,11 @@ To train on your own text, or to continue from your own model:
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
@@ -31,6 +30,7 @@ from common.tasks.causal_lm import (
     checkpoint_activations,
     flops_per_sample,
     load_pretrained,
+    load_trained,
     with_losses,
 )
 from common.tasks.text import load_tokens
@@ -97,10 +97,11 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
 
 def print_sample(config: Config, prompt: Tensor) -> None:
     """Prints a sample that the exported model generates from `prompt`, shape (tokens,)."""
-    folder = Path(config.output_dir) / "model"
+    folder = config.output_dir / "model"
     if config.sample_tokens == 0:
         return
-    model, text = AutoModelForCausalLM.from_pretrained(folder), prompt
+    model = load_trained(folder)
+    text = prompt.to(model.device)
     while len(text) < len(prompt) + config.sample_tokens:
         seen = text[-max(1, config.context // 2) :].unsqueeze(0)
         new = model.generate(seen, attention_mask=torch.ones_like(seen), max_length=config.context + 1, do_sample=True)
@@ -108,8 +109,8 @@ def print_sample(config: Config, prompt: Tensor) -> None:
     print(AutoTokenizer.from_pretrained(folder).decode(text))
 
 
-def main(config: Config) -> None:
-    """Trains, then prints a sample that the exported model generates."""
+def main(config: Config) -> Any:
+    """Trains. Returns what the main process does alone afterwards: print a sample that the exported model generates."""
     disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)
@@ -132,8 +133,7 @@ def main(config: Config) -> None:
         export=tokenizer.save_pretrained,
     )
     prompt = eval_set[0]["tokens"][: max(1, config.context // 2)]
-    if not config.evaluate_only:
-        accelerator.on_main_process(print_sample)(config, prompt)
+    return None if config.evaluate_only else lambda: print_sample(config, prompt)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from accelerate_recipes.report.runs import CARD, Curve, Run
 
 # As --metric_for_best_model has it.
 LOWER_IS_BETTER = ("loss", "perplexity", "error")
-# Flags that belong to one run and do not change what it computes. `--repeat` leaves them out, too.
+# Flags that belong to one run and do not change what it computes. `--flags run.json` leaves them out, too.
 NOT_COMPARED = (
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only"),
     *("repeat", "flags"),
@@ -114,7 +114,7 @@ def repeat(run: Run) -> str | None:
     else:
         words += [f"accelerate_configs/{stem}.yaml", "--mixed_precision", precision]
     words += ["--num_processes", str(run.card.get("num_processes", 1)), script[0]]
-    words += ["--repeat", str(run.folder / CARD), "--output_dir", f"{run.folder}_again"]
+    words += ["--flags", str(run.folder / CARD), "--output_dir", f"{run.folder}_again"]
     return shlex.join(words)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.resume import Checkpoint, FreshStart
+from ..parallel.on_disk import held_whole
 from ..parallel.parts import kept_tensors
 from ..parallel.prepare import Setup
 from .alone import Alone, Step
@@ -47,7 +48,7 @@ def take_reference(alone: Alone, checkpoint: Checkpoint | FreshStart, numbers: r
     setup = alone.setup
     _check_possible(setup, is_resumed=numbers[0] > 0)
     try:
-        with kept_optimizer(setup.model, setup.optimizer):
+        with held_whole(setup.model), kept_optimizer(setup.model, setup.optimizer):
             checkpoint.load_optimizer(setup.model, setup.optimizer)
             return Reference(alone.twin(), alone.steps(numbers))
     except (torch.OutOfMemoryError, MemoryError):

@@ -1,14 +1,16 @@
 """Writes and reads the exported model."""
 
+import json
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
@@ -17,10 +19,15 @@ from ..parallel.engine import Engine
 from ..parallel.parts import kept_tensors
 from ..records.run_card import read_card
 from .format import check_same_model
+from .tensor_file import bytes_of, write_tensors
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
+MAX_FILE_BYTES = 5_000_000_000
 
 
 def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | None = None) -> int | None:
-    """Writes the weights to `<folder>/model.safetensors`, with the module's own names and dtypes.
+    """Writes the weights to `<folder>/model.safetensors`, with the module's own names; above 5 GB into several files
+    with an index. The main process writes them; no process holds more than one file and one tensor.
 
     A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with
     a `peft_adapter` (common/tasks/lora.py) writes PEFT's files.
@@ -36,43 +43,107 @@ def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | N
     Raises:
         RunError: the files cannot be written.
     """
-    weights = engine.full_weights()
+    weights, checksum = engine.each_full_weight(), None
     if engine.accelerator.is_main_process:
-        aside = folder.with_name(f"{folder.name}.unfinished")
+        aside, module = folder.with_name(f"{folder.name}.unfinished"), engine.module
+        dtype = export_dtype(engine.plan.config.export_dtype, module)
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            _write(engine.module, weights, aside)
+            checksum = write_weights(weights, aside, dtype, getattr(module, "peft_adapter", None))
+            write_settings(module, aside, dtype)
             if export is not None:
                 export(aside)
-            for path in aside.rglob("*.safetensors"):
+            for path in aside.rglob("*.safetensors"):  # of PEFT, or what `export` wrote
                 give_usual_mode(path)
             replace_folder(aside, folder)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise RunError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})") from None
+    else:
+        deque(weights, maxlen=0)  # takes part in the gathering
     engine.accelerator.wait_for_everyone()
-    return _checksum(weights) if engine.accelerator.is_main_process else None
-
-
-def _checksum(weights: Mapping[str, Tensor]) -> int:
-    """Of names, types and bytes; it finds accidents, not forgeries."""
-    checksum = 0
-    for name, weight in sorted(weights.items()):
-        checksum = zlib.crc32(f"{name} {weight.dtype} {tuple(weight.shape)}".encode(), checksum)
-        checksum = zlib.crc32(weight.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
 
 
-def _write(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-    """Writes the files of the model."""
-    if adapter := getattr(module, "peft_adapter", None):
-        adapter.write(weights, folder)
+def export_dtype(wanted: str, module: nn.Module) -> torch.dtype | None:
+    """The type of exported weights; None: each keeps its own. By default that in the config of a model of transformers,
+    which for a pretrained one is that of its files."""
+    settings: Any = getattr(module, "config", None)
+    if wanted == "auto" and hasattr(settings, "save_pretrained") and getattr(module, "peft_adapter", None) is None:
+        wanted = str(settings.dtype).removeprefix("torch.")
+    return getattr(torch, wanted, None)
+
+
+def write_settings(module: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+    """Writes the settings of a model of transformers or PEFT, with the type of the weights beside them."""
+    if (adapter := getattr(module, "peft_adapter", None)) is not None:
+        adapter.settings.save_pretrained(str(folder))
         return
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})  # transformers needs it
-    for part in ("config", "generation_config"):  # of a model of transformers
+    for part in ("config", "generation_config"):
         settings: Any = getattr(module, part, None)
         if hasattr(settings, "save_pretrained"):
+            if part == "config" and dtype is not None:
+                settings.dtype = dtype
             settings.save_pretrained(folder)
+
+
+def write_weights(
+    weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, adapter: Any = None
+) -> int:
+    """Writes weights as transformers does, in the memory of one file and one tensor.
+
+    Args:
+        weights: (name, tensor) of each.
+        folder: for the files.
+        dtype: of the floating-point ones; None: each keeps its own.
+        adapter: writes PEFT's file instead.
+
+    Returns:
+        A checksum of the weights.
+
+    Raises:
+        OSError: the files cannot be written.
+        ValueError: safetensors files cannot hold a type.
+    """
+    held, sizes, checksum = dict[str, Tensor](), [0], 0
+    files: list[list[str]] = []  # the names in each file
+    for name, whole in weights:
+        tensor = (whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole).cpu().contiguous()
+        del whole  # not held while the next one is gathered
+        checksum += _checksum(name, tensor)
+        if held and sizes[-1] + tensor.nbytes > MAX_FILE_BYTES and adapter is None:
+            _write_file(folder, held, files)
+            sizes.append(0)
+        held[name] = tensor
+        sizes[-1] += tensor.nbytes
+    if adapter is not None:
+        adapter.write(held, folder)
+    else:
+        _write_file(folder, held, files)
+        _name_files(folder, files, sum(sizes))
+    return checksum % 2**32
+
+
+def _write_file(folder: Path, held: dict[str, Tensor], files: list[list[str]]) -> None:
+    write_tensors(folder / str(len(files)), held, {"format": "pt"})  # transformers needs it
+    files.append([*held])
+    held.clear()
+
+
+def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
+    """Gives the files their names, with an index if there are several."""
+    total = len(files)
+    paths = [f"model-{number + 1:05d}-of-{total:05d}.safetensors" if total > 1 else WHOLE for number in range(total)]
+    for number, path in enumerate(paths):
+        (folder / str(number)).rename(folder / path)
+    if total > 1:
+        placed = {name: path for names, path in zip(files, paths) for name in names}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2))
+
+
+def _checksum(name: str, tensor: Tensor) -> int:
+    """Of name, type and bytes; it finds accidents, not forgeries. That of a model is the sum, in any order."""
+    return zlib.crc32(bytes_of(tensor), zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()))
 
 
 def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
@@ -86,16 +157,26 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
         if model is not None and (adapter := getattr(model, "peft_adapter", None)):
             weights = adapter.read(folder, [*kept_tensors(model)])
         else:
-            weights = load_file(folder / "model.safetensors")
+            weights = {name: weight for path in _files(folder) for name, weight in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UsageError(
             f"no exported model in {folder} ({reason}): train first, or type the --output_dir of a run that is done"
         ) from None
-    expected = read_card(Path(output_dir)).get("model_crc32")
-    if expected is not None and _checksum(weights) != expected:
+    expected = read_card(Path(output_dir)).get("model_checksum")
+    if expected is not None and sum(_checksum(*item) for item in weights.items()) % 2**32 != expected:
         raise UsageError(f"the weights in {folder} were altered after its run: train again")
     if model is not None:
         check_same_model(folder, {name: list(weight.shape) for name, weight in weights.items()}, model)
         model.load_state_dict(weights, strict=False)  # adapters are not all weights
     return weights
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files with the weights of an exported model. Raises OSError if its index cannot be read."""
+    if not (folder / INDEX).exists():
+        return [folder / WHOLE]
+    try:
+        return [folder / name for name in sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise OSError(f"{INDEX} is not valid") from None

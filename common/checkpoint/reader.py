@@ -1,5 +1,6 @@
 """Verifies and reads the files of a checkpoint."""
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..cpu_group import CpuGroup
 from ..errors import RunError
-from .format import ENTRIES, FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json, misfit
+from .format import DIGESTS, ENTRIES, FORMAT, MANIFEST, DamagedError, digest_of_json, misfit
 
 
 class Reader:
@@ -34,9 +35,10 @@ class Reader:
             raise DamagedError(f"{MANIFEST} cannot be read") from None
         if digest_of_json(self.content) != expected:
             raise DamagedError(f"{MANIFEST} was altered")
-        if self.content.get("format") != FORMAT:
-            raise DamagedError(f"{MANIFEST} has the format {self.content.get('format')}, expected {FORMAT}")
-        if name := misfit(self.content, ENTRIES):
+        if (known := self.content.get("format")) not in DIGESTS:
+            raise DamagedError(f"{MANIFEST} has the format {known}, expected {FORMAT}")
+        self._digest, self._new_digest = DIGESTS[known]
+        if name := misfit(self.content, ENTRIES | {"files": {str: {"size": int, self._digest: str}}}):
             raise DamagedError(f"{name} is missing or not valid")
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
         self._files: dict[str, Any] = {}
@@ -103,8 +105,10 @@ class Reader:
         try:
             if (size := path.stat().st_size) != expected["size"]:
                 raise DamagedError(f"{name} has {size} bytes, expected {expected['size']}")
-            if reads and digest_of_file(path) != expected["sha256"]:
-                raise DamagedError(f"{name} was altered")
+            if reads:
+                with path.open("rb") as file:
+                    if hashlib.file_digest(file, self._new_digest).hexdigest() != expected[self._digest]:
+                        raise DamagedError(f"{name} was altered")
         except OSError as error:
             raise _damage_or_failure(path, error) from None
 

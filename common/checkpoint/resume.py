@@ -14,6 +14,7 @@ from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..errors import UsageError
 from ..parallel.engine import Engine, load_optimizer
+from ..parallel.on_disk import leave_on_disk
 from ..parallel.optimizer_state import Numbers
 from ..parallel.parts import kept_tensors
 from ..plan import Plan
@@ -46,15 +47,21 @@ class Checkpoint:
         return TrainState(**{name: content.get(name) for name in TrainState().state_dict()})
 
     def load_weights(self, model: nn.Module) -> None:
-        """Loads the weights into the bare module, before `prepare`. Raises UsageError if the model differs."""
+        """Loads the weights into the bare module, before `prepare`; weights that are on disk are now those of the
+        checkpoint. Raises UsageError if the model differs."""
         shapes = {
             name.removeprefix("model."): tensor["shape"]
             for name, tensor in self.reader.tensors.items()
             if name.startswith("model.")
         }
         check_same_model(self.path, shapes, model)
+        here = kept_tensors(model)
+        for name in shapes:
+            if here[name].is_meta:
+                leave_on_disk(here[name], self.reader, f"model.{name}")
+        in_memory = [name for name in shapes if not here[name].is_meta]
         # Not strict: a checkpoint of adapters holds them alone.
-        model.load_state_dict({name: self.reader.tensor(f"model.{name}") for name in shapes}, strict=False)
+        model.load_state_dict({name: self.reader.tensor(f"model.{name}") for name in in_memory}, strict=False)
 
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads the state of the optimizer of a bare module."""

@@ -1,7 +1,7 @@
 """Writes checkpoints."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ class Saver:
         self._group_of_writer = CpuGroup(engine.plan.config.hang_timeout) if in_background else group
         self._buffers: dict[str, Tensor] | None = {} if in_background else None
         self._writer = ThreadPoolExecutor(1) if in_background else None
+        self._remover, self._removals = ThreadPoolExecutor(1), list[Future[None]]()
         self._known: dict[Path, bool] = {}  # {checkpoint: whether it is one of this run}
         self._newest: Callable[[], Path | None] = lambda: None
 
@@ -46,11 +47,11 @@ class Saver:
     ) -> None:
         with suppress(Exception) if error is not None else nullcontext():  # the run's own error is the one to report
             self.finish()
-        if self._writer is not None:
-            self._writer.shutdown()
+        for thread in filter(None, (self._writer, self._remover)):
+            thread.shutdown()
 
     def save(self, state: TrainState, unrecorded: Unrecorded) -> None:
-        """Writes `checkpoints/step_<steps taken>` and then removes the oldest beyond `--keep_checkpoints`.
+        """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`.
 
         Raises:
             UsageError: the optimizer keeps something that a checkpoint does not hold.
@@ -91,6 +92,7 @@ class Saver:
         config, group = self._engine.plan.config, self._group_of_writer
         folder, step = config.output_dir / "checkpoints", content["state"]["step"]
         path = folder / checkpoint_name(step)
+        wait(self._removals)  # this checkpoint needs the disk space
         try:
             with self._watch.save():
                 _make_folder(folder, group)
@@ -104,11 +106,8 @@ class Saver:
             self._engine.accelerator.print(f"{line}: earlier ones are complete, the run goes on")
             return None
         if group.rank == 0:
-            for old in self._own(path, step)[: -config.keep_checkpoints]:
-                try:
-                    remove(old)
-                except OSError as error:
-                    print(f"{old} could not be removed ({error.strerror})", flush=True)
+            oldest = self._own(path, step)[: -config.keep_checkpoints]
+            self._removals = [self._remover.submit(_remove, old) for old in oldest]
         return path
 
     def _own(self, newest: Path, step: int) -> list[Path]:
@@ -125,6 +124,13 @@ class Saver:
                 except (DamagedError, RunError):
                     self._known[path] = False
         return [*(path for path in paths if self._known[path]), newest]
+
+
+def _remove(old: Path) -> None:
+    try:
+        remove(old)
+    except OSError as error:
+        print(f"{old} could not be removed ({error.strerror})", flush=True)
 
 
 def _make_folder(folder: Path, group: CpuGroup) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..cpu_group import CpuGroup
-from ..files import flush, give_usual_mode
+from ..files import flush
 from ..parallel.parts import Part
-from .format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json
+from .format import DIGESTS, FORMAT, MANIFEST, WriteError, digest_of_json
+from .tensor_file import write_tensors
 
 UNFINISHED = "unfinished_"
 
@@ -33,20 +33,13 @@ def own_shard(parts: Sequence[Part], group: CpuGroup, buffers: dict[str, Tensor]
     Returns:
         The parts with their tensors, on the CPU.
     """
-    mine, shard, storages = _assigned(parts, group), [], set()
+    mine, shard = _assigned(parts, group), []
     for part in parts:
         tensor = part.get()
         if part.name not in mine:
             continue
         tensor = tensor.detach()
-        if buffers is not None:
-            tensor = _copied(tensor, buffers, part.name)
-        else:
-            tensor = tensor.cpu().contiguous()
-            if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
-                tensor = tensor.clone()  # safetensors refuses tensors that share memory; tied weights do
-            storages.add(tensor.untyped_storage().data_ptr())
-        shard.append((part, tensor))
+        shard.append((part, tensor.cpu().contiguous() if buffers is None else _copied(tensor, buffers, part.name)))
     return shard
 
 
@@ -118,7 +111,7 @@ def _together(group: CpuGroup, do: Callable[[], Any]) -> list[Any]:
     result, reason = None, None
     try:
         result = do()
-    except Exception as error:  # safetensors has its own error classes
+    except Exception as error:  # any: the others wait for this process
         reason = str(error) or type(error).__name__
     outcomes = group.all_gather((result, reason))
     reasons = [reason for _, reason in outcomes if reason]
@@ -153,10 +146,9 @@ def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
         position = {"file": path.name, "offsets": part.offsets, "sizes": part.sizes}
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries[part.name] = {"shape": part.shape, "dtype": dtype, "parts": [position]}
-    save_file({part.name: tensor for part, tensor in shard}, path)
-    give_usual_mode(path)
+    digest = write_tensors(path, {part.name: tensor for part, tensor in shard})
     flush(path)
-    file = {"size": path.stat().st_size, "sha256": digest_of_file(path)}
+    file = {"size": path.stat().st_size, DIGESTS[FORMAT][0]: digest}
     return {"files": {path.name: file}, "tensors": entries}
 
 

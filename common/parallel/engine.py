@@ -1,7 +1,7 @@
 """The base class for optimizer steps and for the state that a checkpoint saves."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,28 +202,16 @@ class Engine(ABC):
             if self.ema is not None and f"average.{name}" in reader.tensors:
                 self.ema.averages[weight] = placed_like(weight, reader, f"average.{name}")
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """Parameters and saved buffers, whole and on the CPU, in the main process; an empty dict in the others.
-
-        A collective: all processes must call it.
-        """
-        gathered = {}
-        for name, whole in self.each_full_weight():
-            if self.accelerator.is_main_process:
-                # Cloned: safetensors refuses tensors that share memory, and tied weights do.
-                gathered[name] = whole.cpu().contiguous().clone()
-        return gathered
-
     def each_full_weight(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, parameter or saved buffer), whole in the main process, one at a time.
 
         A collective: all processes must call it and take all.
         """
-        for name, tensor in self._tensors_to_export().items():
+        for name, tensor in self._tensors_to_export():
             yield name, self._whole(tensor).detach()
 
-    def _tensors_to_export(self) -> dict[str, Tensor]:
-        return self.saved_tensors()
+    def _tensors_to_export(self) -> Iterable[tuple[str, Tensor]]:
+        return self.saved_tensors().items()
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if is_divided(tensor) else tensor

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..cpu_group import CpuGroup
 from ..data.batches import Batch, ForwardStep, MapDataset, fetch
 from ..errors import UsageError
+from .on_disk import first_elements
 
 
 def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -159,11 +160,13 @@ def check_same_start(
 ) -> None:
     """Raises UsageError in all processes if the weights or data of one process differ from those of process 0.
 
-    Compares up to 64 elements of each weight, and the length and the first sample of each dataset.
+    Compares up to 64 elements of each weight, and the length and the first sample of each dataset. Of a weight that is
+    still on disk, these are its first ones.
     """
     if group.size == 1:
         return
-    facts = {f"the weight {name}": _sample(tensor) for name, tensor in model.state_dict().items()}
+    weights = model.state_dict(keep_vars=True)
+    facts = {f"the weight {name}": _sample(first_elements(tensor)) for name, tensor in weights.items()}
     datasets = {"training": train_set} | {
         f"evaluation{f' {name}' * bool(name)}": eval_set for name, eval_set in eval_sets.items()
     }

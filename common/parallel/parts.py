@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the import takes 0.7 s
 
 
 class TensorReader(Protocol):
-    """Reads tensors, or ranges of them, from a checkpoint.
+    """Reads tensors, or ranges of them, from a checkpoint or from the files of a pretrained model.
 
     Attributes:
         tensors: {name: description of the tensor, with its "shape"}.
@@ -110,17 +110,34 @@ def _range(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(sizes)
 
 
-def placed_like(weight: Tensor, reader: TensorReader, name: str) -> Tensor:
-    """Reads this process's part of a saved tensor, sharded as `weight` is. A tensor of another shape is read whole."""
-    shape = tuple(reader.tensors[name]["shape"])
+def placed_like(
+    weight: Tensor,
+    reader: TensorReader,
+    name: str,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Reads this process's part of a saved tensor, sharded as `weight` is. A tensor of another shape is read whole.
+
+    Args:
+        weight: that the part belongs to, or whose state it is.
+        reader: of the saved tensor.
+        name: of the saved tensor.
+        device: if not that of `weight`.
+        dtype: if not the saved one.
+    """
+    shape, device = tuple(reader.tensors[name]["shape"]), device or weight.device
     if shape != tuple(weight.shape):
-        return reader.tensor(name).to(weight.device)
+        return reader.tensor(name).to(device)
     if not is_divided(weight):
         value = reader.tensor(name)
-        return torch.empty_like(weight, dtype=value.dtype).copy_(value)  # fused kernels need its memory format
+        if dtype is None and value.device == torch.device(device) and value.stride() == weight.stride():
+            return value
+        # Fused kernels need the memory format of the weight.
+        return torch.empty_like(weight, dtype=dtype or value.dtype, device=device).copy_(value)
     from torch.distributed.tensor import DTensor
 
-    local = reader.tensor(name, *_range(weight)).to(weight.device)
+    local = reader.tensor(name, *_range(weight)).to(device, dtype, copy=dtype is not None)  # not a map of the file
     strides = weight.stride()
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=strides

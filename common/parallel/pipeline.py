@@ -1,6 +1,6 @@
 """Pipeline parallelism: each process holds a stage, a range of the layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from ..data.batches import Batch, ForwardStep
 from ..errors import UsageError
 from ..plan import Plan
 from .engine import Engine, StepResult, weighted_sum
+from .on_disk import fill
 from .stages import Stage, keep_stage
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Pipeline(nn.Module):
         is_tied = model.get_output_embeddings().weight is embedding
         self.tied = embedding if is_tied and (self.is_first or self.is_last) else None
         keep_stage(model, self.index, self.num_stages)
+        fill(model, self.device)
         self.model, self.autocast = model.to(self.device), accelerator.autocast
         kept = set(model.parameters())
         for group in optimizer.param_groups:
@@ -148,21 +150,22 @@ class Pipeline(nn.Module):
         nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
         return norm
 
-    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all stages, on the CPU, in the first stage; an empty dict in the others."""
+    def gathered(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) of all stages, one at a time, in the first stage; nothing in the others."""
         shapes: list[Any] = [None] * self.num_stages
         own_shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         dist.all_gather_object(shapes, own_shapes, self.group)
-        gathered = {name: tensor.detach().cpu() for name, tensor in tensors.items()} if self.is_first else {}
-        for stage in range(1, self.num_stages):
-            for name, (shape, dtype) in shapes[stage].items():  # one at a time: a GPU may lack memory for a stage
-                if self.index == stage:
-                    dist.send(tensors[name].detach().contiguous(), group_dst=0, group=self.group)
-                elif self.is_first:
-                    received = torch.empty(shape, dtype=dtype, device=self.device)
-                    dist.recv(received, group_src=stage, group=self.group)
-                    gathered[name] = received.cpu()
-        return gathered
+        stage_of = {name: stage for stage, own in enumerate(shapes) for name in own}
+        for name, stage in stage_of.items():
+            if self.index == stage == 0:
+                yield name, tensors[name]
+            elif self.index == stage:
+                dist.send(tensors[name].detach().contiguous(), group_dst=0, group=self.group)
+            elif self.is_first:
+                shape, dtype = shapes[stage][name]
+                received = torch.empty(shape, dtype=dtype, device=self.device)
+                dist.recv(received, group_src=stage, group=self.group)
+                yield name, received
 
     def _forward_one(self, forward: Callable[..., Any], index: int, *args: Any, **options: Any) -> Any:
         """The stage's forward pass for micro-batch `index`. The passes of several micro-batches alternate."""
@@ -224,5 +227,5 @@ class PipelineEngine(Engine):
         self.optimizer.optimizer.zero_grad()
         return StepResult(losses, weight if self.pipeline.is_last else 0.0, grad_norm)
 
-    def _tensors_to_export(self) -> dict[str, Tensor]:
-        return self.pipeline.gather(self.saved_tensors())
+    def _tensors_to_export(self) -> Iterator[tuple[str, Tensor]]:
+        return self.pipeline.gathered(self.saved_tensors())

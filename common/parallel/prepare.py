@@ -1,13 +1,17 @@
 """Wraps model and optimizer for the run's layout, and chooses what takes the steps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batches import ForwardStep
+from ..environment import is_true
 from ..layout import Kind
 from ..plan import Plan
 from . import deepspeed, fsdp
@@ -16,6 +20,7 @@ from .batch_loss import BatchLoss, BatchLossFn
 from .checks import casts_weights
 from .engine import Engine
 from .guards import checked
+from .on_disk import fill, filled
 from .parts import is_divided, local
 from .pipeline import Pipeline, PipelineEngine
 from .tensor_parallel import parallelize
@@ -56,9 +61,14 @@ def prepare(setup: Setup) -> Engine:
     accelerator, plan = setup.accelerator, setup.plan
     by_kind = {Kind.PIPELINE: _pipeline, Kind.DEEPSPEED: _deepspeed, Kind.FSDP2: _fsdp2, Kind.TENSOR: _tensor}
     wrap = by_kind.get(plan.layout.kind, _whole)
-    engine, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
+    read = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
+    wrapped, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
     forward_step, batch_loss = setup.checked_functions()
-    return engine(accelerator, model, optimizer, forward_step, plan, batch_loss)
+    engine = wrapped(accelerator, model, optimizer, forward_step, plan, batch_loss)
+    own = sum(local(weight).nbytes for name, weight in engine.module.named_parameters() if name in read)
+    if own < sum(read.values()) and plan.layout.kind != Kind.DEEPSPEED:
+        accelerator.print(f"{sum(read.values()) / 1e9:.2g} GB of weights, of which process 0 reads {own / 1e9:.2g} GB")
+    return engine
 
 
 Wrapped = tuple[type[Engine], nn.Module, Any]  # the class that takes the steps, the model, the optimizer
@@ -66,7 +76,9 @@ Wrapped = tuple[type[Engine], nn.Module, Any]  # the class that takes the steps,
 
 def _whole(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
     """One process, or DDP."""
+    fill(model)
     _compile_if_asked(model, plan)
+    _let_ddp_send_state_alone(model)
     model, prepared = accelerator.prepare(model, optimizer)
     _choose_fused_kernels(accelerator, optimizer)
     return AccelerateEngine, model, prepared
@@ -87,10 +99,28 @@ def _fsdp2(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Op
     if casts_weights(plan):
         _say_what_is_cast(accelerator, model, plan)
         model.register_forward_hook(_float32_outputs)  # Accelerate's autocast under DDP casts them; FSDP2 does not
-    return _whole(accelerator, model, optimizer, plan)
+    _compile_if_asked(model, plan)
+    offloads = is_true("FSDP_OFFLOAD_PARAMS")
+    with filled(model, "cpu" if offloads else accelerator.device), _found_by_name(model, optimizer):
+        model, prepared = accelerator.prepare(model, optimizer)
+    _choose_fused_kernels(accelerator, optimizer)
+    return AccelerateEngine, model, prepared
+
+
+@contextmanager
+def _found_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Gives the optimizer the weights that replace its own in the `with` block. Accelerate finds them by their
+    addresses, and weights that are still on disk have none."""
+    names = {weight: name for name, weight in model.state_dict(keep_vars=True).items()}
+    groups = [[names[weight] for weight in group["params"]] for group in optimizer.param_groups]
+    yield
+    weights = model.state_dict(keep_vars=True)
+    for group, own in zip(optimizer.param_groups, groups):
+        group["params"] = [weights[name] for name in own]
 
 
 def _deepspeed(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Wrapped:
+    fill(model)
     deepspeed.configure(accelerator, model, optimizer, plan)
     _say_what_is_cast(accelerator, model, plan)
     if plan.layout.precision != "float32":
@@ -133,6 +163,17 @@ def _tensor(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
             config.distributed_config = before
     _choose_fused_kernels(accelerator, optimizer)
     return AccelerateEngine, model, prepared
+
+
+def _let_ddp_send_state_alone(model: nn.Module) -> None:
+    """DDP sends the first process's buffers before each forward pass, for example BatchNorm's. A buffer that no
+    checkpoint holds is no state, but a constant, for example a table of positions: each process has computed it."""
+    constants = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
 
 
 def _choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:

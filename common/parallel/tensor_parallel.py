@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..layout import Layout
 from .fsdp import mixed_precision_policy, sharded_layers
+from .on_disk import filled
 from .parts import by_mesh, is_divided
 
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
@@ -48,13 +49,16 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
     before = dict(model.named_parameters())
     names = {id(weight): name for name, weight in before.items()}
     plan = check_plan(model, layout.tensor)
-    parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in plan.items()})
-    model.to(accelerator.device)  # Accelerate does not move a model that holds DTensors
-    if data_parallel := tuple(accelerator.parallelism_config.dp_dim_names):
-        from torch.distributed.fsdp import fully_shard
+    data_parallel = tuple(accelerator.parallelism_config.dp_dim_names)
+    with filled(model, accelerator.device):
+        parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in plan.items()})
+        if data_parallel:
+            from torch.distributed.fsdp import fully_shard
 
-        for module in (*sharded_layers(model), model):
-            fully_shard(module, mesh=mesh[data_parallel], mp_policy=mixed_precision_policy(layout.precision))
+            for module in (*sharded_layers(model), model):
+                fully_shard(module, mesh=mesh[data_parallel], mp_policy=mixed_precision_policy(layout.precision))
+    if not data_parallel:
+        model.to(accelerator.device)  # Accelerate does not move a model that holds DTensors; FSDP2 has
     weights = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [weights[names[id(weight)]] for weight in group["params"]]

@@ -25,8 +25,11 @@ from ..records.run_card import read_card
 from . import signals
 
 
-def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoReturn:
+def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn:
     """Parses the command line, calls `main(config)` and ends the process.
+
+    If `main` returns a function, the main process calls it when all processes have left the run, so that none waits for
+    it. The memory of training is free then.
 
     Exit codes: 0 done, 2 the user's mistake, 3 a loss or gradient that is not finite, 75 stopped by a
     signal, 130 interrupted, 1 anything else. If several processes of a machine fail, only the first
@@ -43,11 +46,16 @@ def run(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> NoRetur
     sys.exit(0)
 
 
-def _train(main: Callable[[ConfigT], None], config_class: type[ConfigT]) -> None:
-    main(_after_restart(parse(config_class)))
+def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
+    afterwards = main(_after_restart(parse(config_class)))
+    gc.collect()  # a DDP model that outlives its process group may abort the process
     if torch.distributed.is_initialized():
-        gc.collect()  # a DDP model that outlives its process group may abort the process
         torch.distributed.destroy_process_group()
+    if callable(afterwards) and os.environ.get("RANK", "0") == "0":
+        try:
+            afterwards()
+        except torch.OutOfMemoryError:
+            print("the exported model does not fit into the memory of one GPU: it generates nothing", flush=True)
 
 
 class _Output:

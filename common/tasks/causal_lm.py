@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..environment import print_once
 from ..errors import UsageError
-from .pretrained import load
+from .pretrained import load, runnable
 
 FLASH = "flash_attention_2"
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
@@ -68,6 +69,13 @@ def load_pretrained(
     return model, tokenizer
 
 
+def load_trained(folder: Path) -> Any:
+    """An exported causal model, or exported adapters on their base, on the run's device and in its precision."""
+    state = AcceleratorState()
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision, torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=precision).to(state.device).eval()
+
+
 def check_attention(attention: str) -> None:
     """Raises UsageError for flash attention without its package, or in float32."""
     if attention != FLASH:
@@ -89,7 +97,8 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).repeat(2, 1)
     tokens[1, -1] = 1 - tokens[1, -1].clamp(max=1)
     training = model.training
-    first, second = model.eval()(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    with runnable(model):
+        first, second = model.eval()(input_ids=tokens, use_cache=False).logits[:, :-1].float()
     model.train(training)
     return not torch.allclose(first, second, rtol=1e-3, atol=1e-5)
 
@@ -97,8 +106,9 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
 def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, longest: int = 0) -> PreTrainedModel:
     """Makes a causal model's forward return losses.
 
-    forward(tokens, labels, positions=None), all int64 of shape (batch, context), returns the mean loss of each example,
-    shape (batch,), over the labels that are not `IGNORED`. Losses are much smaller than logits, so mixed
+    forward(tokens, labels, positions=None, places=None), all int64 of shape (batch, context), returns the mean loss of
+    each example, shape (batch,), over the labels that are not `IGNORED`. With `places`, of shape (batch, number), from
+    `trained_places`, the model computes logits there alone. Losses are much smaller than logits, so mixed
     precision converts little and sharding gathers little. The parameters keep their names, and the exported
     model keeps its class.
 
@@ -106,8 +116,8 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
         model: a causal model of transformers.
         packs: samples hold several documents, and the positions of each start at 0. Attention stays inside a document.
         chunk: the most tokens whose logits are in memory at one time; the backward pass computes them again. 0: all.
-        longest: the length of the longest sample, if there is a chunk. ZeRO needs the same number of chunks for shorter
-            ones.
+        longest: the length of the longest sample, if there is a chunk or samples have places. Shorter ones, and those
+            with fewer places, take the same number of chunks, as ZeRO needs.
 
     Raises:
         UsageError: with `packs`, the model lets a document see the one before it.
@@ -116,10 +126,19 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
     def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
         return _mean_losses(_cross_entropy(logits, labels.flatten()), labels)
 
-    def forward(self: PreTrainedModel, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self: PreTrainedModel,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
         given = {} if positions is None else {"position_ids": positions}
-        if chunk and (num_chunks := -(-len(labels) * longest // chunk)) > 1:
+        num_chunks = -(-len(labels) * longest // chunk) if chunk else 1
+        if divides and (num_chunks > 1 or places is not None):
             hidden = self.base_model(input_ids=tokens, use_cache=False, **given)[0]
+            if places is not None:
+                hidden, labels = _at(places, hidden, labels)
             return _mean_losses(_in_chunks(self.get_output_embeddings(), hidden, labels, num_chunks), labels)
         return self.losses(type(self).forward(self, input_ids=tokens, use_cache=False, **given).logits, tokens, labels)
 
@@ -127,9 +146,9 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
         _check_documents_are_apart(model)
     else:
         _attend_without_mask(model)
-    if chunk and not _head_alone_makes_logits(model):
+    divides = longest > 0 and _head_alone_makes_logits(model)
+    if chunk and not divides:
         print_once(f"{type(model).__name__} changes its logits after its head: they are held for the whole batch")
-        chunk = 0
     # Methods: a deep copy of the model then calls its own layers.
     model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
     model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export
@@ -145,12 +164,33 @@ def _mean_losses(losses: Tensor, labels: Tensor) -> Tensor:
     return losses.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
+def trained_places(labels: Tensor) -> Tensor:
+    """The places of labels that are not `IGNORED`, and -1 until their number is a multiple of 16: so there are some in
+    each sample, and shapes vary less.
+
+    Args:
+        labels: of a sample, shape (context,), on the CPU: on a GPU, their number would be waited for.
+    """
+    places = [place for place, label in enumerate(labels.tolist()) if label != IGNORED]
+    return torch.tensor(places + [-1] * (16 - len(places) % 16))
+
+
+def _at(places: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and labels at these places of each sample. The label at place -1 is `IGNORED`."""
+    starts = torch.arange(0, labels.numel(), labels.shape[1], device=labels.device).unsqueeze(1)
+    rows = (starts + places.clamp(min=0)).flatten()
+    labels = labels.flatten().index_select(0, rows).view_as(places).masked_fill(places < 0, IGNORED)
+    return hidden.flatten(0, 1).index_select(0, rows).unflatten(0, places.shape), labels
+
+
 def _in_chunks(head: nn.Module, hidden: Tensor, labels: Tensor, num_chunks: int) -> Tensor:
-    """The loss of each label, shape (batch * context,). Only the logits of a chunk are in memory."""
+    """The loss of each label, flat. Only the logits of a chunk are in memory."""
 
     def losses(hidden: Tensor, labels: Tensor) -> Tensor:
         return _cross_entropy(head(hidden), labels)
 
+    if num_chunks == 1:
+        return losses(hidden.flatten(0, 1), labels.flatten())
     parts = zip(hidden.flatten(0, 1).tensor_split(num_chunks), labels.flatten().tensor_split(num_chunks))
     return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
 
@@ -162,8 +202,9 @@ def _head_alone_makes_logits(model: PreTrainedModel) -> bool:
         return False
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
     training = model.training
-    expected = model.eval()(input_ids=tokens, use_cache=False).logits
-    found = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False)[0])
+    with runnable(model):
+        expected = model.eval()(input_ids=tokens, use_cache=False).logits
+        found = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False)[0])
     model.train(training)
     return expected.shape == found.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -177,8 +218,9 @@ def _check_documents_are_apart(model: PreTrainedModel) -> None:
     pair = torch.stack([torch.cat([first, second]), torch.cat([first.flip(0), second])])
     reason = "lets a conversation see the one before it"
     try:
-        packed = model.eval()(input_ids=pair, position_ids=positions.expand(2, -1), use_cache=False).logits[:, 6:]
-        alone = model(input_ids=second.unsqueeze(0), use_cache=False).logits.expand_as(packed)
+        with runnable(model):
+            packed = model.eval()(input_ids=pair, position_ids=positions.expand(2, -1), use_cache=False).logits[:, 6:]
+            alone = model(input_ids=second.unsqueeze(0), use_cache=False).logits.expand_as(packed)
     except TypeError:
         packed, alone, reason = torch.ones(1), torch.zeros(1), "takes no positions"
     model.train(training)

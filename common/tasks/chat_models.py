@@ -1,11 +1,10 @@
-"""Chat models: a small one from scratch, a plain chat template, and the answers of an exported model."""
+"""Chat models: a small one from scratch, a plain chat template, and the answers of a trained model."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError
@@ -80,19 +79,19 @@ def small_chat_model(max_length: int, attention: str) -> tuple[PreTrainedModel, 
 
 
 @torch.no_grad()
-def answer(folder: Path, tokenizer: Any, chats: Sequence[list[dict[str, str]]], max_length: int) -> list[str]:
-    """The answers of an exported model, or of one with exported adapters, to the last turn of conversations.
+def answer(model: Any, tokenizer: Any, chats: Sequence[list[dict[str, str]]], max_length: int) -> list[str]:
+    """The answers of a model to the last turn of conversations.
 
     Args:
-        folder: with the model, or with adapters whose base is found under its name.
+        model: from `load_trained`.
         tokenizer: with a chat template.
         chats: conversations that end with the expected answer. The model may write a few tokens more than that has.
         max_length: of a conversation with its answer, in tokens.
     """
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    found = []
     for messages in chats:
         text = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
         if tokens.shape[1] >= max_length:
             found.append("")
             continue

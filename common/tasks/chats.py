@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from ..errors import UsageError, first_line
 from .cache import cache_folder
-from .causal_lm import IGNORED, digest_of
+from .causal_lm import IGNORED, digest_of, trained_places
 from .sources import hold_out, load_splits
 from .streams import rows_on_disk
 
@@ -81,22 +81,29 @@ class Chats:
 
 class ChatDataset(Dataset):
     """One conversation a sample: {"tokens": int64 of shape (length,), "labels": int64 of shape (length,), "weight":
-    float}. A label is the next token, or `IGNORED` if it is not trained. The weight is the number of trained labels."""
+    float}. A label is the next token, or `IGNORED` if it is not trained. The weight is the number of trained labels.
 
-    def __init__(self, chats: Chats):
-        self.rows = chats.rows
+    Args:
+        chats: the conversations.
+        places: whether a sample also has "places", those of the trained labels.
+    """
+
+    def __init__(self, chats: Chats, places: bool = False):
+        self.rows, self.places = chats.rows, places
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens, labels = _shifted(self.rows[index])
-        return {"tokens": tokens, "labels": labels, "weight": float((labels != IGNORED).sum())}
+        sample = {"tokens": tokens, "labels": labels, "weight": float((labels != IGNORED).sum())}
+        return sample | ({"places": trained_places(labels)} if self.places else {})
 
 
 class PackedDataset(Dataset):
     """Several conversations a sample, packed into a block of a fixed length: {"tokens", "labels", "positions": int64 of
-    shape (length,), "weight": float}. Positions start at 0 for each conversation, and for the padding at the end.
+    shape (length,), "places": of trained labels, "weight": float}. Positions start at 0 for each conversation,
+    and for the padding at the end.
 
     Args:
         chats: conversations that were cut at `length` tokens.
@@ -119,6 +126,7 @@ class PackedDataset(Dataset):
             "tokens": torch.cat([tokens for tokens, _ in documents]),
             "labels": labels,
             "positions": torch.cat([torch.arange(len(tokens)) for tokens, _ in documents]),
+            "places": trained_places(labels),
             "weight": float((labels != IGNORED).sum()),
         }
 

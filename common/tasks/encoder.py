@@ -5,8 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from ..environment import print_once
 from ..errors import UsageError
@@ -22,7 +32,7 @@ BERT_TP_PLAN = {
 PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
 
 
-def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -> tuple[nn.Module, Any]:
+def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -> tuple[PreTrainedModel, Any]:
     """Loads an encoder in float32 with a head for classes, and its tokenizer.
 
     Args:
@@ -50,7 +60,21 @@ def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -
             f"--max_length {max_length} exceeds the model's {longest} positions: type --max_length {longest}"
         )
     freeze_key_biases(model)
+    always_mask(model)
     return model, tokenizer
+
+
+def always_mask(model: PreTrainedModel) -> None:
+    """Gives PyTorch's attention a mask for each batch. transformers leaves it out where no text is padded, and reads
+    from the device for that in each forward pass. config.json does not get the name."""
+
+    def mask(*args: Any, allow_is_bidirectional_skip: bool = True, **kwargs: Any) -> Tensor | None:
+        return sdpa_mask(*args, allow_is_bidirectional_skip=False, **kwargs)
+
+    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+        AttentionInterface.register("masked_sdpa", sdpa_attention_forward)
+        AttentionMaskInterface.register("masked_sdpa", mask)
+        model.config._attn_implementation = "masked_sdpa"
 
 
 def freeze_key_biases(model: nn.Module) -> None:

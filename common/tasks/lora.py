@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError
+from ..parallel.on_disk import made_up, origin_of
 
 FILE = "adapter_model.safetensors"
 
@@ -27,12 +28,10 @@ class Adapter:
     def __init__(self, settings: Any, base_digest: str):
         self.settings, self.base_digest = settings, base_digest
 
-    def write(self, weights: dict[str, Tensor], folder: Path) -> Path:
-        """Writes PEFT's two files. Returns the path of the one with the weights."""
+    def write(self, weights: dict[str, Tensor], folder: Path) -> None:
+        """Writes PEFT's file of weights; `settings.save_pretrained` writes the other one."""
         facts = {"base": self.base_digest}  # one entry: safetensors writes several in a random order
         save_file({_without_name(name): weight for name, weight in weights.items()}, folder / FILE, facts)
-        self.settings.save_pretrained(str(folder))
-        return folder / FILE
 
     def read(self, folder: Path, names: list[str]) -> dict[str, Tensor]:
         """{name in the model: weight} of what `write` wrote; `names` are those in the model.
@@ -76,7 +75,8 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
         raise UsageError("--lora_rank needs PEFT: type pip install peft") from None
     digest = _digest(model)
     names = targets if targets == "all-linear" else _layers(model, targets)
-    adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+    with made_up(model):  # PEFT makes adapters on the device of the weights
+        adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
     settings = adapted.peft_config["default"]
     settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
     settings.target_modules = sorted(settings.target_modules)  # PEFT writes a set in a random order
@@ -106,9 +106,11 @@ def _layers(model: PreTrainedModel, targets: str) -> list[str]:
 def _digest(model: nn.Module) -> str:
     """A digest of up to 64 elements of each weight."""
     found = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        flat = weight.flatten()
-        found.update(f"{name} {tuple(weight.shape)} {flat[:: max(1, len(flat) // 64)].tolist()}".encode())
+    for name, weight in model.state_dict(keep_vars=True).items():
+        origin = origin_of(weight)
+        whole = weight.detach() if origin is None else origin[0].tensor(origin[1])  # a map of its file
+        values = whole.flatten()[:: max(1, whole.numel() // 64)].to(weight.dtype)
+        found.update(f"{name} {tuple(weight.shape)} {values.tolist()}".encode())
     return found.hexdigest()[:16]
 
 

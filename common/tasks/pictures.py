@@ -69,7 +69,7 @@ class ImageFormat:
             entries = json.loads(path.read_text())
             if _is_valid(entries) and entries["network"] in networks:
                 return cls(**entries | {"image_shape": tuple(entries["image_shape"])})
-        if not (path.parent / "model.safetensors").exists():
+        if not any(path.parent.glob("*.safetensors")):
             raise UsageError(
                 f"no model in {path.parent}: train first (the same command without --predict), or type the "
                 "--output_dir of a finished run"

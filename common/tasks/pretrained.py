@@ -1,16 +1,29 @@
 """Models of transformers from a folder or the Hub."""
 
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
-from transformers.utils import logging
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
+from ..environment import print_once
 from ..errors import UsageError, first_line
+from ..parallel.on_disk import leave_on_disk, made_up, on_disk
 
 
 def load(kind: Any, name_or_path: str, expected: str, **options: Any) -> tuple[Any, Any, list[str]]:
     """Loads a model in float32 and its tokenizer. transformers prints nothing.
+
+    If safetensors files hold exactly the weights of the model, the weights stay on disk until `fit` fills each process.
 
     Args:
         kind: a class with `from_pretrained`, such as `AutoModelForCausalLM`.
@@ -26,11 +39,13 @@ def load(kind: Any, name_or_path: str, expected: str, **options: Any) -> tuple[A
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
+    options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-        model, info = kind.from_pretrained(
-            name_or_path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        dtype = AutoConfig.from_pretrained(name_or_path).dtype
+        model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
+        if not _left_on_disk(model, name_or_path):
+            model, info = kind.from_pretrained(name_or_path, **options)
     except Exception as error:  # the library and its network stack raise dozens of types
         raise UsageError(f"--model_name_or_path {name_or_path}: no {expected} there ({first_line(error)})") from None
     finally:
@@ -41,4 +56,96 @@ def load(kind: Any, name_or_path: str, expected: str, **options: Any) -> tuple[A
             f"--model_name_or_path {name_or_path}: {len(body)} weights do not fit config.json, such as {body[0]}: type "
             f"the path of another {expected}"
         )
+    if dtype in (torch.bfloat16, torch.float16):
+        model.config.dtype = dtype  # that of the exported weights
+        name = str(dtype).removeprefix("torch.")
+        print_once(f"{name_or_path} is in {name}: trained in float32, exported in {name} again (--export_dtype)")
     return model, tokenizer, sorted(info["missing_keys"]) + misfits
+
+
+class Folder:
+    """Reads the weights in safetensors files, as a `TensorReader`. A whole tensor is a map of its file."""
+
+    def __init__(self, paths: list[str]):
+        files = [safe_open(path, "pt") for path in paths]
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
+        self.tensors: dict[str, dict[str, Any]] = {
+            name: {"shape": file.get_slice(name).get_shape()} for name, file in self._file_of.items()
+        }
+
+    def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
+        if not offsets or sizes is None:
+            return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get_slice(name)[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
+
+
+def _files(name_or_path: str) -> list[str]:
+    """The safetensors files that `from_pretrained` has read; empty if it has read others."""
+    find = partial(cached_file, name_or_path, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    if single := find(SAFE_WEIGHTS_NAME):
+        return [single]
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else []
+    return [str(find(name)) for name in names]
+
+
+def _left_on_disk(model: PreTrainedModel, name_or_path: str) -> bool:
+    """Whether the files hold the weights of a model on the meta device, one tensor for each, unchanged. Then each
+    weight knows its place, and the buffers have their values."""
+    if getattr(model, "_weight_conversions", None) or getattr(model, "hf_quantizer", None):
+        return False
+    folder, prefix = Folder(_files(name_or_path)), f"{model.base_model_prefix}."
+    for name, weight in model.state_dict(keep_vars=True).items():
+        keys = (name, name.removeprefix(prefix), prefix + name)
+        key = next((key for key in keys if folder.tensors.get(key) == {"shape": list(weight.shape)}), None)
+        if key is not None and isinstance(weight, nn.Parameter):
+            leave_on_disk(weight, folder, key)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    if any(one in folder.tensors and other in folder.tensors for one, other in tied.items()):
+        return False  # they may differ
+    try:
+        _compute_buffers(model)
+        on_disk(model)
+    except Exception:  # such as a constructor that reads its weights, or a weight that is not there
+        return False
+    return not any(tensor.is_meta for tensor in model.buffers())
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Gives a model on the meta device the buffers that its constructor computes."""
+    with _WithoutMemory():
+        built = type(model)(copy.deepcopy(model.config))
+    for name, module in built.named_modules():
+        if module._buffers.keys() & module._non_persistent_buffers_set:
+            model.get_submodule(name)._buffers.update(module._buffers)
+
+
+class _WithoutMemory(TorchDispatchMode):
+    """`torch.empty`, with which layers make their weights, takes no memory and no time to fill with random numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        on_meta = {"device": "meta"} if func is torch.ops.aten.empty.memory_format else {}
+        return func(*args, **{**(kwargs or {}), **on_meta})
+
+
+@contextmanager
+def runnable(model: PreTrainedModel) -> Iterator[None]:
+    """Lets a model run whose weights are still on disk: it has random ones, and of its layers the first few, one of
+    each type among them."""
+    if not on_disk(model):
+        yield
+        return
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or [None]
+    num_kept = 1 + max(types.index(one) for one in types)
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == config.num_hidden_layers]
+    layers = [(one, dict(one._modules)) for one in lists]
+    try:
+        for one, own in layers:
+            one._modules = dict(list(own.items())[:num_kept])
+        with made_up(model):
+            yield
+    finally:
+        for one, own in layers:
+            one._modules = own

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.launching import CONFIGS, fork
-from support.recipes import FOREACH, HELD, LINEAR, MNIST, RECIPES, TRANSFORMER
+from support.recipes import FOREACH, HELD, LINEAR, LOADED, MNIST, RECIPES, TRANSFORMER
 from support.runs import Run, assert_same_result, refused
 from support.small_model import write_model
 
@@ -90,3 +90,44 @@ def test_accumulated_gradients_are_divided_as_the_weights_are(tmp_path: Path, co
         assert (
             others and 0.9 * whole / num_parts <= min(others) - first <= max(others) - first <= 1.1 * whole / num_parts
         )
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes", "is_tied"),
+    [
+        ("fsdp2", 4, False),
+        *(
+            pytest.param(config, num_processes, is_tied, marks=pytest.mark.full)
+            for config, num_processes in (("fsdp2", 4), ("fsdp2_tensor_parallel", 4), ("pipeline_parallel", 2))
+            for is_tied in (False, True)
+            if (config, is_tied) != ("fsdp2", False)
+        ),
+    ],
+)
+def test_process_reads_its_part_of_the_weights(tmp_path: Path, config: str, num_processes: int, is_tied: bool) -> None:
+    """Besides, it needs no more than one whole tensor of the model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from common.tasks.causal_lm import byte_tokenizer
+
+    for name, hidden_size, vocab_size in (("model_small", 16, 256), ("model", 768, 16000)):
+        shape = LlamaConfig(
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            intermediate_size=4 * hidden_size,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            tie_word_embeddings=is_tied,
+        )
+        model = LlamaForCausalLM(shape).bfloat16()
+        model.save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    whole, largest = sum(weight.numel() * 4 for weight in model.parameters()), 768 * 16000 * 4
+    stages = " --pipeline_stages 2" * (config == "pipeline_parallel")
+    run = fork(tmp_path / "run", config, LOADED, f"--model {tmp_path / 'model'}{stages}", num_processes)
+    paths = sorted(run.output_dir.glob("loaded_*.txt"))
+    assert len(paths) == num_processes
+    for path in paths:
+        rise, own = map(int, path.read_text().split())
+        assert own < 0.7 * whole
+        assert rise < own + largest + 30e6

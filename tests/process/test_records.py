@@ -73,10 +73,10 @@ def test_run_card_repeats_the_run(tmp_path: Path) -> None:
     config = first.card["config"]
     assert (config["seed"], config["learning_rate"], config["micro_batch_size"]) == (3, 0.02, 16)
     (tmp_path / "run.yaml").unlink()  # the run card holds all flags
-    again = fork(tmp_path / "again", "ddp", LINEAR, f"--repeat {first.output_dir / 'run.json'}")
+    again = fork(tmp_path / "again", "ddp", LINEAR, f"--flags {first.output_dir / 'run.json'}")
     assert losses(again) == losses(first) and len(losses(first)) == 4
     assert again.card["gradient_accumulation_steps"] == 2
-    other = fork(tmp_path / "other", "ddp", LINEAR, f"--repeat {first.output_dir / 'run.json'} --seed 4")
+    other = fork(tmp_path / "other", "ddp", LINEAR, f"--flags {first.output_dir / 'run.json'} --seed 4")
     assert losses(other) != losses(first)  # a flag wins over the run card
 
 

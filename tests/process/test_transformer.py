@@ -39,6 +39,13 @@ def test_exported_model_is_one_of_transformers_and_writes(tmp_path: Path, config
     assert len(written) > 100 and len(re.findall("quick|brown|jumps|over|lazy", written)) >= 5
 
 
+def test_main_process_generates_when_the_others_have_ended(tmp_path: Path) -> None:
+    script = "tests/scripts/afterwards.py"
+    assert fork(tmp_path / "run", "ddp", script).stdout.count("alone False") == 1
+    run = fork(tmp_path / "run", "single", script, env={"AFTERWARDS": "memory"})
+    assert "does not fit into the memory of one GPU" in run.stdout
+
+
 def test_exported_model_generates_in_a_pipeline(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     arguments = f"--data {tmp_path / 'text.txt'} {SMALL} --max_steps 100 --learning_rate 1e-2 --warmup_steps 5"

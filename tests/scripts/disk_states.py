@@ -20,10 +20,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Disk:
     """Notes the states of a folder, and what was flushed."""
 
     def __init__(self, root: Path):
-        self.root, self.is_on = root, False
+        self.root, self.is_on, self.lock = root, False, RLock()  # a thread removes old checkpoints
         self.moments: list[tuple[str, int, dict[str, Tree]]] = []  # (run, newest step whose save ended, {loss: tree})
         self.contents: dict[int, bytes] = {}  # {inode: what was flushed of it}
         self.names: dict[int, dict[str, int]] = {}  # {inode of a folder: {name: inode}, as flushed}
@@ -63,7 +64,7 @@ class Disk:
         """Notes the state of this moment."""
         trees: dict[str, Tree] = {"kill": {}, "names": {}, "strict": {}}
         inodes: dict[int, Path] = {}
-        for path in sorted(self.root.rglob("*")):
+        for path in self._paths():
             try:
                 inode, content = path.stat().st_ino, None if path.is_dir() else path.read_bytes()
             except FileNotFoundError:
@@ -75,6 +76,11 @@ class Disk:
         self._durable(self.root.stat().st_ino, "", trees["strict"])
         self.moments.append((self.label, self.saved, trees))
 
+    def _paths(self) -> list[Path]:
+        while True:
+            with suppress(FileNotFoundError):  # the thread removes a folder in this moment
+                return sorted(self.root.rglob("*"))
+
     def _durable(self, folder: int, prefix: str, tree: Tree) -> None:
         for name, inode in self.names.get(folder, {}).items():
             tree[prefix + name] = None if inode in self.names else self.contents.get(inode, b"")
@@ -82,6 +88,10 @@ class Disk:
                 self._durable(inode, f"{prefix}{name}/", tree)
 
     def _event(self, event: str, arguments: tuple) -> None:
+        with self.lock:
+            self._note_event(event, arguments)
+
+    def _note_event(self, event: str, arguments: tuple) -> None:
         if not self.is_on or not arguments or not isinstance(arguments[0], str | Path):
             return
         writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
@@ -107,6 +117,11 @@ class Disk:
                 table[-self.num_removed] = table.pop(inode)  # type: ignore[attr-defined]
 
     def _flush(self, descriptor: int) -> None:
+        with self.lock:
+            self._note_flush(descriptor)
+        self._fsync(descriptor)
+
+    def _note_flush(self, descriptor: int) -> None:
         path, was_on, self.is_on = Path(f"/proc/self/fd/{descriptor}").readlink(), self.is_on, False
         if was_on and path.is_relative_to(self.root):
             self.note()
@@ -118,7 +133,6 @@ class Disk:
                         self.names.setdefault(other.stat().st_ino, {})
             else:
                 self.contents[path.stat().st_ino] = path.read_bytes()
-        self._fsync(descriptor)
         self.is_on = was_on
 
 

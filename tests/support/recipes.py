@@ -11,6 +11,7 @@ DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
 FOREACH = "tests/scripts/foreach.py"
 HELD = "tests/scripts/held.py"
+LOADED = "tests/scripts/loaded.py"
 SAME_SAMPLES = "tests/scripts/same_samples.py"
 CASES = "tests/support/cases.py"
 

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from common.data import pad_to_longest
 from common.errors import UsageError
 from common.tasks import causal_lm
 from common.tasks.causal_lm import with_losses
@@ -80,6 +82,31 @@ def test_forward_pass_reads_nothing_from_the_device() -> None:
         assert min(reads.count, 1) == expected, name
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "sliding window"])
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_losses_at_the_trained_places_alone(name: str, chunk: int) -> None:
+    torch.manual_seed(0)
+    model = with_losses(MODELS[name][0]().eval(), chunk=chunk, longest=40)
+    tokens, labels = torch.randint(0, 64, (2, 3, 40)).unbind()
+    labels[0, :30] = labels[1, 1::2] = labels[2] = causal_lm.IGNORED  # ten, twenty and no trained tokens
+    results, widths = [], []
+    model.get_output_embeddings().register_forward_hook(lambda module, args, output: widths.append(len(output)))
+    places = pad_to_longest({"places": -1}, None)([{"places": causal_lm.trained_places(row)} for row in labels])
+    for given in ({}, places):
+        model.zero_grad()
+        losses = model(tokens, labels, **given)
+        losses.sum().backward()
+        gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+        results.append((losses, gradients))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-6, atol=0)
+    assert (results[0][1] - results[1][1]).norm() <= 1e-6 * results[0][1].norm()
+    assert results[1][0][2] == 0 and places["places"].shape == (3, 32)
+    if chunk:  # as many calls of the head, each with fewer places; the backward pass calls it again
+        assert len(widths) == 2 * 2 * 15 and sum(widths[30:]) == 2 * 3 * 32
+    else:
+        assert widths == [3, 3 * 32]
+
+
 def test_copy_calls_its_own_layers() -> None:
     model = with_losses(MODELS["llama"][0]().eval())
     other = copy.deepcopy(model)
@@ -100,3 +127,14 @@ def test_flash_attention_needs_its_package_and_16_bits(monkeypatch: pytest.Monke
         causal_lm.check_attention("flash_attention_2")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     causal_lm.check_attention("flash_attention_2")
+
+
+def test_trained_model_is_on_the_device_and_in_the_precision_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MODELS["llama"][0]().save_pretrained(tmp_path)
+    for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        state = SimpleNamespace(mixed_precision=precision, device=torch.device("meta"))
+        monkeypatch.setattr(causal_lm, "AcceleratorState", lambda state=state: state)
+        model = causal_lm.load_trained(tmp_path)
+        assert (model.dtype, model.device, model.training) == (dtype, torch.device("meta"), False)

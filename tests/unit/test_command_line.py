@@ -34,19 +34,11 @@ from common.schedule import Schedule
         ("stray", "stray: no such flag; --help lists them"),
         ("--num_processes 4", "--num_processes belongs before the script: accelerate launch --num_processes ... "),
         ("--config-file=x.yaml", "--config_file belongs before the script: accelerate launch --config_file ... "),
-        ("--repeat nowhere/run.json", "--repeat nowhere/run.json is not a run card"),
     ],
 )
 def test_command_line(arguments: str, expected: str) -> None:
     with pytest.raises(UsageError, match=re.escape(expected)):
         parse(RunConfig, arguments.split())
-
-
-@pytest.mark.parametrize("content", ["no JSON", "3", "[]", "{}", '{"config": 3}'])
-def test_repeat_of_what_is_no_run_card(tmp_path: Path, content: str) -> None:
-    (tmp_path / "run.json").write_text(content)
-    with pytest.raises(UsageError, match=r"run\.json is not a run card"):
-        parse(RunConfig, ["--repeat", str(tmp_path / "run.json")])
 
 
 def test_command_line_takes_dashes_and_underscores() -> None:
@@ -57,7 +49,7 @@ def test_command_line_takes_dashes_and_underscores() -> None:
 def test_flag_that_is_on_can_be_taken_back(tmp_path: Path) -> None:
     card = {"config": {"compile": True, "profile": False, "async_save": True, "seed": 0, "max_steps": None}}
     (tmp_path / "run.json").write_text(json.dumps(card))
-    repeat = ["--repeat", str(tmp_path / "run.json")]
+    repeat = ["--flags", str(tmp_path / "run.json")]
     config = parse(RunConfig, [*repeat, "--no-compile"])
     assert (config.compile, config.profile, config.async_save, config.max_steps) == (False, False, True, None)
     assert parse(RunConfig, [*repeat, "--profile"]).profile

@@ -1,13 +1,16 @@
 """Promise: a model/ that is damaged or of another model is refused in one line, also without its run card."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from common import load_exported
+from common.checkpoint.export import export_dtype, write_weights
 from common.errors import UsageError
 
 WEIGHTS = {"weight": torch.ones(3, 4), "bias": torch.zeros(3)}
@@ -19,7 +22,7 @@ def write(output_dir: Path, weights: dict[str, Tensor]) -> Path:
     return output_dir / "model" / "model.safetensors"
 
 
-@pytest.mark.parametrize("card", [None, "", "[]", "{", '{"model_crc32": null}'])
+@pytest.mark.parametrize("card", [None, "", "[]", "{", '{"model_checksum": null}'])
 def test_model_without_a_checksum_is_read(tmp_path: Path, card: str | None) -> None:
     write(tmp_path, WEIGHTS)
     if card is not None:
@@ -31,7 +34,7 @@ def test_model_without_a_checksum_is_read(tmp_path: Path, card: str | None) -> N
 @pytest.mark.parametrize("crc", ["3", '"text"', "[]", "1.5", "true"])
 def test_other_checksum_is_refused(tmp_path: Path, crc: str) -> None:
     write(tmp_path, WEIGHTS)
-    (tmp_path / "run.json").write_text(f'{{"model_crc32": {crc}}}')
+    (tmp_path / "run.json").write_text(f'{{"model_checksum": {crc}}}')
     with pytest.raises(UsageError, match="were altered after its run: train again"):
         load_exported(tmp_path)
 
@@ -66,3 +69,25 @@ def test_folder_or_nothing_in_place_of_the_model_is_refused(tmp_path: Path, plac
     (tmp_path / place).mkdir(exist_ok=True, parents=True)
     with pytest.raises(UsageError, match=r"no exported model in .*train first"):
         load_exported(tmp_path)
+
+
+def test_types(tmp_path: Path) -> None:
+    weights = {"weight": torch.randn(3, 4), "half": torch.randn(2).half(), "count": torch.tensor(7)}
+    expected = {"weight": torch.bfloat16, "half": torch.bfloat16, "count": torch.int64}
+    for dtype, types in ((torch.bfloat16, expected), (None, {name: one.dtype for name, one in weights.items()})):
+        checksum = write_weights(weights.items(), tmp_path, dtype)
+        assert checksum == write_weights(reversed(weights.items()), tmp_path, dtype)
+        written = load_file(tmp_path / "model.safetensors")
+        assert {name: weight.dtype for name, weight in written.items()} == types
+        assert all(torch.equal(written[name], weights[name].to(types[name])) for name in weights)
+
+
+def test_which_type() -> None:
+    llama = nn.Linear(1, 1)
+    llama.config = LlamaConfig(dtype="bfloat16")  # type: ignore[assignment]
+    plain = nn.Linear(1, 1)
+    plain.config = SimpleNamespace(dtype="float16")  # type: ignore[assignment]  # no config of transformers
+    for module, dtype in ((llama, torch.bfloat16), (plain, None), (nn.Linear(1, 1), None)):
+        assert export_dtype("auto", module) == dtype and export_dtype("float32", module) == torch.float32
+    llama.peft_adapter = object()  # type: ignore[assignment]  # the type is that of its base
+    assert export_dtype("auto", llama) is None

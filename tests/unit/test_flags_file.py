@@ -40,13 +40,9 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
     assert (config.micro_batch_size, config.eval_every, config.pipeline_schedule) == (None, None, "1f1b")
 
 
-def test_command_line_wins_over_file_and_file_over_run_card(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"config": {"seed": 1, "epochs": 2, "batch_size": 4, "tf32": True}}))
-    repeat = f"--repeat={tmp_path / 'run.json'}"
-    config = parsed(tmp_path, "epochs: 3\nbatch_size: 8\ncompile: true", repeat, "--batch_size=16", "--no_compile")
-    assert (config.seed, config.epochs, config.batch_size, config.max_steps) == (1, 3, 16, None)
-    assert config.tf32 and not config.compile
-    assert not parsed(tmp_path, "tf32: false", repeat).tf32
+def test_command_line_wins(tmp_path: Path) -> None:
+    config = parsed(tmp_path, "epochs: 3\nbatch_size: 8\ncompile: true", "--batch_size=16", "--no_compile")
+    assert (config.epochs, config.batch_size, config.compile, config.max_steps) == (3, 16, False, None)
 
 
 def test_run_card_of_such_a_run_needs_no_file(tmp_path: Path) -> None:
@@ -54,8 +50,8 @@ def test_run_card_of_such_a_run_needs_no_file(tmp_path: Path) -> None:
     assert first.flags == str(tmp_path / "run.yaml") and first.output_dir == Path("first")
     (tmp_path / "run.json").write_text(json.dumps({"config": asdict(first)}, default=str))
     (tmp_path / "run.yaml").unlink()
-    again = parse(RunConfig, [f"--repeat={tmp_path / 'run.json'}"])
-    assert (again.batch_size, again.compile, again.seed, again.flags) == (8, True, 3, None)
+    again = parse(RunConfig, [f"--flags={tmp_path / 'run.json'}"])
+    assert (again.batch_size, again.compile, again.seed) == (8, True, 3)
     assert again.output_dir != first.output_dir
 
 
@@ -79,7 +75,8 @@ def test_run_card_of_such_a_run_needs_no_file(tmp_path: Path) -> None:
         ("no_compile: true", "--no_compile: no such flag; did you mean --compile?"),
         ("help: true", "--help belongs on the command line"),
         ("num_processes: 4", "--num_processes belongs before the script: accelerate launch --num_processes"),
-        ("repeat: run.json", "--repeat belongs on the command line"),
+        ('{"config": 3}', "--config: no such flag"),
+        ('{"config": {"batch_sise": 8}}', "--batch_sise: no such flag; did you mean --batch_size?"),
         ("flags: other.yaml", "--flags belongs on the command line"),
         ("<<: {batch_size: 8}", "--<<: no such flag"),
         ("", "expected one flag a line, such as batch_size: 128"),

@@ -1,5 +1,6 @@
 """Promise: written tensors can be read whole or in ranges; altered files are detected and never executed."""
 
+import hashlib
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from common.records.unrecorded import Unrecorded
 from common.state import TrainState
 from support.manifests import changed, rewrite, without
 
+VERSION_2 = "accelerate-recipes checkpoint, version 2"
 SHARD = "shard_00000.safetensors"
 CONTENT = {
     "layout": {"processes": 2, "shares": 1, "stages": 1},
@@ -241,6 +243,19 @@ def test_manifest_that_is_none(folder: Path, text: str) -> None:
 def test_another_format_is_named(folder: Path) -> None:
     rewrite(folder, lambda manifest: manifest | {"format": "something else"})
     with pytest.raises(DamagedError, match="has the format something else"):
+        Reader.verified(folder, CpuGroup())
+
+
+def test_version_2_is_read_and_verified(folder: Path) -> None:
+    entry = {
+        "size": (folder / SHARD).stat().st_size,
+        "sha256": hashlib.sha256((folder / SHARD).read_bytes()).hexdigest(),
+    }
+    rewrite(folder, lambda manifest: manifest | {"format": VERSION_2, "files": {SHARD: entry}})
+    reader = Reader.verified(folder, CpuGroup())
+    assert all(torch.equal(reader.tensor(name), expected) for name, expected in tensors().items())
+    bit_flip(folder / SHARD, 0.9)
+    with pytest.raises(DamagedError, match="was altered"):
         Reader.verified(folder, CpuGroup())
 
 

@@ -1,13 +1,17 @@
-"""Promise: the kernels that `prepare` chooses give the optimizer's result, and batches are what the dataset returns."""
+"""Promise: what `prepare` chooses gives the same result, and batches are what the dataset returns."""
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.config import RunConfig
 from common.data.batches import Batch, batches
-from common.parallel.prepare import _choose_fused_kernels
+from common.parallel.prepare import _choose_fused_kernels, _let_ddp_send_state_alone
 from common.tasks.images import ImageDataset
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
 
 
 def optimizer_of(kind: type, weights: list[nn.Parameter], **settings: object) -> torch.optim.Optimizer:
@@ -38,6 +42,17 @@ def test_weights_with_gaps_and_late_gradients_are_updated_as_without_fused_kerne
             results.append([weight.detach().clone() for weight in weights])
         for ours, plain in zip(*results):
             torch.testing.assert_close(ours, plain)
+
+
+def test_ddp_sends_buffers_that_are_state_and_no_others() -> None:
+    norm, llama = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), LlamaForCausalLM(LlamaConfig(**SIZES))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for model, expected in ((norm, [name for name, _ in norm.named_buffers()]), (llama, [])):
+            _let_ddp_send_state_alone(model)
+            assert dict(model.named_buffers()) and [*DistributedDataParallel(model).named_module_buffers] == expected
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_subclass_that_overrides_indexing_is_asked_for_its_samples() -> None:

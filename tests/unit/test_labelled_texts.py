@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from common.errors import UsageError
-from common.tasks.encoder import load_classifier, word_tokenizer
+from common.tasks.encoder import always_mask, load_classifier, word_tokenizer
 from common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
 from support.small_model import write_encoder, write_model
 
@@ -79,3 +81,21 @@ def test_pretrained_encoders(tmp_path: Path) -> None:
         load_classifier(str(tmp_path / "causal"), NAMES, 64)
     with pytest.raises(UsageError, match="no encoder there"):
         load_classifier(str(tmp_path / "nowhere"), NAMES, 64)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert", "Electra", "ModernBert"])
+def test_mask_for_each_batch_gives_the_same_logits(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32} if kind == "DistilBert" else {}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=32, pad_token_id=0, **sizes)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+    tokens, full = torch.randint(1, 32, (3, 8)), torch.ones(3, 8, dtype=torch.int64)
+    padded = full.clone()
+    padded[1, 5:] = 0
+    expected = [model(tokens, attention_mask=mask).logits for mask in (full, padded)]
+    always_mask(model)
+    for mask, logits in zip((full, padded), expected):
+        torch.testing.assert_close(model(tokens, attention_mask=mask).logits, logits, rtol=1e-5, atol=1e-6)
+    assert model.config._attn_implementation == "masked_sdpa"
+    model.save_pretrained(tmp_path)
+    assert "masked_sdpa" not in (tmp_path / "config.json").read_text()

@@ -437,7 +437,7 @@ def test_command_prints_a_line_or_json(
     assert [one["samples_per_second"] for one in found["runs"]] == [64, 64]
     assert found["runs"][0]["repeat"] == (
         "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 recipes/mnist.py "
-        "--repeat first/run.json --output_dir first_again"
+        "--flags first/run.json --output_dir first_again"
     )
 
 
@@ -483,7 +483,7 @@ def test_the_report_judges_as_the_loop_does() -> None:
 )
 def test_command_to_repeat(make: Callable[..., Path], changes: dict[str, Any], expected: str) -> None:
     run = only(make(run_card=card(**changes)))
-    ends = f" --repeat {run.folder}/run.json --output_dir {run.folder}_again"
+    ends = f" --flags {run.folder}/run.json --output_dir {run.folder}_again"
     assert summary.repeat(run) == f"accelerate launch --config_file {expected}{ends}"
 
 

@@ -1,0 +1,117 @@
+"""Weights that are still on disk: on the meta device, until each process reads what it holds of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from .parts import TensorReader, placed_like
+
+Origin = tuple[TensorReader, str]  # what reads a weight, and its name there
+
+
+def leave_on_disk(weight: Tensor, reader: TensorReader, name: str) -> None:
+    """Notes where a weight on the meta device is read from."""
+    weight.origin = (reader, name)  # type: ignore[attr-defined]
+
+
+def origin_of(weight: Tensor) -> Origin | None:
+    """Where a weight is read from; None if it is in memory."""
+    return getattr(weight, "origin", None)
+
+
+def on_disk(module: nn.Module) -> dict[str, Origin]:
+    """{name: where it is read from} of the weights that are still on disk.
+
+    Raises:
+        UsageError: a weight has no values, or what changed them is lost.
+    """
+    origins: dict[str, Origin] = {}
+    for name, weight in module.state_dict(keep_vars=True).items():
+        if weight.is_meta:
+            origin = origin_of(weight)
+            if origin is None or weight._version:
+                raise UsageError(
+                    f"{name} was made or changed while the weights of the pretrained model were still on disk: call "
+                    "fill(model) from common.parallel.on_disk before"
+                )
+            origins[name] = origin
+    return origins
+
+
+def first_elements(tensor: Tensor) -> Tensor:
+    """A tensor; of a weight that is on disk, up to 64 elements of its first row."""
+    if (origin := origin_of(tensor)) is None:
+        return tensor
+    reader, name = origin
+    return reader.tensor(name, [0] * tensor.ndim, [*[1] * (tensor.ndim - 1), min(64, *tensor.shape[-1:])])
+
+
+@torch.no_grad()
+def fill(module: nn.Module, device: torch.device | str = "cpu", origins: dict[str, Origin] | None = None) -> None:
+    """Reads the weights that are still on disk: of each, what this process holds.
+
+    Args:
+        module: its parameters stay the same objects.
+        device: for what is read.
+        origins: from `on_disk`, before the weights were divided.
+    """
+    origins = on_disk(module) if origins is None else origins
+    for name, weight in module.state_dict(keep_vars=True).items():
+        if weight.is_meta:  # not a tied weight that has been read under another name
+            _swap(weight, _read(weight, origins[name], device))
+
+
+@contextmanager
+def filled(module: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """Fills the module after the `with` block, which divides it."""
+    origins = on_disk(module)
+    yield
+    fill(module, device, origins)
+
+
+def held_whole(module: nn.Module) -> AbstractContextManager[None]:
+    """Holds the whole weights for the `with` block."""
+    return _lent(module, lambda weight, origin: _read(weight, origin, "cpu"))
+
+
+def made_up(module: nn.Module) -> AbstractContextManager[None]:
+    """Gives the weights that are on disk random values for the `with` block. The elements of a weight share memory."""
+    generator = torch.Generator().manual_seed(0)
+
+    def window(weight: Tensor, origin: Origin) -> Tensor:
+        if weight.ndim < 2:
+            return torch.ones(weight.shape, dtype=weight.dtype)
+        values = torch.randn(sum(weight.shape), generator=generator, dtype=weight.dtype) / weight.shape[-1] ** 0.5
+        return values.as_strided(weight.shape, [1] * weight.ndim)
+
+    return _lent(module, window)
+
+
+@contextmanager
+def _lent(module: nn.Module, value: Callable[[Tensor, Origin], Tensor]) -> Iterator[None]:
+    lent: list[tuple[Tensor, Tensor]] = []
+    try:
+        for weight in list(module.parameters()):
+            if (origin := origin_of(weight)) is not None:
+                lent.append((weight, _swap(weight, value(weight, origin))))
+        yield
+    finally:
+        for borrower, own in lent:
+            own.requires_grad_(borrower.requires_grad)  # PEFT freezes weights in the block
+            torch.utils.swap_tensors(borrower, own)
+
+
+def _read(weight: Tensor, origin: Origin, device: torch.device | str) -> Tensor:
+    reader, name = origin
+    return placed_like(weight, reader, name, device, weight.dtype)
+
+
+def _swap(weight: Tensor, value: Tensor) -> Tensor:
+    """Makes a parameter the value, as the same object: optimizers, hooks and tied layers refer to it. Returns what it
+    was. Torch cannot set `data` on another kind of device."""
+    other: Tensor = nn.Parameter(value, requires_grad=weight.requires_grad)
+    torch.utils.swap_tensors(weight, other)
+    return other

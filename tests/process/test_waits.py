@@ -1,0 +1,37 @@
+"""Promise: no step waits for a GPU, but where docs/gpu.md says so. The device of this test does not exist."""
+
+import json
+import subprocess
+import sys
+
+from support.launching import environment
+from support.recipes import FINETUNE, LINEAR, MNIST, TEXT_CLASSIFICATION, TRANSFORMER
+from support.runs import ROOT
+
+CLASSES = "--num_layers 1 --max_length 32 --hidden_size 32 --vocabulary 64 --batch_size 512"
+TEXT = f"--num_layers 1 --data {ROOT / 'LICENSE'} --batch_size 32"
+RECIPES = {MNIST: "", LINEAR: "", TEXT_CLASSIFICATION: CLASSES, TRANSFORMER: TEXT, FINETUNE: ""}
+PASS = "find_packed_sequence_indices"  # of transformers
+# (precision, recipe, flags) -> the waits of a step
+CASES = {
+    **{("no", recipe, flags): {} for recipe, flags in RECIPES.items()},
+    **{("bf16", recipe, flags): {} for recipe, flags in RECIPES.items()},
+    **{("fp16", recipe, flags): {"step": 1} for recipe, flags in RECIPES.items()},
+    ("no", TRANSFORMER, f"{TEXT} --attention eager"): {PASS: 1},
+    ("bf16", FINETUNE, "--packing"): {PASS: 1},
+    ("no", FINETUNE, "--optimizer adafactor"): {"_step": 2 * 38},  # twice for each weight
+    ("no", MNIST, "--plant"): {"<lambda>": 1},  # shows that waits are counted
+}
+
+
+def test_waits_are_those_that_the_page_names() -> None:
+    cases = [*CASES, ("no", MNIST, "--mix")]
+    command = [sys.executable, str(ROOT / "tests" / "scripts" / "fake_device.py"), json.dumps(cases)]
+    run = subprocess.run(command, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    *measured, mixed = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    steps = [{place.split(":")[-1]: number for place, number in found["step"].items()} for found in measured]
+    assert dict(zip(CASES, steps, strict=True)) == CASES
+    evaluations = {recipe: sum(found["evaluation"].values()) for (_, recipe, _), found in zip(CASES, measured[:5])}
+    assert evaluations == {recipe: 5 if recipe == TEXT_CLASSIFICATION else 1 for recipe in RECIPES}
+    assert "devices" in mixed["error"]
