@@ -16,7 +16,7 @@ from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
 from .data.batches import Collated, ForwardStep, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
-from .parallel.batch_loss import WEIGHT, BatchLoss, gathered
+from .parallel.batch_loss import WEIGHT, BatchLoss, gathered, put
 from .parallel.checks import check_trainable
 from .parallel.engine import Engine, is_metric
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
@@ -202,7 +202,7 @@ def evaluate_set(
     starts = [plan.row(index) * size for index in range(num_passes)]
     samples = ((EVALUATION, torch.arange(start, start + size).clamp_(max=num_samples - 1)) for start in starts)
     sums: dict[str, torch.Tensor] = {}
-    kept: list[Examples] = []  # with the padding
+    kept: Examples = {}  # of this process, with the padding, of shape (passes, micro_batch, ...)
     total = torch.zeros((), dtype=torch.float64, device=device)
     _set_training(model, False)
     for index, batch in enumerate(batches(eval_set, samples, device, plan.config)):
@@ -214,17 +214,14 @@ def evaluate_set(
         values = forward_step(model, batch)
         weight = batch.get("weight", torch.ones(size, device=device)).double()
         if keeps or batch_loss is not None:
-            kept.append(values | {WEIGHT: weight})
+            put(kept, index, num_passes, values | {WEIGHT: weight})
         if batch_loss is None:
             total += weight[:num_real].sum()
             for name, value in values.items():
                 if not keeps or is_metric(value):
                     sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight[:num_real]).sum()
     _set_training(model, True)
-    examples = {
-        name: gathered(accelerator, plan.layout, torch.stack([values[name] for values in kept]))[:num_samples]
-        for name in (kept[0] if kept else {})
-    }
+    examples = {name: gathered(accelerator, plan.layout, rows)[:num_samples] for name, rows in kept.items()}
     weight = examples.pop(WEIGHT, total)
     if batch_loss is None:
         *totals, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()

@@ -128,7 +128,9 @@ class Alone:
             seed_forward(self.setup.plan.config.seed, number, row, self.setup.accelerator.device)
             return forward_step(self.setup.model, batch)
 
-        values = first_pass(forward, self._micro_batches(number), self.setup.model)
+        plan = self.setup.plan
+        num = plan.accumulation * plan.layout.data_parallel_size
+        values = first_pass(forward, self._micro_batches(number), num, self.setup.model)
         return {name: rows.flatten(0, 1) for name, rows in values.items()}
 
     @contextmanager

@@ -98,12 +98,15 @@ class BatchLoss:
 
 
 @torch.no_grad()
-def first_pass(forward: Callable[[int, Batch], Values], micro_batches: Iterable[Batch], module: nn.Module) -> Values:
+def first_pass(
+    forward: Callable[[int, Batch], Values], micro_batches: Iterable[Batch], num: int, module: nn.Module
+) -> Values:
     """The values of all micro-batches, each of shape (micro-batches, micro_batch, ...).
 
     Args:
         forward: (number of the micro-batch, micro-batch) -> values of `forward_step`.
         micro_batches: of a step.
+        num: how many they are.
         module: whose buffers stay as they are: the second pass changes them again, as BatchNorm does.
     """
     kept = [
@@ -112,12 +115,21 @@ def first_pass(forward: Callable[[int, Batch], Values], micro_batches: Iterable[
         for name, buffer in layer._buffers.items()
         if buffer is not None
     ]
-    passes = []
+    rows: Values = {}
     for index, batch in enumerate(micro_batches):
-        passes.append(forward(index, batch) | ({WEIGHT: batch["weight"]} if "weight" in batch else {}))
+        put(rows, index, num, forward(index, batch) | ({WEIGHT: batch["weight"]} if "weight" in batch else {}))
     for layer, name, buffer, value in kept:
         layer._buffers[name] = buffer.copy_(value)
-    return {name: torch.stack([values[name] for values in passes]) for name in passes[0]}
+    return rows
+
+
+def put(rows: Values, index: int, num: int, values: Values) -> None:
+    """Makes these values row `index` of `rows`, of shape (num, ...). The first call makes the room: small tensors that
+    outlive each pass would lie between the activations of the next ones, and its memory would grow."""
+    for name, value in values.items():
+        if name not in rows:
+            rows[name] = value.new_empty((num, *value.shape))
+        rows[name][index] = value
 
 
 def gathered(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class Engine(ABC):
             self._seed(number, index)
             return self.forward_step(self.model, batch)
 
-        values = first_pass(forward, micro_batches, self.module)
+        values = first_pass(forward, micro_batches, len(micro_batches), self.module)
         whole = {name: gathered(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
         shares = batch_loss.shares(whole, number)
         return [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]

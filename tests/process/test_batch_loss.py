@@ -59,6 +59,20 @@ def test_first_pass_leaves_buffers_as_they_are(tmp_path: Path) -> None:
     assert run.weights["calls"].item() == 6 * 2  # steps × micro-batches
 
 
+@pytest.mark.full
+def test_memory_grows_with_the_values_and_not_with_the_activations(tmp_path: Path) -> None:
+    peaks = []
+    for flags in (
+        "--batch_size 64 --micro_batch_size 16",
+        "--batch_size 1024 --micro_batch_size 16",
+        "--batch_size 1024",
+    ):
+        run = fork(tmp_path / f"run{len(peaks)}", "single", CONTRAST, f"{flags} --width 65536 --max_steps 1")
+        peaks.append(int(run.stdout.rpartition("peak ")[2].split()[0]))
+    few, many, whole = peaks  # in MiB; one pass of the whole batch has 512 MiB of activations
+    assert many - few < 150 and whole - few > 500
+
+
 @pytest.mark.parametrize(
     ("mistake", "expected"),
     [

@@ -1,5 +1,6 @@
 """A recipe whose loss compares all samples of the batch: two towers, a learned temperature and weights of samples."""
 
+import resource
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ class Config(RunConfig):
     max_steps: int | None = 6
     log_every: int = 1
     eval_every: int | None = 3
+    width: int = flag(16, "width of the hidden layer")
     dropout: float = flag(0.0, "probability of dropout")
     counts: bool = flag(False, "let the model count its forward passes in a buffer")
     mistake: str = flag("", "which mistake")
@@ -46,7 +48,7 @@ class Towers(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 8)
+        self.body, self.head = nn.Linear(6, config.width), nn.Linear(config.width, 8)
         self.drop = nn.Dropout(config.dropout)
         self.log_scale = nn.Parameter(torch.ones(1))
         self.counts, self.noise = config.counts, torch.Generator().manual_seed(0)
@@ -98,8 +100,16 @@ def main(config: Config) -> None:
         "outside": outside,
         "scalar": lambda values: {"loss": batch_loss(values)["loss"].mean()},
     }
-    data = model, optimizer, steps.get(config.mistake, forward_step), Pairs(100), Pairs(41), config
+    data = (
+        model,
+        optimizer,
+        steps.get(config.mistake, forward_step),
+        Pairs(max(100, config.batch_size)),
+        Pairs(41),
+        config,
+    )
     fit(accelerator, *data, examples=recall, batch_loss=losses.get(config.mistake, batch_loss))
+    accelerator.print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MiB")
 
 
 if __name__ == "__main__":
