@@ -16,6 +16,7 @@ from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
 from .data.batches import Collated, ForwardStep, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
+from .parallel.batch_loss import WEIGHT, BatchLoss, gathered, put
 from .parallel.checks import check_trainable
 from .parallel.engine import Engine, is_metric
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
@@ -105,7 +106,14 @@ class Evaluation:
         keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
             results = evaluate_set(
-                engine.accelerator, engine.model, engine.forward_step, eval_set, engine.plan, poll, keeps
+                engine.accelerator,
+                engine.model,
+                engine.forward_step,
+                eval_set,
+                engine.plan,
+                poll,
+                keeps,
+                engine.batch_loss,
             )
             if results is None:
                 return None
@@ -154,7 +162,7 @@ def evaluate_exported(
     load_exported(config.output_dir, model)
     check_same_start(model, train_set, eval_sets, group)
     with Watch(accelerator, plan, group) as watch:
-        check_trainable(model, setup.optimizer, plan)
+        check_trainable(model, setup.optimizer, plan, setup.batch_loss)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
         engine = prepare(setup)
         evaluation = Evaluation(engine, eval_sets, summarize, examples, TrainState(), watch)
@@ -180,20 +188,21 @@ def evaluate_set(
     plan: Plan,
     poll: Callable[[], bool],
     keeps: bool,
+    batch_loss: BatchLoss | None = None,
 ) -> tuple[Metrics, Examples] | None:
     """(means over an evaluation set, the values of each sample if it `keeps` them); None if `poll` ended it.
 
     Every process runs the same number of forward passes, because the processes of a sharded model wait for each other.
     The last passes are padded with samples that are not counted. `poll` is called before each pass, and must return the
-    same in all processes. Integers, such as class
-    ids, then have no mean."""
+    same in all processes. If the values are kept, integers, such as class ids, have no mean. With a `batch_loss`, they
+    are kept, and the means are those of its metrics."""
     size, num_samples, device = plan.micro_batch_size, len(eval_set), accelerator.device
     num_passes = -(-num_samples // (size * plan.layout.data_parallel_size))
     # Ids past the end are padding.
     starts = [plan.row(index) * size for index in range(num_passes)]
     samples = ((EVALUATION, torch.arange(start, start + size).clamp_(max=num_samples - 1)) for start in starts)
     sums: dict[str, torch.Tensor] = {}
-    examples: Examples = {}
+    kept: Examples = {}  # of this process, with the padding, of shape (passes, micro_batch, ...)
     total = torch.zeros((), dtype=torch.float64, device=device)
     _set_training(model, False)
     for index, batch in enumerate(batches(eval_set, samples, device, plan.config)):
@@ -202,29 +211,44 @@ def evaluate_set(
             return None
         num_real = min(max(num_samples - starts[index], 0), size)
         seed_forward(plan.config.seed, EVALUATION, plan.row(index), device)
-        values = {name: value[:num_real] for name, value in forward_step(model, batch).items()}
-        weight = batch.get("weight", torch.ones(size, device=device))[:num_real].double()
-        total += weight.sum()
-        for name, value in values.items():
-            if keeps:
-                whole = examples.setdefault(name, torch.zeros(num_samples, dtype=_exact(value), device=device))
-                whole[starts[index] : starts[index] + num_real] = value
-            if not keeps or is_metric(value):
-                sums[name] = sums.get(name, 0) + (value.double() * weight).sum()
+        values = forward_step(model, batch)
+        weight = batch.get("weight", torch.ones(size, device=device)).double()
+        if keeps or batch_loss is not None:
+            put(kept, index, num_passes, values | {WEIGHT: weight})
+        if batch_loss is None:
+            total += weight[:num_real].sum()
+            for name, value in values.items():
+                if not keeps or is_metric(value):
+                    sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight[:num_real]).sum()
     _set_training(model, True)
-    *means, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
-    num_replicas = plan.layout.num_processes // plan.layout.data_parallel_size  # processes with the same samples
-    gathered = {name: accelerator.reduce(whole, "sum").cpu() for name, whole in examples.items()}
-    examples = {name: _divided(whole, num_replicas) for name, whole in gathered.items()}
-    return {name: mean / (total or math.nan) for name, mean in zip(sums, means)}, examples
+    examples = {name: gathered(accelerator, plan.layout, rows)[:num_samples] for name, rows in kept.items()}
+    weight = examples.pop(WEIGHT, total)
+    if batch_loss is None:
+        *totals, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
+    else:
+        metrics = _in_batches(batch_loss, examples, plan.config.batch_size)
+        examples |= metrics
+        sums = {name: (value.double() * weight).sum() for name, value in metrics.items() if is_metric(value)}
+        *totals, total = torch.stack([*sums.values(), weight.sum()]).tolist()
+    means = {name: value / (total or math.nan) for name, value in zip(sums, totals)}
+    return means, {name: whole.to(_exact(whole)).cpu() for name, whole in examples.items()}
+
+
+def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:
+    """The metrics of so many samples in a row, and of the rest: real samples only, for each layout the same."""
+    starts = range(0, len(next(iter(values.values()))), size)
+    parts = [
+        batch_loss({name: whole[start : start + size] for name, whole in values.items()}, EVALUATION)
+        for start in starts
+    ]
+    return {name: torch.cat([metrics[name] for metrics in parts]) for name in parts[0]}
 
 
 def _exact(value: torch.Tensor) -> torch.dtype:
+    """A type for sums over samples; that of vectors stays."""
+    if value.ndim > 1:
+        return value.dtype
     return torch.float64 if value.is_floating_point() else torch.int64
-
-
-def _divided(whole: torch.Tensor, num_replicas: int) -> torch.Tensor:
-    return whole / num_replicas if whole.is_floating_point() else whole // num_replicas
 
 
 def _set_training(model: nn.Module, training: bool) -> None:

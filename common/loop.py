@@ -18,6 +18,7 @@ from .cpu_group import CpuGroup
 from .data.batches import CollateFn, ForwardStep, MapDataset, batches, checked_datasets
 from .evaluation import Evaluation, Examples, Metrics, evaluate_exported
 from .layout import Layout
+from .parallel.batch_loss import BatchLossFn
 from .parallel.checks import check_trainable
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.prepare import Setup, prepare
@@ -44,6 +45,7 @@ def fit(
     sampler: Sampler | None = None,
     schedule: ScheduleFn | None = None,
     export: Callable[[Path], Any] | None = None,
+    batch_loss: BatchLossFn | None = None,
 ) -> Metrics:
     """Trains, evaluates, records, and exports the model to `<output_dir>/model/`.
 
@@ -64,11 +66,18 @@ def fit(
             share of the GPUs' peak rate, to records if that peak is known.
         examples: {name: the values of `forward_step` for each sample of an evaluation set, in its
             order} -> more metrics, such as an F1 score. Integers, such as class ids, have no mean then.
+            With `batch_loss`, its metrics are among the values.
         collate_fn: samples -> batch, such as `pad_to_longest()`.
         sampler: (epoch, generator) -> order of sample ids in this epoch; the same length in each.
         schedule: (step, num_steps, warmup_steps) -> share of the peak learning rate, instead of
             `--lr_schedule`.
         export: folder -> None; writes more files beside the exported weights, such as a tokenizer.
+        batch_loss: for a loss that compares samples, as a contrastive one does. `forward_step` then returns
+            {name: values of shape (batch, ...)}, such as vectors, and no "loss". `batch_loss` gets
+            {name: values of all samples of the optimizer step, of shape (batch_size, ...), in their order} and
+            returns the metrics, each of shape (batch_size,), with the "loss". Weights of its own, such as a
+            temperature, must be in the model and among the values, expanded to (batch,). An evaluation calls it for
+            each `--batch_size` samples in a row and for the rest. Not in a pipeline.
 
     Returns:
         The metrics of the last evaluation; empty if a resumed run was already done.
@@ -79,7 +88,7 @@ def fit(
     """
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
     plan = Plan.of(config, Layout.asked(config), len(train_set), schedule, sampler)
-    setup = Setup(accelerator, model, optimizer, forward_step, plan)
+    setup = Setup(accelerator, model, optimizer, forward_step, plan, batch_loss)
     group, this_run = CpuGroup(config.hang_timeout), identity(plan, model, optimizer)
     if config.evaluate_only:
         return evaluate_exported(setup, train_set, eval_sets, summarize, examples, group)
@@ -90,7 +99,7 @@ def fit(
             return {}
         checkpoint.load_weights(model)
         check_same_start(model, train_set, eval_sets, group)
-        check_trainable(model, optimizer, plan)
+        check_trainable(model, optimizer, plan, batch_loss)
         freeze_what_is_not_trained(accelerator, model, optimizer)
         first = FirstSteps(setup, train_set, checkpoint, group, watch.is_stopping)
         with first.translated():

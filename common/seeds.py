@@ -11,6 +11,7 @@ import torch
 
 EVALUATION = -1  # stands for the epoch of an evaluation, which draws the same numbers each time
 UPDATE = -1  # stands for the micro-batch when the optimizer changes the weights
+COMPARISON = -2  # stands for the micro-batch when `batch_loss` compares the samples of all
 CPU = torch.device("cpu")
 
 
@@ -42,7 +43,7 @@ def seed_forward(seed: int, step: int, row: int, device: torch.device) -> None:
     Args:
         seed: `--seed`.
         step: optimizer steps taken; or EVALUATION.
-        row: the number of the micro-batch among those of all processes in this step; or UPDATE.
+        row: the number of the micro-batch among those of all processes in this step; or UPDATE, or COMPARISON.
         device: of the model.
     """
     _seed(_mixed(~seed, step, row), device)  # other numbers than those of the samples

@@ -103,6 +103,8 @@ def refusals(
                 plan = Plan.of(replace(flags, **divides), layout, len(train_set), *sampling)
             for of_model in parallel.CHECKS:
                 _note(lines, of_model, model, optimizer, plan)
+            if "batch_loss" in keywords:
+                _note(lines, parallel.check_batch_loss, keywords["batch_loss"], plan)
     except UsageError as error:
         lines.append(str(error))
     return {"lines": lines, "of_the_launcher": [], "facts": facts}

@@ -98,7 +98,8 @@ def likely_cause(found: dict[str, Any], difference: Difference) -> str:
         (
             losses,
             f"{losses} of a sample depends on the other samples of its batch, such as a mean inside forward_step (a "
-            'mean of means): return one value per sample, and their weights as "weight" of the batch',
+            'mean of means): return one value per sample, and their weights as "weight" of the batch; give fit a loss '
+            "that compares samples as batch_loss",
         ),
         (
             difference.first_step is None,

@@ -14,8 +14,8 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from ..data.batches import Batch, ForwardStep, MapDataset, batches
+from ..parallel.batch_loss import Values, first_pass
 from ..parallel.engine import weighted_sum
-from ..parallel.guards import checked
 from ..parallel.parts import is_divided, kept_tensors
 from ..parallel.prepare import Setup
 from ..seeds import UPDATE, kept_generators, seed_forward
@@ -31,8 +31,9 @@ class Step:
     """What an optimizer step did, as far as it is compared.
 
     Attributes:
-        values: {micro-batch: {name: what `forward_step` returned, float64 on the CPU, of shape (micro_batch,)}}.
-        evaluated: the same in evaluation, before the first step, for the first micro-batch.
+        values: {micro-batch: {name: what `forward_step` or `batch_loss` returned, float64 on the CPU, of shape
+            (micro_batch, ...)}}.
+        evaluated: what `forward_step` returned in evaluation, before the first step, for the first micro-batch.
         samples: {micro-batch: {name: a checksum for each sample}}.
         grad_norm: as in StepResult.
         weights: {name: parameter or buffer after the step, on the CPU}; of one process alone.
@@ -82,32 +83,55 @@ class Alone:
         self._first, timeout = numbers[0], plan.config.hang_timeout
         self._longest = min(MAX_SECONDS, timeout / 2) if timeout else MAX_SECONDS
         self._deadline, self._fastest = time.monotonic() + self._longest, math.inf
-        self._num_left = len(numbers) * plan.accumulation * plan.layout.data_parallel_size  # micro-batches
+        num_passes = 1 if self.setup.batch_loss is None else 2
+        self._num_left = len(numbers) * plan.accumulation * plan.layout.data_parallel_size * num_passes
         with kept_generators(device), borrowed(self.setup.model, self.setup.optimizer, device), self._in_precision():
             self.setup.model.train()
             return {number: self._step(number) for number in numbers}
 
     def _step(self, number: int) -> Step:
         plan, device, model = self.setup.plan, self.setup.accelerator.device, self.setup.model
-        forward_step = checked(self.setup.forward_step, plan.micro_batch_size)
+        forward_step, batch_loss = self.setup.checked_functions()
         for group in self.setup.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
             group["lr"] = group["initial_lr"] * plan.factor_at(number - self.num_skipped)
-        config, started, step, total = copy.copy(plan.config), time.monotonic(), Step(), 0.0
-        config.num_workers = 0
-        for row, batch in enumerate(batches(self.train_set, plan.global_micro_batches(number), device, config)):
+        shares = [] if batch_loss is None else batch_loss.shares(self._first_values(number, forward_step), number)
+        step, total = Step(), 0.0
+        for row, batch in enumerate(self._micro_batches(number)):
             is_first = row == 0 and number == self._first
-            seed_forward(config.seed, number, row, device)
+            seed_forward(plan.config.seed, number, row, device)
             with self._noted(forward_step, batch, step) if is_first else nullcontext():
                 values = forward_step(model, batch)
-            weighted_sum(values["loss"], batch).backward()
-            step.values[row], step.samples[row] = on_cpu(values), checksums(batch)
+            metrics = values | (shares[row].metrics if shares else {})
+            loss = weighted_sum(metrics["loss"], batch)
+            (loss + shares[row].connection(values) if shares else loss).backward()
+            step.values[row], step.samples[row] = on_cpu(metrics), checksums(batch)
             total += float(batch["weight"].sum()) if "weight" in batch else plan.micro_batch_size
-            self._check_time(time.monotonic() - started, is_first)
-            started = time.monotonic()
         step.grad_norm = self._update(number, total or 1.0)
         step.weights = {name: tensor.detach().cpu().clone() for name, tensor in kept_tensors(model).items()}
         return step
+
+    def _micro_batches(self, number: int) -> Iterator[Batch]:
+        """Those of all processes in a step. Raises NotChecked if the rest would take too long."""
+        config, started = copy.copy(self.setup.plan.config), time.monotonic()
+        config.num_workers = 0
+        samples, device = self.setup.plan.global_micro_batches(number), self.setup.accelerator.device
+        for row, batch in enumerate(batches(self.train_set, samples, device, config)):
+            yield batch
+            self._check_time(time.monotonic() - started, is_first=row == 0 and number == self._first)
+            started = time.monotonic()
+
+    def _first_values(self, number: int, forward_step: ForwardStep) -> Values:
+        """The values of the global batch, for `batch_loss`."""
+
+        def forward(row: int, batch: Batch) -> Values:
+            seed_forward(self.setup.plan.config.seed, number, row, self.setup.accelerator.device)
+            return forward_step(self.setup.model, batch)
+
+        plan = self.setup.plan
+        num = plan.accumulation * plan.layout.data_parallel_size
+        values = first_pass(forward, self._micro_batches(number), num, self.setup.model)
+        return {name: rows.flatten(0, 1) for name, rows in values.items()}
 
     @contextmanager
     def _noted(self, forward_step: ForwardStep, batch: Batch, step: Step) -> Iterator[None]:

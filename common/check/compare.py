@@ -51,16 +51,17 @@ def _value_gaps(
             text = f"forward_step returns {', '.join(values)} in process {rank}, {', '.join(expected)} on one process"
             return {(kind, next(iter(values.keys() ^ expected.keys()))): Gap(math.inf, text)}
         for name, value in values.items():
-            other = expected[name]
-            scale = other.abs().clamp(min=max(float(other.abs().mean()), 1e-30))
-            sizes = (value - other).abs() / scale
-            sizes[value == other] = 0.0  # also infinities
+            value, other = value.reshape(len(value), -1), expected[name].reshape(len(value), -1)
+            norms = other.norm(dim=1)
+            sizes = (value - other).norm(dim=1) / norms.clamp(min=max(float(norms.mean()), 1e-30))
+            sizes[(value == other).all(1)] = 0.0  # also infinities
             at = int(sizes.nan_to_num(math.inf).argmax())
             size = float(sizes.nan_to_num(math.inf)[at])
             if size > gaps.get((kind, name), Gap(-1.0)).size:
+                element = int((value - other)[at].abs().nan_to_num(math.inf).argmax())
                 text = (
-                    f'"{name}" of sample {ids[row][at]}{when} is {float(value[at]):.7g} in process {rank}, '
-                    f"{float(other[at]):.7g} on one process"
+                    f'"{name}" of sample {ids[row][at]}{when} is {float(value[at, element]):.7g} in process {rank}, '
+                    f"{float(other[at, element]):.7g} on one process"
                 )
                 gaps[kind, name] = Gap(size, text)
     return gaps

@@ -102,7 +102,8 @@ class FirstPass:
         if self.mixes:
             say(
                 f'"{self.mixes[0]}" of a sample depends on the other samples of its micro-batch, here {size} of '
-                f"{plan.config.batch_size}: the result depends on the number of processes and on --micro_batch_size"
+                f"{plan.config.batch_size}: the result depends on the number of processes and on --micro_batch_size; "
+                "give fit a loss that compares samples as batch_loss"
             )
 
 

@@ -188,6 +188,8 @@ class FirstSteps:
             engine.forward_step = recorded
             result = engine.step(number, micro_batches, wants_norm=True)
         engine.forward_step = forward_step
+        for index, share in enumerate(engine.shares):
+            own.values[self.plan.row(index)] |= on_cpu(share.metrics)
         own.grad_norm = math.nan if result.grad_norm is None else float(result.grad_norm)
         with self._timed():
             self._compare(engine, number, own)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batches import Batch
-from .engine import Engine, StepResult, weighted_metrics, weighted_sum
+from .engine import Engine, StepResult
 from .parts import by_mesh, is_divided, local
 
 
@@ -31,17 +31,15 @@ class AccelerateEngine(Engine):
         losses, metrics = [], []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
-            self._seed(number, index)
             with nullcontext() if is_last else self._no_sync():
-                values = self._forward(batch)
-                loss = weighted_sum(values["loss"], batch)
+                loss, others = self._forward(number, index, batch)
                 gradient = scale.to(loss)  # backward(loss * scale) takes one operation more
                 if accelerator.scaler is None:
                     loss.backward(gradient=gradient)  # accelerator.backward adds a division by 1
                 else:
                     accelerator.backward(loss, gradient=gradient)
             losses.append(loss.detach())
-            metrics.append(weighted_metrics(values, batch))
+            metrics.append(others)
         grad_norm = self._clip(max_norm) if max_norm or wants_norm else None
         # Without a loss scaler, Accelerate's wrapper only adds time to a step.
         inner = optimizer if accelerator.scaler is not None else optimizer.optimizer

@@ -8,15 +8,28 @@ from ..errors import UsageError
 from ..layout import Kind
 from ..plan import Plan
 from . import deepspeed, fsdp
+from .batch_loss import BatchLossFn
 from .stages import check_pipeline
 from .tensor_parallel import check_plan
 
 
-def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Raises UsageError for a model or an optimizer that the run's layout cannot train, or would train with another
-    result than one process."""
+def check_trainable(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, batch_loss: BatchLossFn | None = None
+) -> None:
+    """Raises UsageError for a model, an optimizer or a loss that the run's layout cannot train, or would train with
+    another result than one process."""
+    check_batch_loss(batch_loss, plan)
     for check in CHECKS:
         check(model, optimizer, plan)
+
+
+def check_batch_loss(batch_loss: BatchLossFn | None, plan: Plan) -> None:
+    """A loss that compares samples, whose two passes a pipeline does not have."""
+    if batch_loss is not None and plan.layout.kind == Kind.PIPELINE:
+        raise UsageError(
+            "batch_loss needs two passes per step, which a pipeline does not have: type --config_file "
+            "accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:

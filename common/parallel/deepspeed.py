@@ -15,7 +15,7 @@ from ..data.batches import Batch
 from ..errors import UsageError
 from ..layout import deepspeed_section
 from ..plan import Plan
-from .engine import Engine, StepResult, counts_on_device, optimizer_slots, weighted_metrics, weighted_sum
+from .engine import Engine, StepResult, counts_on_device, optimizer_slots
 from .optimizer_state import as_tensor
 from .parts import Part, TensorReader
 
@@ -119,14 +119,12 @@ class DeepSpeedEngine(Engine):
         losses, metrics = [], []
         for index, batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            self._seed(number, index)
-            values = self._forward(batch)
-            loss = weighted_sum(values["loss"], batch)
+            loss, others = self._forward(number, index, batch)
             self._order = 0
             engine.backward(loss * (scale * len(micro_batches)))
             self._check_order()
             losses.append(loss.detach())
-            metrics.append(weighted_metrics(values, batch))
+            metrics.append(others)
         self._seed_update(number)
         engine.step()
         if not engine.was_step_applied():

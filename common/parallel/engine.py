@@ -16,6 +16,7 @@ from ..errors import UsageError
 from ..layout import Kind
 from ..plan import Plan
 from ..seeds import UPDATE, generator_states, seed_forward
+from .batch_loss import BatchLoss, Share, first_pass, gathered
 from .ema import EMA
 from .guards import check_all_used
 from .optimizer_state import Numbers, as_tensor
@@ -50,6 +51,7 @@ class Engine(ABC):
     Attributes:
         model: the model that `forward_step` calls.
         ema: the moving average of the weights; None without `--ema_decay`.
+        shares: of this process's micro-batches in the loss of the global batch; of the last step with a first pass.
         draws: whether a forward pass draws random numbers; None before the first step.
         numbers: what the optimizer keeps beside tensors.
     """
@@ -61,9 +63,11 @@ class Engine(ABC):
         optimizer: AcceleratedOptimizer,
         forward_step: ForwardStep,
         plan: Plan,
+        batch_loss: BatchLoss | None = None,
     ):
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.forward_step, self.plan = forward_step, plan
+        self.forward_step, self.plan, self.batch_loss = forward_step, plan, batch_loss
+        self.shares: list[Share] = []
         self.draws: bool | None = None
         self._num_taken, self.numbers = 0, Numbers(self._own_optimizer)
         model.train()  # a pretrained model arrives in evaluation mode
@@ -103,19 +107,45 @@ class Engine(ABC):
         The step uses the gradient of the mean loss over the global batch, weighted by "weight" if the
         batch has one. The number of processes and micro-batches does not change it.
         """
+        # One micro-batch of one process is the whole batch: one pass is enough.
+        if self.batch_loss is not None and self.plan.layout.num_processes * self.plan.accumulation > 1:
+            self.shares = self._first_pass(self.batch_loss, number, micro_batches)
         result = self._step(number, micro_batches, wants_norm)
         self._num_taken += 1
         if self.ema is not None and not result.skipped:
             self.ema.update()
         return result
 
-    def _forward(self, batch: Batch) -> dict[str, Tensor]:
-        """The values of `forward_step`. In the first steps, raises UsageError for weights that a pass does not use."""
-        values = self.forward_step(self.model, batch)
-        needs_all = self.plan.layout.kind in (Kind.DDP, Kind.FSDP2, Kind.DEEPSPEED)
-        if needs_all and self._num_taken < max(1, self.plan.config.check_steps):
-            check_all_used(self.module, values["loss"], self.accelerator.process_index)
-        return values
+    def _first_pass(self, batch_loss: BatchLoss, number: int, micro_batches: Sequence[Batch]) -> list[Share]:
+        def forward(index: int, batch: Batch) -> dict[str, Tensor]:
+            self._seed(number, index)
+            return self.forward_step(self.model, batch)
+
+        values = first_pass(forward, micro_batches, len(micro_batches), self.module)
+        whole = {name: gathered(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
+        shares = batch_loss.shares(whole, number)
+        return [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]
+
+    def _forward(self, number: int, index: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of weight × loss, 0-dim, and the other metrics of this process's micro-batch `index` in a step.
+
+        In the first steps, raises UsageError for weights that a pass does not use.
+        """
+        is_early = self._num_taken < max(1, self.plan.config.check_steps)
+        self._seed(number, index)
+        values = metrics = self.forward_step(self.model, batch)
+        if self.shares:
+            metrics = self.shares[index].metrics
+        elif self.batch_loss is not None:
+            metrics = self.batch_loss(values, number)
+        loss = weighted_sum(metrics["loss"], batch)
+        if self.shares:
+            if is_early:
+                self.shares[index].check_same(values)
+            loss = loss + self.shares[index].connection(values)
+        if is_early and self.plan.layout.kind in (Kind.DDP, Kind.FSDP2, Kind.DEEPSPEED):
+            check_all_used(self.module, loss, self.accelerator.process_index)
+        return loss, weighted_metrics(metrics, batch)
 
     def _seed(self, number: int, index: int) -> None:
         """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""

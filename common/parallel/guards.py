@@ -1,7 +1,7 @@
 """Checks of the user's data and forward_step, at the start or in the step that shows the problem."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,36 +28,84 @@ def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optim
         )
 
 
-def checked(forward_step: ForwardStep, size: int) -> ForwardStep:
+def checked(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> ForwardStep:
     """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
-    calls return the same names. Orders the names, so that all processes sum up the same metrics."""
-    names: dict[str, None] = {}
+    calls return the same names. Orders the names, so that all processes sum up the same metrics. With a `batch_loss`,
+    the values may have more dimensions, of the same sizes in all calls."""
+    shapes: dict[str, torch.Size] = {}
 
     def step(model: Any, batch: Batch) -> dict[str, Tensor]:
         values = forward_step(model, batch)
-        if not isinstance(values, dict) or "loss" not in values:
-            given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
-            raise UsageError(f'forward_step returns {given}: expected a dict with "loss" of shape ({size},)')
-        for name, value in values.items():
-            if not isinstance(value, Tensor):
-                raise UsageError(f'"{name}" is a {type(value).__name__}: expected a tensor of shape ({size},)')
-            if value.shape != (size,):
-                raise UsageError(
-                    f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; type '
-                    f"{_advice(value, size)}"
-                )
-        if torch.is_grad_enabled() and not values["loss"].requires_grad:
-            raise UsageError('"loss" has no gradient: compute it from the model output, without detach or no_grad')
-        if not names:
-            names.update(dict.fromkeys(sorted(values, key=lambda name: (name != "loss", name))))
-        if values.keys() != names.keys():
+        if has_batch_loss:
+            _check_values(values, size)
+        else:
+            check_metrics(values, size, "forward_step")
+        if not shapes:
+            shapes.update(
+                {name: values[name].shape for name in sorted(values, key=lambda name: (name != "loss", name))}
+            )
+        if values.keys() != shapes.keys():
             raise UsageError(
-                f"forward_step returns {', '.join(values)}, and {', '.join(names)} for another batch: return the same "
+                f"forward_step returns {', '.join(values)}, and {', '.join(shapes)} for another batch: return the same "
                 "names for each batch"
             )
-        return {name: values[name] for name in names}
+        for name, value in values.items():
+            if value.shape != shapes[name]:
+                raise UsageError(
+                    f'"{name}" has shape {tuple(value.shape)}, and {tuple(shapes[name])} in another batch: return one '
+                    "shape for each batch, such as a mean over the tokens"
+                )
+        return {name: values[name] for name in shapes}
 
     return step
+
+
+def check_metrics(values: Any, size: int, source: str) -> None:
+    """Raises UsageError unless `source` returned {metric: one value for each of `size` samples}, with a "loss"."""
+    if not isinstance(values, dict) or "loss" not in values:
+        given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
+        raise UsageError(f'{source} returns {given}: expected a dict with "loss" of shape ({size},)')
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise UsageError(f'"{name}" is a {type(value).__name__}: expected a tensor of shape ({size},)')
+        if value.shape != (size,):
+            raise UsageError(
+                f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; type '
+                f"{_advice(value, size)}"
+            )
+    if torch.is_grad_enabled() and not values["loss"].requires_grad:
+        raise UsageError('"loss" has no gradient: compute it from the model output, without detach or no_grad')
+
+
+def _check_values(values: Any, size: int) -> None:
+    """Raises UsageError unless `forward_step` returned values for `batch_loss`: a row for each of `size` samples."""
+    if not isinstance(values, dict) or "loss" in values or not values:
+        given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
+        raise UsageError(
+            f"forward_step returns {given}: with batch_loss, expected a dict of what that needs, such as vectors of "
+            f'shape ({size}, ...), and "loss" from batch_loss'
+        )
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (size,):
+            given = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+            raise UsageError(
+                f'"{name}" {given}: expected a tensor of shape ({size}, ...); expand what all samples share, such as '
+                f"a temperature, to ({size},)"
+            )
+    if torch.is_grad_enabled() and not any(value.requires_grad for value in values.values()):
+        raise UsageError(
+            f"{', '.join(values)}: none has a gradient: compute them from the model output, without detach or no_grad"
+        )
+
+
+def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
+    """Raises UsageError if a loss has gradients for other tensors than these values: they would be lost."""
+    others = (_used_weights(loss) or set()) - set(values)
+    if others:
+        raise UsageError(
+            f"batch_loss uses a weight of shape {tuple(others.pop().shape)} that is not among its values: return it "
+            "from the model and from forward_step, expanded to (batch, ...)"
+        )
 
 
 def _advice(value: Tensor, size: int) -> str:

@@ -16,6 +16,7 @@ from ..layout import Kind
 from ..plan import Plan
 from . import deepspeed, fsdp
 from .accelerate_engine import AccelerateEngine
+from .batch_loss import BatchLoss, BatchLossFn
 from .checks import casts_weights
 from .engine import Engine
 from .guards import checked
@@ -37,6 +38,7 @@ class Setup:
         optimizer: over its weights.
         forward_step: as for `fit`.
         plan: of the run.
+        batch_loss: as for `fit`.
     """
 
     accelerator: Accelerator
@@ -44,6 +46,14 @@ class Setup:
     optimizer: torch.optim.Optimizer
     forward_step: ForwardStep
     plan: Plan
+    batch_loss: BatchLossFn | None = None
+
+    def checked_functions(self) -> tuple[ForwardStep, BatchLoss | None]:
+        """(forward_step, batch_loss), which raise UsageError for wrong results."""
+        forward_step = checked(self.forward_step, self.plan.micro_batch_size, self.batch_loss is not None)
+        if self.batch_loss is None:
+            return forward_step, None
+        return forward_step, BatchLoss(self.batch_loss, self.plan, self.accelerator.device)
 
 
 def prepare(setup: Setup) -> Engine:
@@ -53,7 +63,8 @@ def prepare(setup: Setup) -> Engine:
     wrap = by_kind.get(plan.layout.kind, _whole)
     read = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
     wrapped, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
-    engine = wrapped(accelerator, model, optimizer, checked(setup.forward_step, plan.micro_batch_size), plan)
+    forward_step, batch_loss = setup.checked_functions()
+    engine = wrapped(accelerator, model, optimizer, forward_step, plan, batch_loss)
     own = sum(local(weight).nbytes for name, weight in engine.module.named_parameters() if name in read)
     if own < sum(read.values()) and plan.layout.kind != Kind.DEEPSPEED:
         accelerator.print(f"{sum(read.values()) / 1e9:.2g} GB of weights, of which process 0 reads {own / 1e9:.2g} GB")

@@ -14,9 +14,9 @@ def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:
 
     Args:
         path: the file.
-        examples: {name: value of each sample, of shape (samples,)}.
+        examples: {name: value of each sample, of shape (samples,)}; vectors are left out.
     """
-    columns = {name: values.tolist() for name, values in examples.items()}
+    columns = {name: values.tolist() for name, values in examples.items() if values.ndim == 1}
     part = path.with_name(f"{path.name}.part")
     with part.open("w", encoding="utf-8") as file:
         for sample, row in enumerate(zip(*columns.values())):

@@ -1,0 +1,142 @@
+"""A loss that compares the samples of the global batch: two passes per step, as in GradCache (Gao et al. 2021), so that
+activations take the memory of one micro-batch."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..data.batches import Batch
+from ..errors import UsageError
+from ..layout import Layout
+from ..plan import Plan
+from ..seeds import COMPARISON, kept_generators, seed_forward
+from .guards import check_metrics, check_no_weights
+
+Values = dict[str, Tensor]
+BatchLossFn = Callable[[Values], Values]  # {name: values of samples, (samples, ...)} -> {metric: (samples,)}
+
+WEIGHT = "weight of the sample"  # stands beside the values of `forward_step` if the batches have a "weight"
+MOST_DIFFERENCE = 0.02  # between the values of the two passes, relative to their norm: rounding changes less
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the loss of the global batch means for one micro-batch.
+
+    Attributes:
+        metrics: what `batch_loss` returned for its samples, without a graph.
+        values: of `forward_step` in the first pass.
+        gradients: of the sum of weight × loss over the global batch, for these values.
+    """
+
+    metrics: Values
+    values: Values
+    gradients: Values
+
+    def connection(self, values: Values) -> Tensor:
+        """0, whose gradient is the part of the global batch's gradient that passes through these values."""
+        terms = [((values[name] - values[name].detach()) * gradient).sum() for name, gradient in self.gradients.items()]
+        return torch.stack([term.float() for term in terms]).sum()
+
+    def check_same(self, values: Values) -> None:
+        """Raises UsageError if the second pass gave other values than the first. Reads from the device."""
+        for name in self.gradients:
+            old, new = self.values[name].double(), values[name].detach().double()
+            if float((new - old).norm()) > MOST_DIFFERENCE * float(old.norm()):
+                raise UsageError(
+                    f'"{name}" differs when forward_step is called again for the same batch, and batch_loss needs two '
+                    "passes: keep no state, and draw from the generators of torch, numpy or random, which are seeded"
+                )
+
+
+class BatchLoss:
+    """The `batch_loss` of `fit`.
+
+    Args:
+        function: the user's.
+        plan: of the run.
+        device: of the values.
+    """
+
+    def __init__(self, function: BatchLossFn, plan: Plan, device: torch.device):
+        self.function, self.plan, self.device = function, plan, device
+
+    def __call__(self, values: Values, step: int) -> Values:
+        """The metrics of these samples, each of shape (samples,). Raises UsageError for other shapes.
+
+        Args:
+            values: {name: values of the samples, of shape (samples, ...)}.
+            step: number of the optimizer step, or EVALUATION; random numbers are a function of it.
+        """
+        given = {name: value for name, value in values.items() if name != WEIGHT}
+        with kept_generators(self.device):
+            seed_forward(self.plan.config.seed, step, COMPARISON, self.device)
+            metrics = self.function(given)
+        check_metrics(metrics, len(next(iter(given.values()))), "batch_loss")
+        return {name: metrics[name] for name in sorted(metrics)}
+
+    def shares(self, values: Values, step: int) -> list[Share]:
+        """The share of each micro-batch of a step, from the values of the global batch, of shape (batch_size, ...)."""
+        with torch.enable_grad():
+            leaves = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in values.items()}
+            metrics = self(leaves, step)
+            total = (metrics["loss"] * values.get(WEIGHT, 1)).sum()
+        check_no_weights(total, leaves.values())
+        sources = [name for name, leaf in leaves.items() if leaf.requires_grad and name != WEIGHT]
+        found = torch.autograd.grad(total, [leaves[name] for name in sources], allow_unused=True)
+        gradients = {name: gradient for name, gradient in zip(sources, found) if gradient is not None}
+        return [Share(*parts) for parts in zip(*map(self._divided, (metrics, values, gradients)))]
+
+    def _divided(self, values: Values) -> list[Values]:
+        """The values of each micro-batch of a step."""
+        size = self.plan.micro_batch_size
+        starts = range(0, self.plan.config.batch_size, size)
+        return [{name: value[start : start + size].detach() for name, value in values.items()} for start in starts]
+
+
+@torch.no_grad()
+def first_pass(
+    forward: Callable[[int, Batch], Values], micro_batches: Iterable[Batch], num: int, module: nn.Module
+) -> Values:
+    """The values of all micro-batches, each of shape (micro-batches, micro_batch, ...).
+
+    Args:
+        forward: (number of the micro-batch, micro-batch) -> values of `forward_step`.
+        micro_batches: of a step.
+        num: how many they are.
+        module: whose buffers stay as they are: the second pass changes them again, as BatchNorm does.
+    """
+    kept = [
+        (layer, name, buffer, buffer.clone())
+        for layer in module.modules()
+        for name, buffer in layer._buffers.items()
+        if buffer is not None
+    ]
+    rows: Values = {}
+    for index, batch in enumerate(micro_batches):
+        put(rows, index, num, forward(index, batch) | ({WEIGHT: batch["weight"]} if "weight" in batch else {}))
+    for layer, name, buffer, value in kept:
+        layer._buffers[name] = buffer.copy_(value)
+    return rows
+
+
+def put(rows: Values, index: int, num: int, values: Values) -> None:
+    """Makes these values row `index` of `rows`, of shape (num, ...). The first call makes the room: small tensors that
+    outlive each pass would lie between the activations of the next ones, and its memory would grow."""
+    for name, value in values.items():
+        if name not in rows:
+            rows[name] = value.new_empty((num, *value.shape))
+        rows[name][index] = value
+
+
+def gathered(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:
+    """The values of all data-parallel ranks in the order of the samples, of shape (samples, ...).
+
+    Args:
+        rows: those of this process, of shape (micro-batches, micro_batch, ...).
+    """
+    replicas = layout.num_processes // layout.data_parallel_size  # processes with the same samples
+    return accelerator.gather(rows[None])[::replicas].transpose(0, 1).flatten(0, 2)
