@@ -10,12 +10,13 @@ Time: a minute and a half on two CPU cores.
 For MNIST, and for other pictures by the model of an earlier run:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/diffusion.py --data path/to/mnist \\
-        --patch_size 4 --epochs 2 --batch_size 128 --ema_decay 0.99 --eval_every 2000
+        --patch_size 4 --epochs 3 --eval_every 5000
     python recipes/diffusion.py --evaluate_only --guidance 3 --num_pictures 5
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -104,9 +105,15 @@ def share_recognised(pictures: Tensor, labels: Tensor, images: Images) -> float:
     return (known["label"][nearest] == labels).float().mean().item()
 
 
-def write_pictures(model: nn.Module, device: torch.device, images: Images, config: Config) -> None:
-    """Writes pictures by the exported model to `<output_dir>/pictures.png`, a column for each class. Prints how many
-    show their class."""
+def build(config: Config, images: Images) -> DiT:
+    """The model for these images. Raises UsageError for sizes that do not divide."""
+    sizes = config.patch_size, config.hidden_size, config.num_layers, config.num_heads
+    return DiT(images.image_shape, images.num_classes, *sizes)
+
+
+def write_pictures(config: Config, images: Images, device: torch.device) -> None:
+    """Writes pictures by the exported model, a column for each class. Prints how many show their class."""
+    model = build(config, images)
     load_exported(config.output_dir, model)
     labels = torch.arange(images.num_classes).repeat(config.num_pictures)
     noise = torch.randn(len(labels), *images.image_shape, generator=torch.Generator().manual_seed(config.seed))
@@ -122,13 +129,11 @@ def main(config: Config) -> Callable[[], None] | None:
     """Trains. Returns what the main process does alone afterwards: let the exported model make pictures."""
     accelerator = start(config)
     train_set, eval_set = load_images(config.data, config.max_samples)
-    sizes = config.patch_size, config.hidden_size, config.num_layers, config.num_heads
-    model, own = (DiT(train_set.image_shape, train_set.num_classes, *sizes) for _ in range(2))
+    model = build(config, train_set)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     noisy = NoisyImages(train_set, config.class_dropout), NoisyImages(eval_set, class_dropout=0)
-    device = accelerator.device
     fit(accelerator, model, optimizer, forward_step, *noisy, config)
-    return (lambda: write_pictures(own, device, train_set, config)) if config.num_pictures else None
+    return partial(write_pictures, config, train_set, accelerator.device) if config.num_pictures else None
 
 
 if __name__ == "__main__":

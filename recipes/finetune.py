@@ -17,6 +17,7 @@ To fine-tune a pretrained model on your own conversations, all weights or adapte
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -133,7 +134,7 @@ def main(config: Config) -> Any:
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
     data = accelerator, model, optimizer, forward_step, train_set, eval_set, config
     fit(*data, summarize, collate_fn=collate_fn, export=tokenizer.save_pretrained)
-    return None if config.evaluate_only else lambda: write_answers(config, tokenizer, eval_chats)
+    return None if config.evaluate_only else partial(write_answers, config, tokenizer, eval_chats)
 
 
 if __name__ == "__main__":

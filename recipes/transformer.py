@@ -15,6 +15,7 @@ To train on your own text, or to continue from your own model:
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -133,7 +134,7 @@ def main(config: Config) -> Any:
         export=tokenizer.save_pretrained,
     )
     prompt = eval_set[0]["tokens"][: max(1, config.context // 2)]
-    return None if config.evaluate_only else lambda: print_sample(config, prompt)
+    return None if config.evaluate_only else partial(print_sample, config, prompt)
 
 
 if __name__ == "__main__":

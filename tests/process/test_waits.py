@@ -10,7 +10,14 @@ from support.runs import ROOT
 
 CLASSES = "--num_layers 1 --max_length 32 --hidden_size 32 --vocabulary 64 --batch_size 512"
 TEXT = f"--num_layers 1 --data {ROOT / 'LICENSE'} --batch_size 32"
-RECIPES = {MNIST: "", LINEAR: "", TEXT_CLASSIFICATION: CLASSES, TRANSFORMER: TEXT, FINETUNE: "", DIFFUSION: ""}
+RECIPES = {
+    MNIST: "",
+    LINEAR: "",
+    TEXT_CLASSIFICATION: CLASSES,
+    TRANSFORMER: TEXT,
+    FINETUNE: "",
+    DIFFUSION: "--num_layers 1",
+}
 PASS = "find_packed_sequence_indices"  # of transformers
 # (precision, recipe, flags) -> the waits of a step
 CASES = {
