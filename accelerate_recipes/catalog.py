@@ -29,6 +29,7 @@ FLAGS: dict[tuple[str, str], str | None] = {
     ("transformer", "pipeline_parallel"): "--pipeline_stages 2",
     ("text_classification", "pipeline_parallel"): None,
     ("finetune", "pipeline_parallel"): "--pipeline_stages 2",
+    ("preferences", "pipeline_parallel"): "--pipeline_stages 2",
 }
 
 

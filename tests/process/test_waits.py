@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 from support.launching import environment
-from support.recipes import FINETUNE, LINEAR, MNIST, TEXT_CLASSIFICATION, TRANSFORMER
+from support.recipes import FINETUNE, LINEAR, MNIST, PREFERENCES, TEXT_CLASSIFICATION, TRANSFORMER
 from support.runs import ROOT
 
 CLASSES = "--num_layers 1 --max_length 32 --hidden_size 32 --vocabulary 64 --batch_size 512"
 TEXT = f"--num_layers 1 --data {ROOT / 'LICENSE'} --batch_size 32"
-RECIPES = {MNIST: "", LINEAR: "", TEXT_CLASSIFICATION: CLASSES, TRANSFORMER: TEXT, FINETUNE: ""}
+RECIPES = {MNIST: "", LINEAR: "", TEXT_CLASSIFICATION: CLASSES, TRANSFORMER: TEXT, FINETUNE: "", PREFERENCES: ""}
 PASS = "find_packed_sequence_indices"  # of transformers
 # (precision, recipe, flags) -> the waits of a step
 CASES = {
@@ -32,6 +32,8 @@ def test_waits_are_those_that_the_page_names() -> None:
     *measured, mixed = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     steps = [{place.split(":")[-1]: number for place, number in found["step"].items()} for found in measured]
     assert dict(zip(CASES, steps, strict=True)) == CASES
-    evaluations = {recipe: sum(found["evaluation"].values()) for (_, recipe, _), found in zip(CASES, measured[:5])}
+    evaluations = {
+        recipe: sum(found["evaluation"].values()) for (_, recipe, _), found in zip(CASES, measured[: len(RECIPES)])
+    }
     assert evaluations == {recipe: 5 if recipe == TEXT_CLASSIFICATION else 1 for recipe in RECIPES}
     assert "devices" in mixed["error"]

@@ -7,6 +7,7 @@ LINEAR = "recipes/linear_regression.py"
 TRANSFORMER = "recipes/transformer.py"
 TEXT_CLASSIFICATION = "recipes/text_classification.py"
 FINETUNE = "recipes/finetune.py"
+PREFERENCES = "recipes/preferences.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
 FOREACH = "tests/scripts/foreach.py"
@@ -47,12 +48,13 @@ RECIPES = {
     "transformer": (TRANSFORMER, STEPS + TEXT),
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
     "finetune": (FINETUNE, STEPS + CHATS),
+    "preferences": (PREFERENCES, STEPS + CHATS),
 }
 # Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
 DIVIDED = {
-    "tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune"),
-    "fsdp2_tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune"),
-    "pipeline_parallel": ("transformer", "finetune"),
+    "tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune", "preferences"),
+    "fsdp2_tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune", "preferences"),
+    "pipeline_parallel": ("transformer", "finetune", "preferences"),
 }
 FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # flags that a config needs beside its file
 
