@@ -27,7 +27,7 @@ from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups,
 from common.data import Batch, pad_to_longest
 from common.data.batches import ForwardStep
 from common.environment import has_gpu
-from common.seeds import kept_generators
+from common.seeds import CPU, kept_generators
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, small_chat_model, with_chat_template
 from common.tasks.chats import Chats
@@ -114,7 +114,7 @@ def main(config: Config) -> Any:
     """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
     disable_progress_bar()
     accelerator = start(config)
-    with kept_generators(accelerator.device):  # for the same initial weights in the reference
+    with kept_generators(CPU):  # for the same initial weights in the reference
         model, tokenizer = build(config)
     parts = load_pairs(config.data, tokenizer, config.max_length, config.max_samples)
     print_once(parts[0].facts(config.max_length))
