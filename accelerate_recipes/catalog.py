@@ -30,6 +30,7 @@ FLAGS: dict[tuple[str, str], str | None] = {
     ("text_classification", "pipeline_parallel"): None,
     ("finetune", "pipeline_parallel"): "--pipeline_stages 2",
     ("diffusion", "pipeline_parallel"): None,
+    ("preferences", "pipeline_parallel"): "--pipeline_stages 2",
 }
 
 

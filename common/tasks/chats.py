@@ -95,7 +95,7 @@ class ChatDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens, labels = _shifted(self.rows[index])
+        tokens, labels = shifted(self.rows[index])
         sample = {"tokens": tokens, "labels": labels, "weight": float((labels != IGNORED).sum())}
         return sample | ({"places": trained_places(labels)} if self.places else {})
 
@@ -118,7 +118,7 @@ class PackedDataset(Dataset):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        documents = [_shifted(self.rows[row]) for row in self.blocks[index]]
+        documents = [shifted(self.rows[row]) for row in self.blocks[index]]
         if missing := self.length - sum(len(tokens) for tokens, _ in documents):
             documents.append((torch.zeros(missing, dtype=torch.int64), torch.full((missing,), IGNORED)))
         labels = torch.cat([labels for _, labels in documents])
@@ -149,7 +149,8 @@ def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
     return [sorted(block) for block in blocks]
 
 
-def _shifted(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def shifted(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) of a row of `Chats`: a label is the next token."""
     tokens, trained = torch.tensor(row["tokens"]), torch.tensor(row["trained"])
     return tokens[:-1], tokens[1:].masked_fill(~trained[1:], IGNORED)
 
@@ -223,11 +224,11 @@ def _of_split(data: str, split: Any, tokenizer: Any, max_length: int, column: st
     return Chats(rows, lambda index: messages(split[index]))
 
 
-def encode(messages: Messages, tokenizer: Any, max_length: int) -> dict[str, Any]:
+def encode(messages: Messages, tokenizer: Any, max_length: int, first: int = 0) -> dict[str, Any]:
     """Encodes a conversation: a row of `Chats`.
 
     The model learns to write what the template puts after the beginning of each answer of the assistant, up to its end
-    mark. Raises UsageError.
+    mark, but not in messages before number `first`. Raises UsageError.
     """
     if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
         raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
@@ -235,7 +236,7 @@ def encode(messages: Messages, tokenizer: Any, max_length: int) -> dict[str, Any
         raise UsageError("it begins with an answer: remove it, or put a question before it")
     text, spans = _render(messages, tokenizer), []
     for turn, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and turn >= first:
             before = _render(messages[:turn], tokenizer, add_generation_prompt=True)
             after = _render(messages[: turn + 1], tokenizer)
             if not (text.startswith(before) and text.startswith(after)):
@@ -270,14 +271,20 @@ MONTHS = [
 ]
 
 
-def by_rules() -> list[Messages]:
-    """1,000 conversations of one to three questions, whose answers follow rules, in a fixed random order."""
+def answers_by_rules() -> dict[str, str]:
+    """{question: its answer}, such as {"Larger of 3 and 7?": "7"}"""
     answers = {f"{word} of {one} and {two}?": str(choose(one, two))
                for word, choose in (("Larger", max), ("Smaller", min))
                for one, two in itertools.permutations(range(10), 2)}  # fmt: skip
     for names in (DAYS, MONTHS):
         for one, two in itertools.pairwise([*names, names[0]]):
             answers |= {f"After {one}?": two, f"Before {two}?": one}
+    return answers
+
+
+def by_rules() -> list[Messages]:
+    """1,000 conversations of one to three questions, whose answers follow rules, in a fixed random order."""
+    answers = answers_by_rules()
     generator = random.Random(0)
     chats: list[Messages] = []
     for _ in range(1000):

@@ -73,7 +73,7 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise UsageError("--lora_rank needs PEFT: type pip install peft") from None
-    digest = _digest(model)
+    digest = digest_of_weights(model)
     names = targets if targets == "all-linear" else _layers(model, targets)
     with made_up(model):  # PEFT makes adapters on the device of the weights
         adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
@@ -103,7 +103,7 @@ def _layers(model: PreTrainedModel, targets: str) -> list[str]:
     return names
 
 
-def _digest(model: nn.Module) -> str:
+def digest_of_weights(model: nn.Module) -> str:
     """A digest of up to 64 elements of each weight."""
     found = hashlib.sha256()
     for name, weight in model.state_dict(keep_vars=True).items():

@@ -14,6 +14,7 @@ SMALLEST = {
     "loop_cost.py": "--steps 20 --rounds 1 --tasks 0",
     "loss_memory.py": "--rounds 1",
     "memory.py": "",
+    "preferences_trl.py": "",
     "scaling.py": "--quick",
     "startup.py": "--rounds 1",
 }
@@ -26,6 +27,8 @@ PARTS = {"gpt2_loops.py", "scaling_plot.py"}
 def test_benchmark_runs(name: str) -> None:
     if name in NEEDS_A_GPU | PARTS:
         pytest.skip("needs a GPU, or is a part of another script")
+    if name == "preferences_trl.py":
+        pytest.importorskip("trl")
     command = [sys.executable, str(ROOT / "benchmarks" / name), *SMALLEST[name].split()]
     run = subprocess.run(command, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True)
     assert run.returncode == 0 and "|" in run.stdout, run.stdout + run.stderr

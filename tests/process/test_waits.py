@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from support.launching import environment
-from support.recipes import DIFFUSION, FINETUNE, LINEAR, MNIST, TEXT_CLASSIFICATION, TRANSFORMER
+from support.recipes import DIFFUSION, FINETUNE, LINEAR, MNIST, PREFERENCES, TEXT_CLASSIFICATION, TRANSFORMER
 from support.runs import ROOT
 
 CLASSES = "--num_layers 1 --max_length 32 --hidden_size 32 --vocabulary 64 --batch_size 512"
@@ -17,6 +17,7 @@ RECIPES = {
     TRANSFORMER: TEXT,
     FINETUNE: "",
     DIFFUSION: "--num_layers 1",
+    PREFERENCES: "",
 }
 PASS = "find_packed_sequence_indices"  # of transformers
 # (precision, recipe, flags) -> the waits of a step

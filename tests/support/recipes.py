@@ -8,6 +8,7 @@ TRANSFORMER = "recipes/transformer.py"
 TEXT_CLASSIFICATION = "recipes/text_classification.py"
 FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
+PREFERENCES = "recipes/preferences.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
 FOREACH = "tests/scripts/foreach.py"
@@ -50,12 +51,14 @@ RECIPES = {
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
     "finetune": (FINETUNE, STEPS + CHATS),
     "diffusion": (DIFFUSION, STEPS + PICTURES),
+    "preferences": (PREFERENCES, STEPS + CHATS),
 }
 # Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
+WITH_LAYER_PLAN = ("mnist mlp", "transformer", "text classification", "finetune", "diffusion", "preferences")
 DIVIDED = {
-    "tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune", "diffusion"),
-    "fsdp2_tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune", "diffusion"),
-    "pipeline_parallel": ("transformer", "finetune"),
+    "tensor_parallel": WITH_LAYER_PLAN,
+    "fsdp2_tensor_parallel": WITH_LAYER_PLAN,
+    "pipeline_parallel": ("transformer", "finetune", "preferences"),
 }
 FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # flags that a config needs beside its file
 

@@ -1,0 +1,225 @@
+"""Pairs of answers, of which one is preferred, and the log-probabilities that a reference gives them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from ..config import RunConfig
+from ..cpu_group import CpuGroup
+from ..data.batches import Batch, CollateFn
+from ..environment import print_once
+from ..errors import UsageError
+from ..evaluation import values_of
+from ..layout import Layout
+from .cache import cache_folder, write_once
+from .causal_lm import IGNORED, digest_of, trained_places
+from .chats import HELD_OUT, Chats, Messages, answers_by_rules, by_rules, encode, shifted
+from .lora import digest_of_weights
+from .sources import hold_out, load_splits
+from .streams import rows_on_disk
+
+OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
+ADVICE = "type --data rules for the embedded pairs, or the path of a .jsonl file"
+VERSION = 1  # of what is kept on disk: another number makes it anew
+
+
+class PairDataset(Dataset):
+    """A pair a sample, the preferred conversation in column 0, the other one in column 1: {"tokens", "labels": int64 of
+    shape (length, 2)}, and with a reference "reference_chosen" and "reference_rejected", float32, 0-dim.
+
+    Args:
+        pairs: from `load_pairs`.
+        places: whether a sample also has "places", those of the trained labels, int64 of shape (number, 2).
+
+    Attributes:
+        reference: log-probabilities of the two answers, shape (pairs, 2); None until `add_reference`.
+    """
+
+    def __init__(self, pairs: Chats, places: bool):
+        self.rows, self.places = pairs.rows, places
+        self.reference: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows) // 2
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        both = [shifted(self.rows[2 * index + side]) for side in (0, 1)]
+        tokens, labels = zip(*both)
+        sample = {"tokens": _columns(tokens, 0), "labels": _columns(labels, IGNORED)}
+        if self.places:
+            sample["places"] = _columns([trained_places(one) for one in labels], -1)
+        names = "reference_chosen", "reference_rejected"
+        return sample | ({} if self.reference is None else dict(zip(names, self.reference[index])))
+
+
+def _columns(tensors: Any, padding: int) -> Tensor:
+    return nn.utils.rnn.pad_sequence(list(tensors), padding_value=padding)
+
+
+def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | None = None) -> tuple[Chats, Chats]:
+    """Loads pairs of conversations and encodes them with the tokenizer's chat template. Rows 2i and 2i + 1 are the
+    preferred and the other conversation of pair i. What both begin with is not trained.
+
+    Args:
+        data: "rules" (the right answer, and that to the opposite question); a .jsonl or .parquet file; or a Hub id. Its
+            columns are "chosen" and "rejected", and perhaps "prompt", as in TRL: lists of messages, or texts.
+        tokenizer: a fast tokenizer of transformers with a chat template.
+        max_length: tokens beyond this number are cut.
+        max_samples: read so many pairs of each part as a stream.
+
+    Returns:
+        (training pairs, evaluation pairs). If the source has only one part, one pair in twenty is held out.
+
+    Raises:
+        UsageError: no data, no such columns, messages or a template that cannot be used.
+    """
+    if data == "rules":
+        if max_samples is not None:
+            raise UsageError("--max_samples reads a data set of the Hub or a file: type --data, too")
+        chats = [one for pair in pairs_by_rules() for one in divided(pair)]
+        rows = [encode(messages, tokenizer, max_length, first) for messages, first in chats]
+        cut = 2 * (len(chats) // 2 // HELD_OUT)
+        train = Chats(rows[cut:], lambda index: chats[cut + index][0])
+        return train, Chats(rows[:cut], lambda index: chats[index][0])
+    parts = [_of_split(data, one, tokenizer, max_length) for one in load_splits(data, ADVICE, max_samples)]
+    if len(parts) == 1:
+        num_pairs = len(parts[0]) // 2
+        if num_pairs < 2:
+            raise UsageError(f"--data {data} has {num_pairs} pairs: expected 2 or more")
+        held = [ids.sort().values.tolist() for ids in hold_out(num_pairs, HELD_OUT)]
+        parts = [parts[0].part([2 * index + side for index in ids for side in (0, 1)]) for ids in held]
+    return parts[0].check_trained(data), parts[1].check_trained(data)
+
+
+def _of_split(data: str, split: Any, tokenizer: Any, max_length: int) -> Chats:
+    if not {"chosen", "rejected"} <= {*split.column_names}:
+        raise UsageError(
+            f"--data {data}: expected the columns chosen and rejected, and perhaps prompt, found "
+            f"{', '.join(split.column_names)}"
+        )
+
+    def encoded() -> Iterator[dict[str, Any]]:
+        for number, row in enumerate(split, start=1):
+            try:
+                for messages, first in divided(row):
+                    yield encode(messages, tokenizer, max_length, first)
+            except UsageError as error:
+                raise UsageError(f"--data {data}, pair {number}: {error}") from None
+
+    folder = cache_folder("pairs", VERSION, split._fingerprint, digest_of(tokenizer), max_length)
+    rows = rows_on_disk(folder, f"encoding {len(split):,} pairs", encoded(), None, 2 * len(split))
+    return Chats(rows, lambda index: divided(split[index // 2])[index % 2][0])
+
+
+def divided(row: dict[str, Any]) -> list[tuple[Messages, int]]:
+    """[(preferred conversation, number of its first messages that are the prompt), the same of the other one]
+
+    Raises:
+        UsageError: neither lists of messages nor a prompt with answers.
+    """
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+        prompt = [{"role": "user", "content": prompt}]
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+    if not (isinstance(chosen, list) and isinstance(rejected, list) and chosen and rejected):
+        raise UsageError('expected lists of messages such as {"role": "user", "content": "Why?"}, or three texts')
+    if isinstance(prompt, list):
+        return [(prompt + chosen, len(prompt)), (prompt + rejected, len(prompt))]
+    num_shared, most = 0, min(len(chosen), len(rejected)) - 1  # a text as prompt repeats what both begin with
+    while num_shared < most and chosen[num_shared] == rejected[num_shared]:
+        num_shared += 1
+    return [(chosen, num_shared), (rejected, num_shared)]
+
+
+def pairs_by_rules() -> list[dict[str, Messages]]:
+    """1,000 conversations whose last answer follows a rule, or the opposite rule."""
+    answers, pairs = answers_by_rules(), []
+    for messages in by_rules():
+        word, _, rest = messages[-2]["content"].partition(" ")
+        wrong = {"role": "assistant", "content": answers[f"{OPPOSITES[word]} {rest}"]}
+        pairs.append({"prompt": messages[:-1], "chosen": messages[-1:], "rejected": [wrong]})
+    return pairs
+
+
+def log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of the chosen and the rejected answer, their numbers of tokens), each of shape (pairs, 2).
+
+    Args:
+        model: from `with_losses`.
+        batch: of a `PairDataset`, padded.
+    """
+    tokens, labels, *places = (batch[name].mT.flatten(0, 1) for name in ("tokens", "labels", "places") if name in batch)
+    counts = (labels != IGNORED).sum(1)
+    losses = model(tokens, labels, **({"places": places[0]} if places else {}))
+    return (-losses * counts).unflatten(0, (-1, 2)), counts.unflatten(0, (-1, 2))
+
+
+def preference_loss(ratios: Tensor, counts: Tensor, kind: str, beta: float) -> Tensor:
+    """The loss of each pair, shape (pairs,).
+
+    Args:
+        ratios: log-probabilities less those of the reference, shape (pairs, 2).
+        counts: tokens of the answers, shape (pairs, 2).
+        kind: "dpo" (Rafailov et al. 2023); per token "dpo_norm" (Lambert et al. 2024) or "ipo" (Azar et al. 2023).
+        beta: of the paper.
+    """
+    if kind != "dpo":
+        ratios = ratios / counts.clamp(min=1)
+    margin = ratios[:, 0] - ratios[:, 1]
+    return (margin - 1 / (2 * beta)) ** 2 if kind == "ipo" else -F.logsigmoid(beta * margin)
+
+
+def add_reference(
+    accelerator: Accelerator,
+    model: Any,
+    build: Callable[[], nn.Module],
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
+    sets: tuple[PairDataset, PairDataset],
+    config: RunConfig,
+    collate_fn: CollateFn,
+) -> None:
+    """Gives the training and the evaluation set the log-probabilities that the model has before training.
+
+    Those of pairs that are on disk stay there, too, for the same weights, pairs and precision. Collective.
+
+    Args:
+        model: for `fit`, before it; perhaps with adapters. It stays as it is.
+        build: makes the same model once more, with the same weights.
+        optimizer_of: makes its optimizer.
+        config, collate_fn: as for `fit`.
+    """
+
+    def compute() -> dict[str, Tensor]:
+        print_once(f"computing the reference's log-probabilities of {sum(map(len, sets)):,} pairs")
+        reference = build()
+        data = accelerator, reference, optimizer_of(reference), _reference_step, named, config, collate_fn
+        found = values_of(*data)
+        return {name: torch.stack([one["chosen"], one["rejected"]], 1).float() for name, one in found.items()}
+
+    named = dict(zip(("train", "eval"), sets))
+    if isinstance(sets[0].rows, list):  # embedded
+        found = compute()
+    else:
+        adapter, precision = getattr(model, "peft_adapter", None), Layout.asked(config).precision
+        weights = adapter.base_digest if adapter else digest_of_weights(model)
+        pairs = [one.rows._fingerprint for one in sets]
+        folder = cache_folder("reference", VERSION, weights, model.config.to_json_string(), pairs, precision)
+        file, group = folder / "reference.safetensors", CpuGroup()
+        # The first process reads for all: other machines may have other files.
+        found = group.broadcast(load_file(file) if group.rank == 0 and file.is_file() else None)
+        if found is None:
+            found = compute()
+            write_once(folder, "keeping them", lambda folder: save_file(found, folder / file.name))
+    for name, one in named.items():
+        one.reference = found[name]
+
+
+def _reference_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    chosen, rejected = log_probabilities(model, batch)[0].unbind(1)
+    return {"loss": -chosen, "chosen": chosen, "rejected": rejected}  # a loss must be there; it is not used

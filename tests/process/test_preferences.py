@@ -1,0 +1,98 @@
+"""Promise: the reference's log-probabilities are the same under every config and kept, and preferences are learnt."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.launching import fork
+from support.recipes import FLAGS, LATEST, PREFERENCES, RECIPES
+from support.runs import TOLERANCE, Run, assert_equal_to_the_last_bit, largest_difference, refused
+
+SHORT = "--max_length 96 --batch_size 8 --max_steps 6 --log_every 1 --eval_every 6 --num_answers 0"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small chat model with its tokenizer."""
+    return fork(tmp_path_factory.mktemp("base") / "run", "single", PREFERENCES, SHORT).output_dir / "model"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """61 pairs, of which three are held out."""
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"prompt": f"Is {n} even?", "chosen": "no" if n % 2 else "yes", "rejected": "perhaps"} for n in range(61)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_reference_is_kept(tmp_path: Path, base: Path, pairs: Path) -> None:
+    """A second run reads what the first one has computed. Other weights or another precision have their own."""
+    env = {"HF_HOME": str(tmp_path / "cache")}
+    flags = f"{SHORT} --data {pairs} --model_name_or_path {base}"
+    first = fork(tmp_path / "first", "ddp", PREFERENCES, flags, env=env)
+    second = fork(tmp_path / "second", "ddp", PREFERENCES, f"{flags} --lora_rank 0", env=env)
+    line = "computing the reference's log-probabilities of 61 pairs"
+    assert line in first.stdout and line not in second.stdout
+    assert_equal_to_the_last_bit(second, first)
+    adapted = fork(tmp_path / "adapted", "single", PREFERENCES, f"{flags} --lora_rank 4", env=env)
+    assert line not in adapted.stdout
+    assert largest_difference(adapted.column("train/loss")[:1], first.column("train/loss")[:1]) <= TOLERANCE
+    in_bf16 = fork(tmp_path / "bf16", "single", PREFERENCES, flags, options="--mixed_precision bf16", env=env)
+    assert line in in_bf16.stdout
+    # Before the first step, the policy is the reference: without a difference, the loss is log 2.
+    assert first.column("train/loss")[0] == pytest.approx(0.6931472, abs=1e-6)
+    assert first.column("train/reward_accuracy")[0] == first.column("train/reward_margin")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "config", ["deepspeed_zero3", *(pytest.param(one, marks=pytest.mark.full) for one in ("fsdp2", "tensor_parallel"))]
+)
+@pytest.mark.parametrize("kind", ["dpo_norm", pytest.param("ipo", marks=pytest.mark.full)])
+def test_adapters_and_losses(tmp_path: Path, reference: Callable[..., Run], base: Path, config: str, kind: str) -> None:
+    flags = f"{SHORT} --loss {kind} --model_name_or_path {base} --lora_rank 4 --learning_rate 1e-2"
+    expected = reference(PREFERENCES, flags)
+    run = fork(tmp_path / "run", config, PREFERENCES, f"{flags} --micro_batch_size 2 --loss_chunk 100")
+    for name in ("train/loss", "eval/loss"):
+        assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("config", ["fsdp2", pytest.param("pipeline_parallel", marks=pytest.mark.full)])
+def test_resumed_run_is_the_same(tmp_path: Path, config: str) -> None:
+    flags = f"{SHORT} --save_every 3 --keep_checkpoints 9{FLAGS.get(config, '')}"
+    whole = fork(tmp_path / "run", config, PREFERENCES, flags)
+    last = tmp_path / "run" / "checkpoints" / "step_00000006"
+    shutil.rmtree(last), shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "again" / "checkpoints")
+    run = fork(tmp_path / "again", config, PREFERENCES, f"{flags} {LATEST}")
+    assert run.column("train/loss") == whole.column("train/loss")[3:]
+    assert run.column("eval/loss") == whole.column("eval/loss")
+    assert all(weight.equal(run.weights[name]) for name, weight in whole.weights.items())
+
+
+def test_preferences_are_learnt(tmp_path: Path, base: Path, pairs: Path) -> None:
+    flags = f"{SHORT} --max_steps 30 --learning_rate 3e-3 --data {pairs} --model_name_or_path {base} --num_answers 2"
+    run = fork(tmp_path / "run", "ddp", PREFERENCES, flags, env={"HF_HOME": str(tmp_path / "cache")})
+    assert run.column("eval/reward_accuracy")[-1] == 1 and "of 2 held-out answers are the chosen" in run.stdout
+
+
+@pytest.mark.full
+def test_result_of_the_docstring(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "ddp", PREFERENCES)
+    assert run.column("eval/reward_accuracy")[-1] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--lora_rank 4", "type --model_name_or_path, too"),
+        ("--max_samples 3", "--max_samples reads a data set of the Hub or a file: type --data, too"),
+        ("--data nowhere.jsonl", "--data nowhere.jsonl: no such file"),
+        ("--loss ppo", "--loss: invalid choice: 'ppo'"),
+    ],
+)
+def test_wrong_flags(tmp_path: Path, flags: str, line: str) -> None:
+    run = fork(tmp_path / "run", "single", PREFERENCES, f"{RECIPES['preferences'][1]} {flags}", succeeds=False)
+    assert line in refused(run) and run.exit_code == 2
