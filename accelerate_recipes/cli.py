@@ -4,6 +4,7 @@ Each subcommand imports what it needs when it runs, so that the others start fas
 """
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _Misuse: Any = typer.BadParameter.__mro__[1]  # UsageError of click, which newer versions of typer contain as a copy
+Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -129,6 +131,22 @@ def push(
     from accelerate_recipes.push import push
 
     sys.exit(push(output_dir, name, as_json))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a checkpoint; or of a run, for its newest one")],
+    folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
+    dtype: Annotated[Dtype, typer.Option(help="type of the weights; auto: as the run exports them")] = Dtype.auto,
+    as_json: AsJson = False,
+) -> None:
+    """Make a model of a checkpoint, such as the run writes at its end, in one process.
+
+    Example: accelerate-recipes export outputs/mnist/checkpoints/step_00000100 mnist_100
+    """
+    from accelerate_recipes.export import export
+
+    sys.exit(export(checkpoint, folder, dtype.value, as_json))
 
 
 @app.command()

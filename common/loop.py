@@ -108,7 +108,7 @@ def fit(
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, first.facts)
         checkpoint.load_rest(engine, recorder.unrecorded, group)
         evaluation = Evaluation(engine, eval_sets, summarize, examples, state, watch, export)
-        with recorder, Saver(engine, this_run, group, watch) as saver:
+        with recorder, Saver(engine, this_run, group, watch, export) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:

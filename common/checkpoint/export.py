@@ -4,7 +4,9 @@ import json
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +47,38 @@ def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | N
     """
     weights, checksum = engine.each_full_weight(), None
     if engine.accelerator.is_main_process:
-        aside, module = folder.with_name(f"{folder.name}.unfinished"), engine.module
-        dtype = export_dtype(engine.plan.config.export_dtype, module)
-        try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-            checksum = write_weights(weights, aside, dtype, getattr(module, "peft_adapter", None))
-            write_settings(module, aside, dtype)
-            if export is not None:
-                export(aside)
-            for path in aside.rglob("*.safetensors"):  # of PEFT, or what `export` wrote
-                give_usual_mode(path)
-            replace_folder(aside, folder)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise RunError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})") from None
+        dtype = export_dtype(engine.plan.config.export_dtype, engine.module)
+        with replaced(folder) as aside:
+            checksum = write_weights(weights, aside, dtype, getattr(engine.module, "peft_adapter", None))
+            _write_small_files(engine.module, aside, dtype, export)
     else:
         deque(weights, maxlen=0)  # takes part in the gathering
     engine.accelerator.wait_for_everyone()
     return checksum
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into, which then gets the name of `folder` at once. Raises RunError if a file cannot be
+    written."""
+    aside = folder.with_name(f"{folder.name}.unfinished")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        yield aside
+        for path in aside.rglob("*.safetensors"):  # of PEFT, or what `export` of `fit` wrote
+            give_usual_mode(path)
+        replace_folder(aside, folder)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise RunError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})") from None
+
+
+def write_model_files(engine: Engine, folder: Path, export: Callable[[Path], Any] | None) -> None:
+    """Writes what `export_model` writes beside the weights: with it, `accelerate-recipes export` makes a model of a
+    checkpoint. Raises RunError."""
+    dtype = export_dtype(engine.plan.config.export_dtype, engine.module)
+    with replaced(folder) as aside:
+        _write_small_files(engine.module, aside, dtype, export)
 
 
 def export_dtype(wanted: str, module: nn.Module) -> torch.dtype | None:
@@ -74,17 +90,23 @@ def export_dtype(wanted: str, module: nn.Module) -> torch.dtype | None:
     return getattr(torch, wanted, None)
 
 
-def write_settings(module: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """Writes the settings of a model of transformers or PEFT, with the type of the weights beside them."""
+def _write_small_files(
+    module: nn.Module, folder: Path, dtype: torch.dtype | None, export: Callable[[Path], Any] | None
+) -> None:
+    """Writes the settings of a model of transformers or PEFT, with the type of the weights beside them; then calls
+    `export`."""
     if (adapter := getattr(module, "peft_adapter", None)) is not None:
         adapter.settings.save_pretrained(str(folder))
-        return
-    for part in ("config", "generation_config"):
-        settings: Any = getattr(module, part, None)
-        if hasattr(settings, "save_pretrained"):
-            if part == "config" and dtype is not None:
-                settings.dtype = dtype
-            settings.save_pretrained(folder)
+    else:
+        for part in ("config", "generation_config"):
+            settings: Any = getattr(module, part, None)
+            if hasattr(settings, "save_pretrained"):
+                if part == "config" and dtype is not None:
+                    settings = deepcopy(settings)  # the run goes on with its own
+                    settings.dtype = dtype
+                settings.save_pretrained(folder)
+    if export is not None:
+        export(folder)
 
 
 def write_weights(

@@ -26,6 +26,7 @@ DIGESTS: dict[str, Any] = {
     FORMAT: ("xxh3_128", xxhash.xxh3_128),
 }
 MANIFEST = "manifest.json"
+MODEL_FILES = "model_files"  # beside the checkpoints: what an exported model has beside its weights
 
 # The entries of a manifest, in the words of `misfit`. An older checkpoint may lack those with a question mark.
 ENTRIES = {
@@ -33,6 +34,7 @@ ENTRIES = {
     "identity": {},
     "curve?": str,
     "own_flags?": {str: str},
+    "export_dtype?": str,
     "state": get_type_hints(TrainState) | {"num_steps": int, "seconds": float},
     "trainer": {
         "num_averaged": int,

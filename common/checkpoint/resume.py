@@ -5,12 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..errors import UsageError
 from ..parallel.engine import Engine, load_optimizer
@@ -24,6 +23,8 @@ from ..state import TrainState
 from .format import MANIFEST, DamagedError, check_same_model
 from .identity import curve, described, differences, num_replicas, own_flags, shared_by
 from .reader import Reader
+
+Opened = TypeVar("Opened")
 
 
 @dataclass
@@ -163,7 +164,10 @@ def find_checkpoint(
             print(f"an interrupted run was to replace what is in {plan.config.output_dir}: a fresh start", flush=True)
         return FreshStart()
     if wanted == "latest":
-        return _newest(plan.config, open_checked, group)
+        found = newest(plan.config.output_dir, open_checked, group)
+        if found is None and group.rank == 0:
+            print(f"no checkpoint in {plan.config.output_dir}: a fresh start", flush=True)
+        return found or FreshStart()
     try:
         return open_checked(Path(wanted))
     except DamagedError as error:
@@ -173,8 +177,13 @@ def find_checkpoint(
         ) from None
 
 
-def _newest(config: RunConfig, open_checked: Callable[[Path], Checkpoint], group: CpuGroup) -> Checkpoint | FreshStart:
-    paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(config.output_dir)])]
+def newest(output_dir: Path, open_checked: Callable[[Path], Opened], group: CpuGroup) -> Opened | None:
+    """The newest complete checkpoint of a run, as `open_checked` opens it; None if there is no checkpoint.
+
+    Raises:
+        UsageError: none is complete.
+    """
+    paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(output_dir)])]
     for path in reversed(paths):
         try:
             return open_checked(path)
@@ -182,10 +191,8 @@ def _newest(config: RunConfig, open_checked: Callable[[Path], Checkpoint], group
             if group.rank == 0:
                 print(f"{path} is not a complete checkpoint ({error}): taking the one before it", flush=True)
     if paths:
-        raise UsageError(f"no checkpoint in {config.output_dir} is complete: type --overwrite_output_dir to start over")
-    if group.rank == 0:
-        print(f"no checkpoint in {config.output_dir}: a fresh start", flush=True)
-    return FreshStart()
+        raise UsageError(f"no checkpoint in {output_dir} is complete: type --overwrite_output_dir to start over")
+    return None
 
 
 def _check_tensors(reader: Reader, averaged: list[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cpu_group import CpuGroup
-from ..errors import RunError
+from ..errors import RunError, first_line
 from ..files import flush
 from ..parallel.engine import Engine
 from ..parallel.parts import Part
@@ -19,16 +19,28 @@ from ..records.output_dir import checkpoint_name, checkpoints
 from ..records.unrecorded import Unrecorded
 from ..state import TrainState
 from ..stopping.watch import Watch
-from .format import DamagedError, WriteError
+from .export import export_dtype, write_model_files
+from .format import MODEL_FILES, DamagedError, WriteError
 from .identity import curve, differences, own_flags, shared_by
 from .reader import Reader
 from .writer import Shard, own_shard, remove, write
 
 
 class Saver:
-    """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy."""
+    """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
 
-    def __init__(self, engine: Engine, identity: dict[str, Any], group: CpuGroup, watch: Watch):
+    After the first one the main process also writes the small files of an export, with `export` of `fit`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        identity: dict[str, Any],
+        group: CpuGroup,
+        watch: Watch,
+        export: Callable[[Path], Any] | None = None,
+    ):
+        self._export, self._has_model_files = export, group.rank != 0
         self._engine, self._identity, self._group, self._watch = engine, identity, group, watch
         in_background = engine.plan.config.async_save
         # Two threads must not use the same group at once.
@@ -61,11 +73,13 @@ class Saver:
         self.finish()
         self._engine.numbers.check_complete()
         held = self._engine.parts()
+        dtype = export_dtype(self._engine.plan.config.export_dtype, self._engine.module)
         content = {
             "layout": shared_by(self._engine.plan.layout),
             "identity": self._identity,
             "curve": curve(self._engine.plan),
             "own_flags": own_flags(self._engine.plan),
+            "export_dtype": str(dtype or "kept").removeprefix("torch."),
             "state": state.state_dict() | unrecorded.state_dict(),
             "trainer": self._engine.state_dict(),
             "has_state": any(part.name.startswith("optimizer.") for part in held),
@@ -105,10 +119,20 @@ class Saver:
                 ) from None
             self._engine.accelerator.print(f"{line}: earlier ones are complete, the run goes on")
             return None
+        self._write_model_files(folder)
         if group.rank == 0:
             oldest = self._own(path, step)[: -config.keep_checkpoints]
             self._removals = [self._remover.submit(_remove, old) for old in oldest]
         return path
+
+    def _write_model_files(self, folder: Path) -> None:
+        if self._has_model_files:
+            return
+        try:
+            write_model_files(self._engine, folder / MODEL_FILES, self._export)
+            self._has_model_files = True
+        except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.
+            print(f"accelerate-recipes export will lack files beside the weights: {first_line(error)}", flush=True)
 
     def _own(self, newest: Path, step: int) -> list[Path]:
         """This run's checkpoints, the oldest first and the newest last. What is damaged, or of another run, does not

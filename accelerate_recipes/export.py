@@ -1,0 +1,117 @@
+"""`accelerate-recipes export`: makes a model of a checkpoint, in one process, in the memory of one file."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate_recipes.bundle import ROOT
+from accelerate_recipes.console import print_json
+from accelerate_recipes.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from common.checkpoint.reader import Reader
+
+
+def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
+    """Writes the weights of a checkpoint, or their moving averages, with the run's other files of an exported model.
+
+    Args:
+        checkpoint: its folder; or the output folder of a run, for the newest complete one.
+        folder: for the model; empty or absent.
+        dtype: of the weights, such as "bfloat16"; "auto": as the run exports them.
+        as_json: print as JSON what was made.
+
+    Returns:
+        The exit code: 0, or 1 if the file system failed.
+
+    Raises:
+        UsageError: no complete checkpoint there, or the folder cannot be used.
+    """
+    sys.path.insert(0, str(ROOT))
+    import common.errors as errors  # takes a second, as it imports torch
+
+    try:
+        _check_empty(folder)
+        with redirect_stdout(sys.stderr):  # lines about damaged ones
+            reader = _opened(checkpoint)
+        files = _write(reader, folder.resolve(), dtype)
+    except errors.UsageError as error:
+        raise UsageError(str(error)) from None
+    except errors.RunError as error:
+        print(error, file=sys.stderr)
+        return 1
+    made = {"checkpoint": str(reader.folder), "step": reader.content["state"]["step"], "folder": str(folder)}
+    if not files.is_dir():
+        print(f"{files} is missing: {folder} has the weights alone", file=sys.stderr)
+    print_json(made) if as_json else print(f"exported: step {made['step']} of {checkpoint} to {folder}")
+    return 0
+
+
+def _check_empty(folder: Path) -> None:
+    """Makes the folder's parents. Raises UsageError unless the folder is empty or absent."""
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty: type another folder")
+        folder.resolve().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be used ({error.strerror}): type another folder") from None
+
+
+def _opened(checkpoint: Path) -> "Reader":
+    """The verified checkpoint. Raises UsageError if it is damaged or none is there."""
+    from common.checkpoint.format import MANIFEST, DamagedError
+    from common.checkpoint.reader import Reader
+    from common.checkpoint.resume import newest
+    from common.cpu_group import CpuGroup
+
+    group = CpuGroup()
+    if (checkpoint / MANIFEST).exists():
+        try:
+            return Reader.verified(checkpoint, group)
+        except DamagedError as error:
+            raise UsageError(
+                f"{checkpoint} is not a complete checkpoint ({error}): type the run's output folder for its newest "
+                "complete one"
+            ) from None
+    if reader := newest(checkpoint, lambda path: Reader.verified(path, group), group):
+        return reader
+    raise UsageError(f"no checkpoint in {checkpoint}: type the folder of a run, or RUN/checkpoints/step_...")
+
+
+def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
+    """Writes the model. Returns the folder of its small files, which an older checkpoint lacks."""
+    import torch
+
+    from common.checkpoint.export import replaced, write_weights
+    from common.checkpoint.format import MODEL_FILES
+
+    wanted = reader.content.get("export_dtype") if dtype == "auto" else dtype
+    files, base = reader.folder.resolve().parent / MODEL_FILES, reader.content["identity"].get("base")
+    adapter: Any = None
+    if base is not None:
+        from common.tasks.lora import Adapter
+
+        adapter = Adapter(None, base)  # the settings are among the small files
+    with replaced(folder) as aside:
+        if files.is_dir():
+            shutil.copytree(files, aside, dirs_exist_ok=True)
+        write_weights(_weights(reader), aside, getattr(torch, str(wanted), None), adapter)
+        settings = aside / "config.json"
+        if dtype != "auto" and settings.exists() and "model_type" in (config := json.loads(settings.read_text())):
+            settings.write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
+    return files
+
+
+def _weights(reader: "Reader") -> Iterator[tuple[str, "Tensor"]]:
+    """(name, tensor) of what the run would export: the averages in place of the weights, if there are any."""
+    for key in reader.tensors:
+        kind, _, name = key.partition(".")
+        if kind == "model":
+            average = f"average.{name}"
+            yield name, reader.tensor(average if average in reader.tensors else key)
