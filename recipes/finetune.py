@@ -48,9 +48,7 @@ class Config(RunConfig):
     log_every: int = 50
     optimizer: Literal["adamw", "sgd", "adafactor"] = flag("adamw", "adafactor: not with shards")
     messages_column: str = flag("messages", "name of the column with a list of messages")
-    max_samples: int | None = flag(
-        None, "stream this many conversations of a data set and keep them, not all", minimum=1
-    )
+    max_samples: int | None = flag(None, "stream this many conversations and keep them, not all", minimum=1)
     max_length: int = flag(
         256, "tokens of a conversation beyond this number are cut; with --packing of a block", minimum=2
     )

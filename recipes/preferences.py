@@ -17,6 +17,7 @@ To align a model that `finetune.py` has exported, or a pretrained model on your 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -129,7 +130,7 @@ def main(config: Config) -> Any:
     add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, (train_set, eval_set), config, padding)
     data = accelerator, model, optimizer_of(model), make_forward_step(config), train_set, eval_set, config
     fit(*data, collate_fn=padding, export=tokenizer.save_pretrained)
-    return None if config.evaluate_only else lambda: write_answers(config, tokenizer, parts[1])
+    return None if config.evaluate_only else partial(write_answers, config, tokenizer, parts[1])
 
 
 if __name__ == "__main__":
