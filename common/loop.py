@@ -77,7 +77,7 @@ def fit(
             {name: values of all samples of the optimizer step, of shape (batch_size, ...), in their order} and
             returns the metrics, each of shape (batch_size,), with the "loss". Weights of its own, such as a
             temperature, must be in the model and among the values, expanded to (batch,). An evaluation calls it for
-            each `--batch_size` samples in a row and for the rest. Not in a pipeline.
+            each `--batch_size` samples in a row and for the rest.
 
     Returns:
         The metrics of the last evaluation; empty if a resumed run was already done.

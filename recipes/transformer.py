@@ -121,8 +121,13 @@ def main(config: Config) -> Any:
     groups = parameter_groups(model, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, config.learning_rate, betas=(0.9, 0.99))
     data = accelerator, with_losses(model), optimizer, forward_step, train_set, eval_set, config
-    speed = {"tokens_per_sample": config.context, "flops_per_sample": flops_per_sample(model, config.context)}
-    fit(*data, summarize, **speed, export=tokenizer.save_pretrained)
+    fit(
+        *data,
+        summarize,
+        tokens_per_sample=config.context,
+        flops_per_sample=flops_per_sample(model, config.context),
+        export=tokenizer.save_pretrained,
+    )
     prompt = eval_set[0]["tokens"][: max(1, config.context // 2)]
     return None if config.evaluate_only else partial(print_sample, config, prompt)
 
