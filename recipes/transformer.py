@@ -118,8 +118,7 @@ def main(config: Config) -> Any:
     train_set, eval_set = load_tokens(config.data, tokenizer, config.context, config.max_samples)
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    groups = parameter_groups(model, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, config.learning_rate, betas=(0.9, 0.99))
+    optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate, betas=(0.9, 0.99))
     fit(
         accelerator,
         with_losses(model),
