@@ -118,9 +118,8 @@ def main(config: Config) -> Any:
     disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)
-    train_chats, eval_chats = load_chats(
-        config.data, tokenizer, config.max_length, config.messages_column, config.max_samples
-    )
+    limits = config.max_length, config.messages_column, config.max_samples
+    train_chats, eval_chats = load_chats(config.data, tokenizer, *limits)
     print_once(train_chats.facts(config.max_length))
     # A pipeline needs micro-batches of one length, and computes the logits of all tokens.
     is_pipeline = config.pipeline_stages > 1
