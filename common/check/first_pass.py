@@ -69,10 +69,20 @@ class FirstPass:
         Args:
             whole: from `evaluated`, for the same arguments.
         """
-        size = len(next(iter(batch.values()))) // 2
+        size, states = len(next(iter(batch.values()))) // 2, []
+
+        def noted(model: nn.Module, batch: Batch) -> Values:
+            device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+            states.append(generator_states(device))
+            values = step(model, batch)
+            states.append(generator_states(device))
+            return values
+
         try:
-            half = evaluated(model, step, {name: value[:size] for name, value in batch.items()})
+            half = evaluated(model, noted, {name: value[:size] for name, value in batch.items()})
         except Exception:  # a model that cannot take half a batch
+            return
+        if states[0] != states[1]:  # noise belongs to the micro-batch, which another line says
             return
         for name, value in half.items():
             if not torch.allclose(whole[name][:size].double(), value.double(), rtol=1e-3, atol=1e-6):
