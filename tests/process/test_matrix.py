@@ -10,7 +10,7 @@ import pytest
 from support.launching import CONFIGS, execute
 from support.runs import ROOT
 
-HEADER, *ROWS = re.findall(r"^\| (config|\w+) \|((?:[^|\n]+\|){6})$", (ROOT / "README.md").read_text(), re.MULTILINE)
+HEADER, *ROWS = re.findall(r"^\| (config|\w+) \|((?:[^|\n]+\|){6,})$", (ROOT / "README.md").read_text(), re.MULTILINE)
 RECIPES = [cell.strip(" `") for cell in HEADER[1].split("|")[:-1]]
 TABLE = {name: [cell.strip() for cell in cells.split("|")[:-1]] for name, cells in ROWS}
 

@@ -88,7 +88,9 @@ def outputs_of(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", ["linear_regression", "transformer", "text_classification", "finetune"])
+@pytest.mark.parametrize(
+    "recipe", ["linear_regression", "transformer", "text_classification", "embeddings", "finetune"]
+)
 def test_notebook_trains_another_recipe_by_one_other_import(tmp_path: Path, recipe: str) -> None:
     notebook = nbformat.read(ROOT / "recipes" / "notebook.ipynb", as_version=4)
     launch = next(cell for cell in notebook.cells if cell.cell_type == "code")

@@ -6,6 +6,7 @@ MNIST = "recipes/mnist.py"
 LINEAR = "recipes/linear_regression.py"
 TRANSFORMER = "recipes/transformer.py"
 TEXT_CLASSIFICATION = "recipes/text_classification.py"
+EMBEDDINGS = "recipes/embeddings.py"
 FINETUNE = "recipes/finetune.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
@@ -39,6 +40,7 @@ TEXT = f"--data {ROOT / 'LICENSE'} --context 32 --batch_size 16 --num_layers 2 -
 # amplifies such a gradient together with its rounding error.
 TEXT += " --learning_rate 1e-3"
 CLASSES = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
+PAIRS = CLASSES + " --temperature 0.2"
 CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
 RECIPES = {
     "mnist cnn": (MNIST, STEPS),
@@ -46,12 +48,13 @@ RECIPES = {
     "linear regression": (LINEAR, STEPS),
     "transformer": (TRANSFORMER, STEPS + TEXT),
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
+    "embeddings": (EMBEDDINGS, STEPS + PAIRS),
     "finetune": (FINETUNE, STEPS + CHATS),
 }
 # Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
 DIVIDED = {
-    "tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune"),
-    "fsdp2_tensor_parallel": ("mnist mlp", "transformer", "text classification", "finetune"),
+    "tensor_parallel": ("mnist mlp", "transformer", "text classification", "embeddings", "finetune"),
+    "fsdp2_tensor_parallel": ("mnist mlp", "transformer", "text classification", "embeddings", "finetune"),
     "pipeline_parallel": ("transformer", "finetune"),
 }
 FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # flags that a config needs beside its file

@@ -100,7 +100,10 @@ def test_a_project_owns_what_its_recipe_imports_and_requires_no_more(
         ("list --foo", "No such option: --foo: type accelerate-recipes list --help"),
         ("new", "Missing argument 'recipe': type accelerate-recipes new --help"),
         ("new mnist", "no folder: type accelerate-recipes new mnist FOLDER"),
-        ("new minst project", "minst: no such recipe; type one of finetune, linear_regression, mnist, text_"),
+        (
+            "new minst project",
+            "minst: no such recipe; type one of embeddings, finetune, linear_regression, mnist, text_",
+        ),
         ("new mnist full", "full is not empty: type the name of a new folder"),
         ("new mnist project --config dpp", "dpp: no such config; type one of ddp, "),
         ("new linear_regression project --config pipeline_parallel", "linear_regression.py has no plan for it; type"),
