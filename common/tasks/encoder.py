@@ -41,9 +41,24 @@ def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -
         max_length: tokens of the longest text.
 
     Raises:
+        UsageError: as `load_encoder`.
+    """
+    return load_encoder(AutoModelForSequenceClassification, name_or_path, max_length, **names)
+
+
+def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
+    """Loads an encoder in float32 and its tokenizer.
+
+    Args:
+        kind: a class with `from_pretrained`, such as `AutoModel`.
+        name_or_path: folder or Hub id.
+        max_length: tokens of the longest text.
+        options: for `from_pretrained`.
+
+    Raises:
         UsageError: no encoder or tokenizer there, weights that do not fit, no token for padding, or too few positions.
     """
-    model, tokenizer, new = load(AutoModelForSequenceClassification, name_or_path, "encoder", **names)
+    model, tokenizer, new = load(kind, name_or_path, "encoder", **options)
     if new:
         print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
     if tokenizer.pad_token_id is None:
@@ -110,16 +125,14 @@ def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizer
     )
 
 
-def exported_tokenizer(folder: Path, classes: list[str]) -> Any:
-    """The tokenizer beside an exported classifier. Raises UsageError if there is none, or if the classes differ."""
+def exported_tokenizer(folder: Path, classes: list[str] | None = None) -> Any:
+    """The tokenizer beside an exported encoder. Raises UsageError if there is none, or if its classes differ."""
     try:
         found = AutoConfig.from_pretrained(folder).id2label
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):
-        raise UsageError(
-            f"no exported classifier in {folder}: train first, or type the --output_dir of a run"
-        ) from None
+        raise UsageError(f"no exported encoder in {folder}: train first, or type the --output_dir of a run") from None
     there = [found[number] for number in sorted(found)]
-    if there != classes:
+    if classes is not None and there != classes:
         raise UsageError(f"the classes are {', '.join(there)} in {folder}, and {', '.join(classes)} in the data")
     return tokenizer

@@ -134,6 +134,7 @@ RELAYS = {
     "deepspeed_zero3 fsdp2",
     "transformer": "tensor_parallel pipeline_parallel deepspeed_zero3",
     "text classification": "single fsdp2 tensor_parallel deepspeed_zero2 deepspeed_zero3 ddp",
+    "embeddings": "single fsdp2 tensor_parallel deepspeed_zero2 deepspeed_zero3 ddp",
     "finetune": "pipeline_parallel fsdp2 tensor_parallel deepspeed_zero3 ddp",
     "diffusion": "single deepspeed_zero3 fsdp2 deepspeed_zero1 tensor_parallel deepspeed_zero2 ddp",
 }
@@ -145,6 +146,7 @@ RELAYS = {
         ("mnist mlp", "--ema_decay 0.9"),
         ("transformer", ""),
         pytest.param("text classification", "", marks=pytest.mark.full),
+        pytest.param("embeddings", "", marks=pytest.mark.full),
         pytest.param("finetune", "", marks=pytest.mark.full),
         pytest.param("diffusion", "", marks=pytest.mark.full),
         pytest.param("mnist mlp", "--optimizer sgd --learning_rate 0.1", marks=pytest.mark.full),

@@ -6,6 +6,7 @@ MNIST = "recipes/mnist.py"
 LINEAR = "recipes/linear_regression.py"
 TRANSFORMER = "recipes/transformer.py"
 TEXT_CLASSIFICATION = "recipes/text_classification.py"
+EMBEDDINGS = "recipes/embeddings.py"
 FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
 PREFERENCES = "recipes/preferences.py"
@@ -41,6 +42,7 @@ TEXT = f"--data {ROOT / 'LICENSE'} --context 32 --batch_size 16 --num_layers 2 -
 # amplifies such a gradient together with its rounding error.
 TEXT += " --learning_rate 1e-3"
 CLASSES = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
+PAIRS = CLASSES + " --temperature 0.2"
 CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
 PICTURES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
 RECIPES = {
@@ -49,12 +51,15 @@ RECIPES = {
     "linear regression": (LINEAR, STEPS),
     "transformer": (TRANSFORMER, STEPS + TEXT),
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
+    "embeddings": (EMBEDDINGS, STEPS + PAIRS),
     "finetune": (FINETUNE, STEPS + CHATS),
     "diffusion": (DIFFUSION, STEPS + PICTURES),
     "preferences": (PREFERENCES, STEPS + CHATS),
 }
 # Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
-WITH_LAYER_PLAN = ("mnist mlp", "transformer", "text classification", "finetune", "diffusion", "preferences")
+WITH_LAYER_PLAN = (
+    *("mnist mlp", "transformer", "text classification", "embeddings", "finetune", "diffusion", "preferences"),
+)
 DIVIDED = {
     "tensor_parallel": WITH_LAYER_PLAN,
     "fsdp2_tensor_parallel": WITH_LAYER_PLAN,
