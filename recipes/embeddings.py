@@ -15,7 +15,6 @@ To train on your own pairs, or to continue from a pretrained encoder:
         --data path/to/pairs.csv --model_name_or_path path/or/hub-id --learning_rate 2e-5
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,7 @@ from common.data import Batch, pad_to_longest
 from common.evaluation import Examples, Metrics
 from common.tasks.encoder import (
     BERT_TP_PLAN,
+    Embedder,
     always_mask,
     exported_tokenizer,
     freeze_key_biases,
@@ -61,35 +61,6 @@ class Config(RunConfig):
     hidden_size: int = flag(64, "width of the model, and of the vectors", minimum=1)
     dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
     model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
-
-
-class Embedder(nn.Module):
-    """Vectors of length 1: the means of an encoder's last hidden states.
-
-    The encoder has the name that it has in transformers' models with heads, so that `AutoModel` loads the export.
-
-    Args:
-        encoder: a model of transformers.
-        pad: token that fills up texts.
-        temperature: at the start.
-    """
-
-    def __init__(self, encoder: Any, pad: int, temperature: float):
-        super().__init__()
-        self.config, self._no_split_modules = encoder.config, encoder._no_split_modules
-        self.name, self.pad = encoder.base_model_prefix, pad
-        self.add_module(self.name, encoder)
-        self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)]))
-
-    def forward(self, query: Tensor, document: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(vectors of the queries, vectors of the documents, 1 / temperature for each pair)"""
-        return self.vectors(query), self.vectors(document), self.log_scale.exp().expand(len(query))
-
-    def vectors(self, tokens: Tensor) -> Tensor:
-        """(batch, length) -> (batch, hidden)"""
-        mask = (tokens != self.pad).long()
-        hidden = self.get_submodule(self.name)(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
-        return F.normalize((hidden * mask[..., None]).sum(1), dim=-1)  # the mean's length does not matter
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

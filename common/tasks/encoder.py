@@ -1,11 +1,14 @@
-"""Encoders of transformers that classify texts, and a tokenizer whose tokens are words."""
+"""Encoders of transformers that classify texts or give their vectors, and a tokenizer whose tokens are words."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -98,6 +101,35 @@ def freeze_key_biases(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if name.endswith("attention.self.key.bias"):
             weight.requires_grad_(False)
+
+
+class Embedder(nn.Module):
+    """Vectors of length 1: the means of an encoder's last hidden states.
+
+    The encoder has the name that it has in transformers' models with heads, so that `AutoModel` loads the export.
+
+    Args:
+        encoder: a model of transformers.
+        pad: token that fills up texts.
+        temperature: at the start.
+    """
+
+    def __init__(self, encoder: Any, pad: int, temperature: float):
+        super().__init__()
+        self.config, self._no_split_modules = encoder.config, encoder._no_split_modules
+        self.name, self.pad = encoder.base_model_prefix, pad
+        self.add_module(self.name, encoder)
+        self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)]))
+
+    def forward(self, query: Tensor, document: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(vectors of the queries, vectors of the documents, 1 / temperature for each pair)"""
+        return self.vectors(query), self.vectors(document), self.log_scale.exp().expand(len(query))
+
+    def vectors(self, tokens: Tensor) -> Tensor:
+        """(batch, length) -> (batch, hidden)"""
+        mask = (tokens != self.pad).long()
+        hidden = self.get_submodule(self.name)(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
+        return F.normalize((hidden * mask[..., None]).sum(1), dim=-1)  # the mean's length does not matter
 
 
 def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizerFast:
