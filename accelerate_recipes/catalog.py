@@ -29,6 +29,7 @@ FLAGS: dict[tuple[str, str], str | None] = {
     ("transformer", "pipeline_parallel"): "--pipeline_stages 2",
     ("text_classification", "pipeline_parallel"): None,
     ("embeddings", "pipeline_parallel"): None,
+    ("image_classification", "pipeline_parallel"): None,
     ("finetune", "pipeline_parallel"): "--pipeline_stages 2",
     ("diffusion", "pipeline_parallel"): None,
     ("preferences", "pipeline_parallel"): "--pipeline_stages 2",

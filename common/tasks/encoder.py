@@ -96,10 +96,10 @@ def always_mask(model: PreTrainedModel) -> None:
 
 
 def freeze_key_biases(model: nn.Module) -> None:
-    """Freezes the key biases of a BERT. They add the same number to all scores of a query, so their gradient is zero
-    but for rounding. Adam would turn the rounding into steps, which differ between layouts."""
+    """Freezes the key biases of an encoder. They add one number to all scores of a query, so their gradient is zero but
+    for rounding. Adam would turn the rounding into steps, which differ between layouts."""
     for name, weight in model.named_parameters():
-        if name.endswith("attention.self.key.bias"):
+        if name.endswith((".key.bias", ".k_proj.bias")):
             weight.requires_grad_(False)
 
 

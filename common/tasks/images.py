@@ -199,11 +199,10 @@ def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
 
 def _load_table(data: str, max_samples: int | None) -> tuple[Images, Images]:
     """Loads a dataset of the Hub, or a folder in the same layout."""
-    splits = [_columns(data, split) for split in load_splits(data, ADVICE, max_samples)]
+    splits = [columns(data, split) for split in load_splits(data, ADVICE, max_samples)]
     num_images = sum(len(files) for files, _, _ in splits)
     feature = splits[0][2]
-    num_classes = getattr(feature, "num_classes", None) or 1 + max(int(labels.max()) for _, labels, _ in splits)
-    classes = getattr(feature, "names", None) or [str(number) for number in range(num_classes)]
+    classes = class_names(feature, 1 + max(int(labels.max()) for _, labels, _ in splits))
     first = _decoded(splits[0][0], [0])
     num_bytes = first[0].size * num_images * local_world_size()  # each process would hold all images
     parts: list[Images]
@@ -211,7 +210,7 @@ def _load_table(data: str, max_samples: int | None) -> tuple[Images, Images]:
         images = [_all_decoded(files) for files, _, _ in splits]
         shape = _shape([image for part in images for image in part])
         parts = [
-            ImageDataset(_stacked(part, range(len(part)), shape), labels, num_classes, classes)
+            ImageDataset(_stacked(part, range(len(part)), shape), labels, len(classes), classes)
             for part, (_, labels, _) in zip(images, splits)
         ]
     else:
@@ -224,7 +223,12 @@ def _load_table(data: str, max_samples: int | None) -> tuple[Images, Images]:
     return _divided(parts[0]) if len(parts) == 1 else (parts[0], parts[1])
 
 
-def _columns(data: str, split: Any) -> tuple[Any, torch.Tensor, Any]:
+def class_names(feature: Any, num_classes: int) -> list[str]:
+    """The names of the classes in a column of this type, or the numbers of so many."""
+    return getattr(feature, "names", None) or [str(number) for number in range(num_classes)]
+
+
+def columns(data: str, split: Any) -> tuple[Any, torch.Tensor, Any]:
     """(the column with the images, not decoded; their classes; the type of the classes). Raises UsageError."""
     import datasets  # not at the top: the import takes seconds
 

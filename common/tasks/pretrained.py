@@ -20,7 +20,9 @@ from ..errors import UsageError, first_line
 from ..parallel.on_disk import leave_on_disk, made_up, on_disk
 
 
-def load(kind: Any, name_or_path: str, expected: str, **options: Any) -> tuple[Any, Any, list[str]]:
+def load(
+    kind: Any, name_or_path: str, expected: str, tokenizes: bool = True, **options: Any
+) -> tuple[Any, Any, list[str]]:
     """Loads a model in float32 and its tokenizer. transformers prints nothing.
 
     If safetensors files hold exactly the weights of the model, the weights stay on disk until `fit` fills each process.
@@ -29,6 +31,7 @@ def load(kind: Any, name_or_path: str, expected: str, **options: Any) -> tuple[A
         kind: a class with `from_pretrained`, such as `AutoModelForCausalLM`.
         name_or_path: folder or Hub id.
         expected: what should be there, for the message.
+        tokenizes: whether there is a tokenizer; else that is None.
         options: for `from_pretrained`.
 
     Returns:
@@ -41,7 +44,7 @@ def load(kind: Any, name_or_path: str, expected: str, **options: Any) -> tuple[A
     logging.set_verbosity(logging.CRITICAL)
     options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path) if tokenizes else None
         dtype = AutoConfig.from_pretrained(name_or_path).dtype
         model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
         if not _left_on_disk(model, name_or_path):

@@ -47,7 +47,7 @@ def test_every_config_and_recipe_is_tested() -> None:
 
 
 # The other configs divide these models like those of the recipes before them; `make test-full` runs all.
-SLOW = ("text classification", "embeddings", "finetune", "diffusion", "preferences")
+SLOW = ("text classification", "embeddings", "finetune", "diffusion", "preferences", "image classification")
 OFTEN = ("ddp", "fsdp2", "tensor_parallel", "pipeline_parallel", "deepspeed_zero3")
 
 

@@ -90,7 +90,10 @@ def outputs_of(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
-    ["linear_regression", "transformer", "text_classification", "embeddings", "finetune", "diffusion", "preferences"],
+    [
+        *("linear_regression", "transformer", "text_classification", "embeddings", "finetune", "diffusion"),
+        *("preferences", "image_classification"),
+    ],
 )
 def test_notebook_trains_another_recipe_by_one_other_import(tmp_path: Path, recipe: str) -> None:
     notebook = nbformat.read(ROOT / "recipes" / "notebook.ipynb", as_version=4)

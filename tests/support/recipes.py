@@ -9,6 +9,7 @@ TEXT_CLASSIFICATION = "recipes/text_classification.py"
 EMBEDDINGS = "recipes/embeddings.py"
 FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
+IMAGE_CLASSIFICATION = "recipes/image_classification.py"
 PREFERENCES = "recipes/preferences.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
@@ -45,6 +46,8 @@ CLASSES = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --l
 PAIRS = CLASSES + " --temperature 0.2"
 CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
 PICTURES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
+SHAPES = "--image_size 16 --patch_size 8 --hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 "
+SHAPES += "--eval_every 20"
 RECIPES = {
     "mnist cnn": (MNIST, STEPS),
     "mnist mlp": (MNIST, STEPS + "--model mlp"),
@@ -55,10 +58,12 @@ RECIPES = {
     "finetune": (FINETUNE, STEPS + CHATS),
     "diffusion": (DIFFUSION, STEPS + PICTURES),
     "preferences": (PREFERENCES, STEPS + CHATS),
+    "image classification": (IMAGE_CLASSIFICATION, STEPS + SHAPES),
 }
 # Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
 WITH_LAYER_PLAN = (
     *("mnist mlp", "transformer", "text classification", "embeddings", "finetune", "diffusion", "preferences"),
+    "image classification",
 )
 DIVIDED = {
     "tensor_parallel": WITH_LAYER_PLAN,

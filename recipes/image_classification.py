@@ -1,0 +1,130 @@
+"""Classify pictures of all sizes: a small vision transformer (ViT) from scratch, or a pretrained model of transformers.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/image_classification.py
+
+Data: 1,500 drawn shapes in all colours, sizes and places. Or a folder with a sub-folder for each class, parquet files,
+or a Hub id.
+Expect: 95 % of the held-out shapes are recognised. confusion.png shows which are taken for which.
+Time: a minute and a half on two CPU cores.
+
+To train on your own pictures, or to continue from a pretrained model, all of it or its head alone:
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/image_classification.py --data path/to/folder \\
+        --image_size 64 --num_workers 2
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/image_classification.py --data path/to/folder \\
+        --model_name_or_path path/or/hub-id --learning_rate 1e-3 --freeze_backbone --epochs 3 --num_workers 2
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from transformers.utils.logging import disable_progress_bar
+
+from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
+from common.data import Batch
+from common.tasks.encoder import freeze_key_biases
+from common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
+from common.tasks.pretrained import load
+
+LAYER_PLAN = {
+    **{f"vit.layers.*.attention.{name}_proj": "colwise" for name in "qkv"},
+    **{f"vit.layers.*.{name}": "rowwise" for name in ("attention.o_proj", "mlp.fc2")},
+    "vit.layers.*.mlp.fc1": "colwise",
+}
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    """The flags of this recipe, and its defaults for the shared flags."""
+
+    data: str = "shapes"
+    epochs: int = 40
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    warmup_steps: int = 50
+    lr_schedule: Schedule = "cosine"
+    weight_decay: float = 0.05
+    log_every: int = 50
+    eval_every: int | None = 200
+    max_samples: int | None = flag(None, "stream this many pictures of a data set and keep them, not all", minimum=1)
+    least_area: float = flag(0.6, "least share of a picture that a random cut keeps", above=0, below=1.001)
+    label_smoothing: float = flag(0.1, "share of the target that all classes divide", minimum=0, below=1)
+    image_size: int = flag(32, "pixels a side; a pretrained model has its own", minimum=1)
+    patch_size: int = flag(4, "a token is a square of so many pixels a side", minimum=1)
+    hidden_size: int = flag(64, "width of the model", minimum=1)
+    num_layers: int = flag(4, "layers of the model", minimum=1)
+    num_heads: int = flag(4, "attention heads", minimum=1)
+    freeze_backbone: bool = flag(False, "train the head alone")
+    model_name_or_path: str | None = flag(None, "continue from this image classifier (folder or Hub id)")
+
+
+def make_forward_step(label_smoothing: float, num_classes: int) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
+    """`forward_step` for the flags."""
+
+    def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        logits, label = model(pixel_values=batch["image"]).logits.float(), batch["label"]
+        best = logits.topk(min(5, num_classes)).indices
+        return {
+            "loss": F.cross_entropy(logits, label, reduction="none", label_smoothing=label_smoothing),
+            "accuracy": (best[:, 0] == label).float(),
+            "top_5_accuracy": (best == label[:, None]).any(1).float(),
+            "predicted": best[:, 0],
+            "label": label,
+        }
+
+    return forward_step
+
+
+def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
+    """Returns (model, what it expects of a picture). Raises UsageError for wrong sizes or a wrong path."""
+    names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+    if path := config.model_name_or_path:
+        model, _, new = load(AutoModelForImageClassification, path, "image classifier", tokenizes=False, **names)
+        if new:
+            print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
+        freeze_key_biases(model)
+        return model, PhotoFormat.of(path)
+    if config.image_size % config.patch_size or config.hidden_size % config.num_heads:
+        raise UsageError(
+            f"--patch_size {config.patch_size} must divide --image_size {config.image_size}, and --num_heads "
+            f"{config.num_heads} --hidden_size {config.hidden_size}: type multiples"
+        )
+    shape = ViTConfig(
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=4 * config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        qkv_bias=False,  # that of the keys has no gradient but rounding, which Adam would turn into steps
+        **names,
+    )
+    model = ViTForImageClassification(shape)
+    model.tp_plan = LAYER_PLAN
+    return model, PhotoFormat(config.image_size)
+
+
+def main(config: Config) -> Callable[[], None]:
+    """Trains. Returns what the main process does alone afterwards: draw which classes are taken for which."""
+    disable_progress_bar()
+    accelerator = start(config)
+    train, evaluation = load_photos(config.data, config.max_samples)
+    model, form = build(config, train.classes)
+    if config.freeze_backbone:
+        model.base_model.requires_grad_(False)
+    optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
+    forward_step = make_forward_step(config.label_smoothing, len(train.classes))
+    sets = Photos(train, form, config.least_area), Photos(evaluation, form, None)
+    confusion = Confusion(train.classes)
+    fit(accelerator, model, optimizer, forward_step, *sets, config, examples=confusion, export=form.write)
+    return partial(confusion.write, config.output_dir / "confusion.png")
+
+
+if __name__ == "__main__":
+    run(main, Config)

@@ -1,0 +1,92 @@
+"""Promise: pictures of all sizes are classified well, and the exported model is one of transformers."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from common.tasks.photos import Confusion
+from support.launching import fork
+from support.recipes import RECIPES
+from support.runs import refused
+
+SCRIPT, ARGUMENTS = RECIPES["image classification"]
+COLOURS = {"blue": (20, 20, 200), "red": (200, 20, 20)}
+
+
+def write_pictures(folder: Path) -> None:
+    generator = random.Random(0)
+    for name, colour in COLOURS.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(30):
+            size = generator.randint(10, 40), generator.randint(10, 40)
+            Image.new("RGB", size, colour).save(folder / name / f"{number}.png")
+
+
+def write_classifier(folder: Path) -> None:
+    """A small vision transformer with a head for 3 classes, and the settings of its pictures."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTForImageClassification(ViTConfig(image_size=12, patch_size=4, num_labels=3, **shape)).save_pretrained(folder)
+    settings = {"size": {"height": 12, "width": 12}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.2]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("flags", ["", pytest.param("--freeze_backbone --num_workers 1", marks=pytest.mark.full)])
+def test_pretrained_model_learns_a_folder_of_pictures(tmp_path: Path, flags: str) -> None:
+    from transformers import ViTForImageClassification
+
+    write_pictures(tmp_path / "pictures")
+    write_classifier(tmp_path / "classifier")
+    flags += f" --data {tmp_path}/pictures --model_name_or_path {tmp_path}/classifier --batch_size 16 --max_steps 30"
+    run = fork(tmp_path / "run", "ddp", SCRIPT, f"{flags} --learning_rate 1e-2 --warmup_steps 0 --eval_every 30")
+    for name in ("accuracy", "top_5_accuracy", "balanced_accuracy"):
+        assert run.column(f"eval/{name}")[-1] == 1
+    model = ViTForImageClassification.from_pretrained(run.output_dir / "model").eval()
+    settings = json.loads((run.output_dir / "model" / "preprocessor_config.json").read_text())
+    assert settings["size"] == {"height": 12, "width": 12}
+    for name, colour in COLOURS.items():
+        pixels = (torch.tensor(colour) / 255 - torch.tensor(settings["image_mean"])) / torch.tensor(
+            settings["image_std"]
+        )
+        logits = model(pixel_values=pixels.view(1, 3, 1, 1).expand(1, 3, 12, 12)).logits
+        assert model.config.id2label[int(logits.argmax())] == name
+    with Image.open(run.output_dir / "confusion.png") as picture:
+        assert numpy.asarray(picture).std() > 0
+
+
+@pytest.mark.full
+def test_accuracy(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "ddp", SCRIPT)
+    assert run.column("eval/accuracy")[-1] > 0.9
+
+
+def test_confusion_counts() -> None:
+    confusion = Confusion(["a", "b", "c"])
+    found = confusion({"label": torch.tensor([0, 0, 0, 0, 1]), "predicted": torch.tensor([0, 0, 0, 2, 1])})
+    assert found == {"balanced_accuracy": pytest.approx((3 / 4 + 1) / 2)}  # no picture of class c
+    assert confusion.counts is not None and confusion.counts.tolist() == [[3, 0, 1], [0, 1, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--patch_size 5", "--patch_size 5 must divide --image_size 16"),
+        ("--data nowhere", "--data nowhere: no such folder"),
+        ("--data DAMAGED", "picture 3 cannot be read"),
+        ("--data GOOD --model_name_or_path NONE", "no image classifier there"),
+    ],
+)
+def test_wrong_flags(tmp_path: Path, flags: str, line: str) -> None:
+    for name in ("good", "damaged"):
+        write_pictures(tmp_path / name)
+    (tmp_path / "damaged" / "blue" / "11.png").write_bytes(b"no picture")  # the fourth in the order of names
+    for name in ("good", "damaged", "none"):
+        flags = flags.replace(name.upper(), str(tmp_path / name))
+    assert line in refused(fork(tmp_path / "run", "single", SCRIPT, f"{ARGUMENTS} {flags}", succeeds=False))
