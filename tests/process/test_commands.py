@@ -67,6 +67,8 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     (tmp_path / "path" / "to" / "pairs.csv").write_text("\n".join(pairs))
     chat = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]}
     (tmp_path / "path" / "to" / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 40))
+    pair = {"prompt": "one two", "chosen": "three", "rejected": "four"}
+    (tmp_path / "path" / "to" / "pairs.jsonl").write_text("\n".join([json.dumps(pair)] * 40))
     for name in ("file.txt", "tinyshakespeare.txt"):
         (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
     (tmp_path / "path" / "to" / "run.yaml").write_text("batch_size: 32\nmax_steps: 20\n")
