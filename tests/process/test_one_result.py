@@ -46,14 +46,21 @@ def test_every_config_and_recipe_is_tested() -> None:
     assert {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py")} == {s for s, _ in RECIPES.values()}
 
 
-# The other configs divide these models like those of the recipes before them; `make test-full` runs all.
-SLOW = ("text classification", "embeddings", "finetune", "diffusion", "preferences", "image classification")
-OFTEN = ("ddp", "fsdp2", "tensor_parallel", "pipeline_parallel", "deepspeed_zero3")
+# {recipe: the configs of `make test`}. The others divide its model like that of a recipe before it; `make test-full` runs
+# all.
+OFTEN = {
+    "text classification": ("ddp", "tensor_parallel", "deepspeed_zero3"),
+    "embeddings": ("ddp", "deepspeed_zero3"),
+    "finetune": ("ddp", "fsdp2", "pipeline_parallel"),
+    "diffusion": ("ddp", "tensor_parallel"),
+    "preferences": ("ddp", "fsdp2", "pipeline_parallel"),
+    "image classification": ("ddp", "fsdp2"),
+}
 
 
 def pair(config: str, recipe: str) -> Any:
     """A parameter of a test, with its marks."""
-    is_rare = recipe in SLOW and config not in OFTEN
+    is_rare = config not in OFTEN.get(recipe, FLOAT32_CONFIGS)
     marks = pytest.mark.quick if config == "ddp" else pytest.mark.full if is_rare else []
     return pytest.param(config, recipe, marks=marks)
 
