@@ -46,8 +46,8 @@ def test_every_config_and_recipe_is_tested() -> None:
     assert {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py")} == {s for s, _ in RECIPES.values()}
 
 
-# {recipe: the configs of `make test`}. The others divide its model like that of a recipe before it; `make test-full` runs
-# all.
+# {recipe: the configs of `make test`}. The others divide its model like that of a recipe before it. `make test-full`
+# runs all.
 OFTEN = {
     "text classification": ("ddp", "tensor_parallel", "deepspeed_zero3"),
     "embeddings": ("ddp", "deepspeed_zero3"),
