@@ -2,10 +2,10 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/image_classification.py
 
-Data: 1,500 drawn shapes in all colours, sizes and places. Or a folder with a sub-folder for each class, parquet files,
+Data: 3,000 drawn shapes in all colours, sizes and places. Or a folder with a sub-folder for each class, parquet files,
 or a Hub id.
-Expect: 95 % of the held-out shapes are recognised. confusion.png shows which are taken for which.
-Time: a minute and a half on two CPU cores.
+Expect: 98 % of the held-out shapes are recognised. confusion.png shows which are taken for which.
+Time: a quarter of a minute on two CPU cores.
 
 To train on your own pictures, or to continue from a pretrained model, all of it or its head alone:
 
@@ -44,9 +44,9 @@ class Config(RunConfig):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "shapes"
-    epochs: int = 40
+    epochs: int = 15
     batch_size: int = 64
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     warmup_steps: int = 50
     lr_schedule: Schedule = "cosine"
     weight_decay: float = 0.05
@@ -56,7 +56,7 @@ class Config(RunConfig):
     least_area: float = flag(0.6, "least share of a picture that a random cut keeps", above=0, below=1.001)
     label_smoothing: float = flag(0.1, "share of the target that all classes divide", minimum=0, below=1)
     image_size: int = flag(32, "pixels a side; a pretrained model has its own", minimum=1)
-    patch_size: int = flag(4, "a token is a square of so many pixels a side", minimum=1)
+    patch_size: int = flag(8, "a token is a square of so many pixels a side", minimum=1)
     hidden_size: int = flag(64, "width of the model", minimum=1)
     num_layers: int = flag(4, "layers of the model", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
@@ -102,6 +102,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
         intermediate_size=4 * config.hidden_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
+        initializer_range=0.1,  # that of large models, 0.02, trains a narrow one slowly
         qkv_bias=False,  # that of the keys has no gradient but rounding, which Adam would turn into steps
         **names,
     )

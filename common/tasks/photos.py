@@ -19,7 +19,7 @@ from .images import class_names, columns
 from .sources import hold_out, load_splits
 
 HELD_OUT = 5  # one picture in so many is for evaluation, if the source has no evaluation part
-NUM_DRAWN = 1500
+NUM_DRAWN = 3000
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 SETTINGS = "preprocessor_config.json"  # of transformers, with the size and colours that a model expects
 ADVICE = "type --data shapes for the embedded pictures, or the path of a folder with a sub-folder for each class"
@@ -186,11 +186,9 @@ def _drawn() -> Source:
 
 def _draw(shape: str, generator: random.Random) -> Image.Image:
     width, height = generator.randint(40, 80), generator.randint(40, 80)
-    ground, colour = ([generator.randint(0, 255) for _ in range(3)] for _ in range(2))
-    if sum(abs(one - other) for one, other in zip(ground, colour)) < 200:
-        colour = [(one + 128) % 256 for one in ground]
+    ground, colour = ([generator.randint(*limits) for _ in range(3)] for limits in ((0, 110), (120, 255)))
     picture = Image.new("RGB", (width, height), tuple(ground))
-    radius = min(width, height) * generator.uniform(0.25, 0.42)
+    radius = min(width, height) * generator.uniform(0.3, 0.45)
     x, y = generator.uniform(radius, width - radius), generator.uniform(radius, height - radius)
     draw, turn = ImageDraw.Draw(picture), generator.uniform(-0.3, 0.3) - math.pi / 2
     if shape in ("circle", "ring"):
