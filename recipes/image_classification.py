@@ -32,6 +32,7 @@ from common.tasks.encoder import freeze_key_biases
 from common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
 from common.tasks.pretrained import load
 
+KEY_BIASES = ("attention.k_proj.bias", "attention.attention.key.bias")
 LAYER_PLAN = {
     **{f"vit.layers.*.attention.{name}_proj": "colwise" for name in "qkv"},
     **{f"vit.layers.*.{name}": "rowwise" for name in ("attention.o_proj", "mlp.fc2")},
@@ -88,7 +89,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
         model, _, new = load(AutoModelForImageClassification, path, "image classifier", tokenizes=False, **names)
         if new:
             print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
-        freeze_key_biases(model)
+        freeze_key_biases(model, KEY_BIASES)
         return model, PhotoFormat.of(path)
     if config.image_size % config.patch_size or config.hidden_size % config.num_heads:
         raise UsageError(
@@ -107,7 +108,8 @@ def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
         **names,
     )
     model = ViTForImageClassification(shape)
-    model.tp_plan = LAYER_PLAN
+    if hasattr(model.vit, "layers"):  # transformers 5.5 has other names, and cannot divide the heads
+        model.tp_plan = LAYER_PLAN
     return model, PhotoFormat(config.image_size)
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,10 @@ class PhotoFormat:
         content = {
             "image_processor_type": "ViTImageProcessor",
             "do_resize": True,
-            "size": {"height": self.size, "width": self.size},
+            "size": {"shortest_edge": self.size},  # then the middle square, as in an evaluation
+            "resample": int(Image.Resampling.BILINEAR),
+            "do_center_crop": True,
+            "crop_size": {"height": self.size, "width": self.size},
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
@@ -156,6 +159,13 @@ def load_photos(data: str, max_samples: int | None = None) -> tuple[Source, Sour
         parts = [_drawn()]
     else:
         parts = [_of_split(data, split) for split in load_splits(data, ADVICE, max_samples)]
+    # The evaluation may have more classes than the training.
+    parts = [replace(part, classes=max((other.classes for other in parts), key=len)) for part in parts]
+    if len({*parts[0].labels}) < 2:
+        raise UsageError(
+            f"--data {data} has pictures of one class: expected two or more, such as a sub-folder for each; --max_samples "
+            "takes the first pictures"
+        )
     if len(parts) == 2:
         return parts[0], parts[1]
     rest, held_out = hold_out(len(parts[0].labels), HELD_OUT)
@@ -233,20 +243,24 @@ class Confusion:
         sizes = self.counts.sum(1)
         return {"balanced_accuracy": float((self.counts.diag() / sizes)[sizes > 0].mean())}
 
-    def write(self, path: Path, cell: int = 24) -> None:
-        """Draws the counts, a row for each class and a column for each predicted one, darker for a larger share."""
+    def write(self, path: Path) -> None:
+        """Draws the counts, a row for each class and a column for each predicted one, darker for a larger share. Words
+        and numbers only if there is room."""
         if self.counts is None:  # a run that was already done
             return
-        shares = self.counts / self.counts.sum(1, keepdim=True).clamp(min=1)
-        label = 8 * max(map(len, self.classes))
-        picture = Image.new("RGB", (label + cell * len(shares), cell * len(shares)), "white")
+        cell = max(2, min(24, 1600 // len(self.classes)))
+        has_room, sizes = cell >= 16, self.counts.sum(1).tolist()
+        label = 8 * max(map(len, self.classes)) if has_room else 0
+        picture = Image.new("RGB", (label + cell * len(sizes), cell * len(sizes)), "white")
         draw = ImageDraw.Draw(picture)
-        for row, name in enumerate(self.classes):
+        for row, name in enumerate(self.classes if has_room else ()):
             draw.text((2, cell * row + cell // 4), name, fill="black")
-            for column, share in enumerate(shares[row].tolist()):
-                left, top, light = label + cell * column, cell * row, round(255 * (1 - share))
-                draw.rectangle((left, top, left + cell - 2, top + cell - 2), fill=(light, light, 255))
-                if count := int(self.counts[row, column]):
-                    draw.text((left + 2, top + cell // 4), str(count), fill="black" if share < 0.5 else "white")
+        for row, column in self.counts.nonzero().tolist():
+            count = int(self.counts[row, column])
+            left, top, share = label + cell * column, cell * row, count / sizes[row]
+            light = round(255 * (1 - share))
+            draw.rectangle((left, top, left + cell - 2, top + cell - 2), fill=(light, light, 255))
+            if has_room:
+                draw.text((left + 2, top + cell // 4), str(count), fill="black" if share < 0.5 else "white")
         picture.save(path)
         print(f"{path}: a row for each class, a column for each predicted one")

@@ -50,7 +50,7 @@ def test_pretrained_model_learns_a_folder_of_pictures(tmp_path: Path, flags: str
         assert run.column(f"eval/{name}")[-1] == 1
     model = ViTForImageClassification.from_pretrained(run.output_dir / "model").eval()
     settings = json.loads((run.output_dir / "model" / "preprocessor_config.json").read_text())
-    assert settings["size"] == {"height": 12, "width": 12}
+    assert settings["crop_size"] == {"height": 12, "width": 12}
     for name, colour in COLOURS.items():
         pixels = (torch.tensor(colour) / 255 - torch.tensor(settings["image_mean"])) / torch.tensor(
             settings["image_std"]
