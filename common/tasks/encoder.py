@@ -96,9 +96,9 @@ def always_mask(model: PreTrainedModel) -> None:
 
 
 def freeze_key_biases(model: nn.Module, names: tuple[str, ...] = ("attention.self.key.bias",)) -> None:
-    """Freezes the key biases of an encoder, the weights whose names end so. They add one number to all scores of a query,
-    so their gradient is zero but for rounding. Adam would turn the rounding into steps, which differ between layouts.
-    Not for an encoder that turns its keys by their positions: there the gradient is real."""
+    """Freezes the key biases of an encoder, the weights whose names end so. They add one number to all scores of a
+    query, so their gradient is zero but for rounding. Adam would turn the rounding into steps, which differ between
+    layouts. Not for an encoder that turns its keys by their positions: there the gradient is real."""
     for name, weight in model.named_parameters():
         if name.endswith(names):
             weight.requires_grad_(False)

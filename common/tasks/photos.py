@@ -163,8 +163,8 @@ def load_photos(data: str, max_samples: int | None = None) -> tuple[Source, Sour
     parts = [replace(part, classes=max((other.classes for other in parts), key=len)) for part in parts]
     if len({*parts[0].labels}) < 2:
         raise UsageError(
-            f"--data {data} has pictures of one class: expected two or more, such as a sub-folder for each; --max_samples "
-            "takes the first pictures"
+            f"--data {data} has pictures of one class: expected two or more, such as a sub-folder for each; "
+            "--max_samples takes the first pictures"
         )
     if len(parts) == 2:
         return parts[0], parts[1]
