@@ -17,8 +17,8 @@ DATA_PARALLEL = {"single": 1, "tensor_parallel": 1, "hsdp": 4}  # ranks with sam
 def cases() -> list[Any]:
     """(config, accumulation); `make test-full` runs all."""
     configs = [config for config in FLOAT32_CONFIGS if config != "pipeline_parallel"]
-    shards = ("fsdp2", "hsdp", "tensor_parallel", "fsdp2_tensor_parallel", "deepspeed_zero2", "deepspeed_zero3")
-    often = {("single", 4), ("ddp", 1), ("ddp", 4), *((config, 2) for config in shards)}
+    shards = ("fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")
+    often = {("single", 4), ("ddp", 4), *((config, 2) for config in shards)}
     return [
         pytest.param(config, count, marks=[] if (config, count) in often else pytest.mark.full)
         for config in configs
