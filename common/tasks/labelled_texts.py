@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..errors import UsageError
-from .sources import hold_out, load_splits
+from .sources import check_columns, hold_out, load_splits
 
 # Packages that every Python has, without parts that a distribution may leave out.
 PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "unittest")
@@ -114,10 +114,7 @@ def _standard_library() -> list[tuple[str, str]]:
 
 
 def _rows(data: str, split: Any, text_column: str, label_column: str) -> list[tuple[str, str]]:
-    names = list(split.column_names)
-    for flag, name in (("--text_column", text_column), ("--label_column", label_column)):
-        if name not in names:
-            raise UsageError(f"--data {data} has no column {name}: type {flag} with one of {', '.join(names)}")
+    check_columns(data, split, {"--text_column": text_column, "--label_column": label_column})
     name_of = getattr(split.features[label_column], "int2str", str)  # a class of `datasets` knows its names
     texts, labels = split[text_column], split[label_column]
     for row, (text, label) in enumerate(zip(texts, labels), start=1):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import UsageError
-from .sources import hold_out, load_splits
+from .sources import check_columns, hold_out, load_splits
 
 # Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.
 MODULES = (
@@ -99,11 +99,8 @@ def _standard_library() -> list[Pair]:
 
 def _rows(data: str, split: Any, query_column: str, document_column: str) -> list[Pair]:
     columns = []
-    for flag, name in (("--query_column", query_column), ("--document_column", document_column)):
-        if name not in split.column_names:
-            raise UsageError(
-                f"--data {data} has no column {name}: type {flag} with one of {', '.join(split.column_names)}"
-            )
+    check_columns(data, split, {"--query_column": query_column, "--document_column": document_column})
+    for name in (query_column, document_column):
         for row, text in enumerate(split[name], start=1):
             if not isinstance(text, str) or not text.strip():
                 raise UsageError(f"--data {data}: row {row} has no text in column {name}: remove the row or fill it")

@@ -62,6 +62,15 @@ def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[
     return [splits[name].with_format(None) for name in names]
 
 
+def check_columns(data: str, split: Any, columns: dict[str, str]) -> None:
+    """Raises UsageError unless the split has these columns, {flag that names a column: its name}."""
+    for flag, name in columns.items():
+        if name not in split.column_names:
+            raise UsageError(
+                f"--data {data} has no column {name}: type {flag} with one of {', '.join(split.column_names)}"
+            )
+
+
 def _names(data: str, splits: Iterable[str]) -> list[str]:
     """The names of the training split and, if there is one, of the evaluation split. Raises UsageError."""
     names = list(splits)
