@@ -105,7 +105,7 @@ def verify_watched(script: Path, flags: list[str], steps: int, output: Path | No
     Raises:
         UsageError: no such script, or it takes no steps.
     """
-    table = Table(sys.stderr if as_json else sys.stdout)
+    file, table = _file_of(script), Table(sys.stderr if as_json else sys.stdout)
     table.begin(["single", "ddp (MULTI_CPU)"])
     with TemporaryDirectory(prefix="verify_") as scratch:
 
@@ -126,7 +126,7 @@ def verify_watched(script: Path, flags: list[str], steps: int, output: Path | No
                 cause = _cause_of_other_repetition(again, single)
         table.add(Row(f"ddp ({ddp.fact('distributed_type')})", len(ddp.processes), difference=difference))
     folder = output or Path("verified") / script.stem
-    write(folder, _file_of(script), flags, len(single.steps), table.rows, cause, as_json)
+    write(folder, file, flags, len(single.steps), table.rows, cause, as_json)
     return int(any(row.is_bad for row in table.rows))
 
 
@@ -145,7 +145,6 @@ def _file_of(script: Path) -> Path:
 
 
 def _watch(script: Path, flags: list[str], steps: int, config: str, folder: Path, how: str = "as it is") -> Watched:
-    _file_of(script)
     folder.mkdir()
     command = [*LAUNCH, "--config_file", str(find_config(config)), str(WATCHED), str(folder), str(steps), how]
     # Without a GPU, Accelerate would run each process of the config alone.
