@@ -3,10 +3,15 @@
 import json
 import os
 import re
-from contextlib import suppress
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+
+MAX_IDS_NAMED = 8
 
 
 class RunError(Exception):
@@ -39,9 +44,70 @@ class HangError(RunError):
     """No step for `--hang_timeout` seconds."""
 
 
+class WorkerError(Exception):
+    """An error of the recipe's own code in a worker of a loader. The message is its line, without "error: "."""
+
+    def __init__(self, line: str, trace: str):
+        super().__init__(line)
+        self.trace = trace  # the traceback, as text
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; the name of its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def place_of(error: BaseException) -> str | None:
+    """The file and line of the recipe's own code that raised the error, or called what did; None if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_own(frame.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
+
+
+def line_of(error: BaseException) -> str:
+    """An error of the recipe's own code in one line: what, where, and its notes, such as the samples."""
+    if isinstance(error, WorkerError):
+        return str(error)
+    process = f"process {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None
+    details = [detail for detail in (place_of(error), process, *getattr(error, "__notes__", ())) if detail]
+    return f"{type(error).__name__}: {first_line(error)}" + (f" ({', '.join(details)})" if details else "")
+
+
+def trace_of(error: BaseException) -> str:
+    """The traceback without the frames of the loop and of packages, but for the last one. Whole, if no frame is the
+    recipe's own."""
+    if isinstance(error, WorkerError):
+        return error.trace
+    whole = traceback.TracebackException.from_exception(error)
+    whole.__notes__ = []  # they are in the line
+    own = [frame for frame in whole.stack[:-1] if _is_own(frame.filename)] + whole.stack[-1:]
+    if any(_is_own(frame.filename) for frame in own):
+        whole.stack = traceback.StackSummary.from_list(own)
+    return "".join(whole.format())
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is the recipe's, or another one of the user's: not of the loop, of a package or of Python."""
+    path, others = Path(file), (sysconfig.get_path("stdlib"), Path(__file__).parent)
+    return "site-packages" not in path.parts and not any(path.is_relative_to(other) for other in others)
+
+
+@contextmanager
+def noted(note: Callable[[], str]) -> Iterator[None]:
+    """Adds a note, such as the samples, to an error in the `with` block; `line_of` shows it."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        error.add_note(note())
+        raise
+
+
+def listed(samples: list[int]) -> str:
+    """Names samples, the first eight of many."""
+    more = ", ..." if len(samples) > MAX_IDS_NAMED else ""
+    return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_IDS_NAMED]))}{more}"
 
 
 # Messages of gloo and NCCL after the process at the other end of a connection has ended.
@@ -81,7 +147,7 @@ def first_failure(error: BaseException) -> Failure:
     elif lost := _LOST_PEER.search(str(error)):
         exit_code, line = 1, f"stopped: another process has ended ({lost[0]}); the launcher's report says how"
     else:
-        exit_code, line = 1, f"{type(error).__name__}: {error}"
+        exit_code, line = 1, f"error: {line_of(error)}"
     mine = Failure(os.getpid(), exit_code, line)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <one folder per attempt>/<local rank>/error.json
     if error_file is None:

@@ -4,8 +4,8 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
 from ..data.batches import Batch, MapDataset, draws_for_batches
-from ..errors import RunError, UsageError, first_line, needs_no_traceback
+from ..errors import RunError, UsageError, first_line, line_of, listed, needs_no_traceback, noted
 from ..layout import Kind
 from ..parallel.engine import Engine, StepResult
 from ..parallel.prepare import Setup
@@ -117,7 +117,7 @@ class FirstSteps:
             path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
             path.write_text(traceback.format_exc())
             raise UsageError(
-                f"{self.layout} cannot train this: {type(error).__name__}: {first_line(error)}{_place(error)}; one "
+                f"{self.layout} cannot train this: {line_of(error)}; one "
                 f"process can: type {self._other_config}; the traceback is in {path}"
             ) from None
 
@@ -135,9 +135,19 @@ class FirstSteps:
         """
         if number in self.numbers:
             return self._checked(engine, number, micro_batches)
-        if number == self.first:
-            return self._watched(engine, number, micro_batches, wants_norm)
-        return engine.step(number, micro_batches, wants_norm)
+        with self._noted(number):
+            if number == self.first:
+                return self._watched(engine, number, micro_batches, wants_norm)
+            return engine.step(number, micro_batches, wants_norm)
+
+    def _noted(self, number: int) -> AbstractContextManager[None]:
+        """Notes the step and its samples at an error in the `with` block."""
+
+        def place() -> str:
+            ids = [ids for _, ids in islice(self.plan.micro_batches(number), self.plan.accumulation)]
+            return f"step {number + 1}, {listed(torch.cat(ids).tolist())}"
+
+        return noted(place)
 
     def _watched(self, engine: Engine, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """The first step of a run that is not checked: only its first forward pass is watched."""
@@ -179,6 +189,7 @@ class FirstSteps:
             self._note_rounding(engine)
         with ExitStack() as entered:
             entered.enter_context(self.translated())
+            entered.enter_context(self._noted(number))
             if number == self.first:
                 values = evaluated(engine.model, forward_step, micro_batches[0])
                 if self.plan.row(0) == 0:
@@ -260,11 +271,3 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _place(error: Exception) -> str:
-    """Where the user's code raised it or called what did, for the message."""
-    ours = Path(__file__).parents[1]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(ours)]
-    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

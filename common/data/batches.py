@@ -3,13 +3,14 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ..config import RunConfig
-from ..errors import UsageError
+from ..errors import UsageError, WorkerError, line_of, listed, noted, trace_of
 from ..plan import Samples
 from ..seeds import CPU, generator_states, seed_batch, seed_sample
 
@@ -186,7 +187,8 @@ def fetch(dataset: MapDataset, ids: list[int], seed: int = 0, epoch: int = 0) ->
     dataset = dataset.dataset if isinstance(dataset, Collated) else dataset
     if hasattr(dataset, "__getitems__"):
         seed_batch(seed, epoch, ids)
-        samples = dataset.__getitems__(ids)
+        with noted(lambda: listed(ids)):
+            samples = dataset.__getitems__(ids)
     else:
         samples = [_sample(dataset, index, seed, epoch) for index in ids]
     seed_batch(seed, ~epoch, ids)
@@ -209,7 +211,8 @@ def draws_for_batches(dataset: MapDataset) -> bool:
 
 def _sample(dataset: MapDataset, index: int, seed: int, epoch: int) -> Any:
     seed_sample(seed, epoch, index)
-    return dataset[index]
+    with noted(lambda: listed([index])):
+        return dataset[index]
 
 
 class _Fetching(Dataset):
@@ -218,20 +221,33 @@ class _Fetching(Dataset):
     def __init__(self, dataset: MapDataset, seed: int):
         self.dataset, self.seed = dataset, seed
 
-    def __getitem__(self, wanted: tuple[int, list[int]]) -> Batch:
+    def __getitem__(self, wanted: tuple[int, list[int]]) -> "Batch | _Failed":
         epoch, ids = wanted
-        return fetch(self.dataset, ids, self.seed, epoch)
+        try:
+            return fetch(self.dataset, ids, self.seed, epoch)
+        except UsageError as error:
+            return _Failed(str(error), None)
+        except Exception as error:
+            return _Failed(line_of(error), trace_of(error))
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What a worker sends instead of a batch: the loader would put its own traceback around the error."""
+
+    line: str
+    trace: str | None
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _from_workers(batches: Iterator[Batch]) -> Iterator[Batch]:
-    try:
-        yield from batches
-    except UsageError as error:  # the loader puts the worker's traceback before the message
-        raise UsageError(str(error).strip().splitlines()[-1].partition(": ")[2]) from None
+def _from_workers(batches: Iterator[Any]) -> Iterator[Batch]:
+    for batch in batches:
+        if isinstance(batch, _Failed):
+            raise UsageError(batch.line) if batch.trace is None else WorkerError(batch.line, batch.trace)
+        yield batch
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 
 from ..command_line import ConfigT, parse
 from ..environment import CODE_FILE, num_machines, num_restarts
-from ..errors import StoppedError, first_failure, needs_no_traceback
+from ..errors import StoppedError, first_failure, needs_no_traceback, trace_of
 from ..records.output_dir import checkpoints
 from ..records.run_card import read_card
 from . import signals
@@ -88,16 +87,13 @@ def report(error: BaseException) -> None:
 
 
 class _ReportedErrors(ErrorHandler):
-    """Writes the one line of the first failure into torchrun's report, instead of a traceback. If the first
-    failure is a bug in this process, it writes the traceback."""
+    """Writes the one line of the first failure into torchrun's report, instead of a traceback."""
 
     def record_exception(self, e: BaseException) -> None:
-        failure = first_failure(e)
-        if failure.is_mine and not needs_no_traceback(e):
-            super().record_exception(e)
-        elif error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            extra = {"py_callstack": failure.line, "timestamp": str(int(time.time()))}
-            Path(error_file).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": extra}}))
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            line = first_failure(e).line
+            extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
 def end(error: BaseException) -> NoReturn:
@@ -105,8 +101,9 @@ def end(error: BaseException) -> NoReturn:
     failure = first_failure(error)
     sys.stdout.flush()
     if failure.is_mine:
-        text = failure.line + "\n" if needs_no_traceback(error) else _own_traceback(error)
-        sys.stderr.write(text)  # one write: between two, another process could write into the line
+        trace = "" if needs_no_traceback(error) else trace_of(error)
+        # One write: between two, another process could write into the line.
+        sys.stderr.write(f"{failure.line}\n{trace}")
         sys.stderr.flush()
     else:
         # When one process ends, torchrun ends the others: the first failure must be printed before.
@@ -118,20 +115,6 @@ def end(error: BaseException) -> NoReturn:
             Path(code_file).write_text(str(failure.exit_code))
     # Not sys.exit: destroying the process group would wait for processes that may wait for this one.
     os._exit(failure.exit_code)
-
-
-def _own_traceback(error: BaseException) -> str:
-    """The traceback from the user's code on: without the frames of the loop that called it. Whole, if the loop itself
-    raised the error."""
-    ours, frames = Path(__file__).parents[1], list(traceback.walk_tb(error.__traceback__))
-    places = [Path(frame.f_code.co_filename).is_relative_to(ours) for frame, _ in frames]
-    start = len(places) - places[::-1].index(True) if True in places else 0  # behind the last frame of the loop
-    if start == len(frames):
-        return "".join(traceback.format_exception(error))
-    trace = error.__traceback__
-    for _ in range(start):
-        trace = trace.tb_next if trace is not None else None
-    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _after_restart(config: ConfigT) -> ConfigT:

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from ..cpu_group import CpuGroup
-from ..errors import NonFiniteError, RunError, StoppedError, UsageError
+from ..errors import NonFiniteError, RunError, StoppedError, UsageError, listed
 from ..parallel.engine import StepResult
 from ..plan import Plan
 from . import signals
@@ -19,7 +19,6 @@ from .advice import advice_for
 from .watchdog import Watchdog
 
 MAX_SKIPS_IN_ROW = 40  # by then a loss scale of 2^16 has fallen to 2^-24
-MAX_IDS_NAMED = 8
 
 
 class Watch:
@@ -138,8 +137,7 @@ class Watch:
         losses = [(rank, *loss) for rank, loss in enumerate(self.group.all_gather(own)) if loss is not None]
         if losses:
             rank, name, value, samples = losses[0]
-            named = ", ".join(map(str, samples[:MAX_IDS_NAMED])) + (", ..." if len(samples) > MAX_IDS_NAMED else "")
-            where = f" in process {rank}, samples {named}"
+            where = f" in process {rank}, {listed(samples)}"
         else:
             first = [int(batch[0]) for batch in self.group.all_gather(ids[0])]
             assert result.grad_norm is not None
