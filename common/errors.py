@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 MAX_IDS_NAMED = 8
+_LOOP = Path(__file__).parent
 
 
 class RunError(Exception):
@@ -74,21 +75,22 @@ def line_of(error: BaseException) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback without the frames of the loop and of packages, but for the last one. Whole, if no frame is the
-    recipe's own."""
+    """The traceback from the recipe's own code on, without the frames of packages, but for the last one. Whole, if the
+    loop itself raised the error."""
     if isinstance(error, WorkerError):
         return error.trace
     whole = traceback.TracebackException.from_exception(error)
     whole.__notes__ = []  # they are in the line
-    own = [frame for frame in whole.stack[:-1] if _is_own(frame.filename)] + whole.stack[-1:]
-    if any(_is_own(frame.filename) for frame in own):
+    calls = [number for number, frame in enumerate(whole.stack) if Path(frame.filename).is_relative_to(_LOOP)]
+    called = whole.stack[max(calls, default=-1) + 1 :]
+    if own := [frame for frame in called if _is_own(frame.filename) or frame is called[-1]]:
         whole.stack = traceback.StackSummary.from_list(own)
     return "".join(whole.format())
 
 
 def _is_own(file: str) -> bool:
     """Whether a file is the recipe's, or another one of the user's: not of the loop, of a package or of Python."""
-    path, others = Path(file), (sysconfig.get_path("stdlib"), Path(__file__).parent)
+    path, others = Path(file), (sysconfig.get_path("stdlib"), _LOOP)
     return "site-packages" not in path.parts and not any(path.is_relative_to(other) for other in others)
 
 

@@ -170,7 +170,7 @@ def test_signal_saves_no_step_whose_gradient_nobody_looked_at(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        ("stuck_error", "RuntimeError: an error in one process"),
+        ("stuck_error", "error: RuntimeError: an error in one process (disturbed.py:"),
         pytest.param(
             "stuck_kill", "stopped: process 1 has ended; the launcher's report says how", marks=pytest.mark.full
         ),
@@ -181,7 +181,7 @@ def test_process_that_waits_for_a_lost_peer_ends(tmp_path: Path, fault: str, exp
     flags = f"{COURSE} --fault {fault} --fault_step 4 --fault_process 1"
     run = launch(tmp_path / "run", "ddp", DISTURBED, flags, env={"OMP_NUM_THREADS": "1"}, succeeds=False)
     assert_ended_soon(run, 20)  # torchrun would kill it after 30 s
-    assert (run.card["status"], run.card["error"]) == ("failed", expected)
+    assert run.card["status"] == "failed" and run.card["error"].startswith(expected)
 
 
 @pytest.mark.xdist_group("hangs")  # a group starts before single tests: one of these waits for 40 s
