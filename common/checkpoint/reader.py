@@ -63,7 +63,7 @@ class Reader:
                 if reads:
                     reader._check_names(name)
             for name, tensor in reader.tensors.items():
-                _check_coverage(name, tensor, reader.content["files"])
+                check_coverage(name, tensor, reader.content["files"])
         except DamagedError as error:
             reason = str(error)
         except RunError as error:
@@ -147,7 +147,8 @@ def _overlap(
     return (starts, ends) if all(start < end for start, end in zip(starts, ends)) else None
 
 
-def _check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) -> None:
+def check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) -> None:
+    """Raises DamagedError unless the parts of a tensor are in these files, and cover its shape without overlap."""
     shape, parts = tensor["shape"], tensor["parts"]
     whole = [0] * len(shape)
     for part in parts:
