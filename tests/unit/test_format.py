@@ -14,8 +14,9 @@ from torch import Tensor
 
 from common.checkpoint.format import DamagedError, WriteError
 from common.checkpoint.reader import Reader, check_coverage
-from common.checkpoint.writer import own_shard, write
+from common.checkpoint.writer import own_shard, remove, write
 from common.cpu_group import CpuGroup
+from common.errors import RunError
 from common.parallel.parts import Part
 from common.records.unrecorded import Unrecorded
 from common.state import TrainState
@@ -258,6 +259,15 @@ def test_version_2_is_read_and_verified(folder: Path) -> None:
     bit_flip(folder / SHARD, 0.9)
     with pytest.raises(DamagedError, match="was altered"):
         Reader.verified(folder, CpuGroup())
+
+
+def test_checkpoint_that_its_run_removes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run keeps few checkpoints. An export reads one that it has verified to its end."""
+    reader, check = Reader.verified(folder, CpuGroup()), Reader._check_file
+    monkeypatch.setattr(Reader, "_check_file", lambda *arguments: remove(folder) or check(*arguments))
+    with pytest.raises(RunError, match=f"{folder} was removed while it was read: type the command again"):
+        Reader.verified(folder, CpuGroup())
+    assert all(torch.equal(reader.tensor(name), expected) for name, expected in tensors().items())
 
 
 def test_what_cannot_be_written_leaves_what_was_there(folder: Path) -> None:
