@@ -31,6 +31,14 @@ class CpuGroup:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each process, in rank order, in rank 0; nothing in the others."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self._group)
+        return values or []
+
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0."""
         return self.all_gather(value if self.rank == 0 else None)[0]

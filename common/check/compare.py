@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.engine import Engine
-from ..parallel.parts import parts_of
+from ..parallel.parts import local, range_of
 from ..plan import Plan
 from .alone import Step
 
@@ -92,9 +92,8 @@ def fingerprints(engine: Engine) -> dict[Any, tuple[float, float]]:
     sums: dict[Any, tuple[float, float]] = {}
     for name, tensor in engine.saved_tensors().items():
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():  # buffers may differ
-            for part in parts_of(name, tensor):
-                value = part.get().detach().double()
-                sums[name, part.offsets, part.sizes] = (float(value.sum()), float(value.norm()))
+            value = local(tensor).detach().double()
+            sums[name, range_of(tensor)] = (float(value.sum()), float(value.norm()))
     return sums
 
 

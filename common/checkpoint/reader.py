@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,12 @@ class Reader:
 
     @classmethod
     def verified(cls, folder: Path, group: CpuGroup) -> "Reader":
-        """Opens a checkpoint and verifies it. Each process reads its share of the files.
+        """Opens a checkpoint and verifies it. Each process reads its share of the files, and checks its share of the
+        tensors.
 
         Raises:
             DamagedError: in all processes, if a file was altered or the files do not hold each tensor completely.
+            RunError: in all processes, if a file cannot be read, or a run has just removed the checkpoint.
         """
         reader = reason = failure = None
         try:
@@ -62,10 +65,12 @@ class Reader:
                 reader._check_file(name, expected, reads)
                 if reads:
                     reader._check_names(name)
-            for name, tensor in reader.tensors.items():
-                _check_coverage(name, tensor, reader.content["files"])
+            for name, tensor in islice(reader.tensors.items(), group.rank, None, group.size):
+                check_coverage(name, tensor, reader.content["files"])
         except DamagedError as error:
             reason = str(error)
+            if reader is not None and not folder.exists():
+                failure = f"{folder} was removed while it was read: type the command again"
         except RunError as error:
             failure = str(error)
         reasons, failures = zip(*group.all_gather((reason, failure)))
@@ -76,29 +81,35 @@ class Reader:
         assert reader is not None
         return reader
 
-    def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
+    def tensor(
+        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None, maps: bool = False
+    ) -> Tensor:
+        """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU. With `maps` it may share the memory of
+        the mapped file with other reads: copy it before a change."""
         entry = self.tensors[name]
         shape = entry["shape"]
         offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
         overlaps = [(part, _overlap(offsets, sizes, part["offsets"], part["sizes"])) for part in entry["parts"]]
         pieces = [(part, overlap) for part, overlap in overlaps if overlap is not None]
         if len(pieces) == 1 or not shape:
-            part, overlap = pieces[0]
-            return self._read(name, part, overlap)
+            mapped = self._mapped(name, *pieces[0])
+            return mapped if maps else mapped.clone()
         result = torch.empty(tuple(sizes), dtype=getattr(torch, entry["dtype"]))
         for part, (starts, ends) in pieces:
             into = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, offsets))
-            result[into] = self._read(name, part, (starts, ends))
+            result[into] = self._mapped(name, part, (starts, ends))
         return result
 
-    def _read(self, name: str, part: dict[str, Any], overlap: tuple[list[int], list[int]]) -> Tensor:
-        if part["file"] not in self._files:
-            self._files[part["file"]] = safe_open(self.folder / part["file"], "pt")
-        file, (starts, ends) = self._files[part["file"]], overlap
+    def _mapped(self, name: str, part: dict[str, Any], overlap: tuple[list[int], list[int]]) -> Tensor:
+        file, (starts, ends) = self._opened(part["file"]), overlap
         local = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, part["offsets"]))
-        tensor = file.get_slice(name)[local] if starts else file.get_tensor(name)
-        return tensor.clone()  # else two reads would share memory, that of the mapped file
+        return file.get_slice(name)[local] if starts else file.get_tensor(name)
+
+    def _opened(self, name: str) -> Any:
+        """A file, open until `close`: it can be read to its end even if a run removes the checkpoint."""
+        if name not in self._files:
+            self._files[name] = safe_open(self.folder / name, "pt")
+        return self._files[name]
 
     def _check_file(self, name: str, expected: dict[str, Any], reads: bool) -> None:
         path = self.folder / name
@@ -117,12 +128,12 @@ class Reader:
         parts = [(name, tensor["dtype"], part) for name, tensor in self.tensors.items() for part in tensor["parts"]]
         said = {name: (dtype, part["sizes"]) for name, dtype, part in parts if part["file"] == file}
         try:
-            with safe_open(self.folder / file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # not a dict
-                    held = opened.get_slice(name)
-                    dtype = (held[:0] if held.get_shape() else opened.get_tensor(name)).dtype
-                    if said.pop(name, None) != (str(dtype).removeprefix("torch."), held.get_shape()):
-                        raise DamagedError(f"{file} holds {name}, which does not match {MANIFEST}")
+            opened = self._opened(file)
+            for name in opened.keys():  # noqa: SIM118  # not a dict
+                held = opened.get_slice(name)
+                dtype = (held[:0] if held.get_shape() else opened.get_tensor(name)).dtype
+                if said.pop(name, None) != (str(dtype).removeprefix("torch."), held.get_shape()):
+                    raise DamagedError(f"{file} holds {name}, which does not match {MANIFEST}")
         except SafetensorError as error:
             raise DamagedError(f"{file}: {error}") from None
         for name in said:
@@ -147,7 +158,8 @@ def _overlap(
     return (starts, ends) if all(start < end for start, end in zip(starts, ends)) else None
 
 
-def _check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) -> None:
+def check_coverage(name: str, tensor: dict[str, Any], files: dict[str, Any]) -> None:
+    """Raises DamagedError unless the parts of a tensor are in these files, and cover its shape without overlap."""
     shape, parts = tensor["shape"], tensor["parts"]
     whole = [0] * len(shape)
     for part in parts:

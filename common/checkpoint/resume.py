@@ -61,8 +61,8 @@ class Checkpoint:
             if here[name].is_meta:
                 leave_on_disk(here[name], self.reader, f"model.{name}")
         in_memory = [name for name in shapes if not here[name].is_meta]
-        # Not strict: a checkpoint of adapters holds them alone.
-        model.load_state_dict({name: self.reader.tensor(f"model.{name}") for name in in_memory}, strict=False)
+        weights = {name: self.reader.tensor(f"model.{name}", maps=True) for name in in_memory}
+        model.load_state_dict(weights, strict=False)  # a checkpoint of adapters holds them alone
 
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads the state of the optimizer of a bare module."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..cpu_group import CpuGroup
 from ..errors import RunError, first_line
-from ..files import flush
 from ..parallel.engine import Engine
 from ..parallel.parts import Part
 from ..records.output_dir import checkpoint_name, checkpoints
@@ -29,7 +28,7 @@ from .writer import Shard, own_shard, remove, write
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
 
-    After the first one the main process also writes the small files of an export, with `export` of `fit`.
+    Before the first one the main process also writes the small files of an export, with `export` of `fit`.
     """
 
     def __init__(
@@ -89,8 +88,10 @@ class Saver:
             "weights": torch.tensor([float(weight) for weight in unrecorded.weights], dtype=torch.float64),
             **{f"metrics.{name}": total for name, total in unrecorded.metric_sums().items()},
         }
-        parts = [Part.whole(f"process_{self._group.rank:05d}.{name}", tensor) for name, tensor in own.items()]
-        shard = own_shard(held + parts, self._group, self._buffers)
+        rank = self._group.rank
+        parts = [Part.whole(f"process_{rank:05d}.{name}", tensor, (rank,)) for name, tensor in own.items()]
+        self._write_model_files()
+        shard = own_shard(held + parts, rank, self._buffers)
         if self._writer is not None:
             self._newest = self._writer.submit(self._write, shard, content).result
         else:
@@ -109,7 +110,6 @@ class Saver:
         wait(self._removals)  # this checkpoint needs the disk space
         try:
             with self._watch.save():
-                _make_folder(folder, group)
                 write(path, shard, content, group)
         except WriteError as error:
             line = f"the checkpoint of step {step} could not be written ({error})"
@@ -119,16 +119,17 @@ class Saver:
                 ) from None
             self._engine.accelerator.print(f"{line}: earlier ones are complete, the run goes on")
             return None
-        self._write_model_files(folder)
         if group.rank == 0:
             oldest = self._own(path, step)[: -config.keep_checkpoints]
             self._removals = [self._remover.submit(_remove, old) for old in oldest]
         return path
 
-    def _write_model_files(self, folder: Path) -> None:
+    def _write_model_files(self) -> None:
         if self._has_model_files:
             return
+        folder = self._engine.plan.config.output_dir / "checkpoints"
         try:
+            folder.mkdir(exist_ok=True)
             write_model_files(self._engine, folder / MODEL_FILES, self._export)
             self._has_model_files = True
         except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.
@@ -155,16 +156,3 @@ def _remove(old: Path) -> None:
         remove(old)
     except OSError as error:
         print(f"{old} could not be removed ({error.strerror})", flush=True)
-
-
-def _make_folder(folder: Path, group: CpuGroup) -> None:
-    reason = None
-    if group.rank == 0:
-        try:
-            if not folder.is_dir():
-                folder.mkdir(exist_ok=True)  # without parents: an output_dir that was removed stays removed
-                flush(folder.parent)
-        except OSError as error:
-            reason = str(error)
-    if reason := group.broadcast(reason):
-        raise WriteError(reason)

@@ -1,5 +1,6 @@
 """Writes the files of a checkpoint: each process its shard, the first process the manifest."""
 
+import heapq
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ from ..cpu_group import CpuGroup
 from ..files import flush
 from ..parallel.parts import Part
 from .format import DIGESTS, FORMAT, MANIFEST, WriteError, digest_of_json
+from .reader import check_coverage
 from .tensor_file import write_tensors
 
 UNFINISHED = "unfinished_"
@@ -21,19 +23,20 @@ UNFINISHED = "unfinished_"
 Shard = list[tuple[Part, Tensor]]
 
 
-def own_shard(parts: Sequence[Part], group: CpuGroup, buffers: dict[str, Tensor] | None = None) -> Shard:
-    """Chooses the parts that this process writes. Exactly one of the processes that hold a part writes it.
+def own_shard(parts: Sequence[Part], rank: int, buffers: dict[str, Tensor] | None = None) -> Shard:
+    """Chooses the parts that this process writes. Exactly one of the processes that hold a part writes it; all know
+    which, so that none asks the others.
 
     Args:
         parts: this process's parts.
-        group: all processes.
+        rank: of this process.
         buffers: {name: tensor} for copies, kept for the next save; missing buffers are added. Without it,
             the shard may share memory with the parts: they must not change until the shard is written.
 
     Returns:
         The parts with their tensors, on the CPU.
     """
-    mine, shard = _assigned(parts, group), []
+    mine, shard = assigned(parts, rank), []
     for part in parts:
         tensor = part.get()
         if part.name not in mine:
@@ -43,13 +46,29 @@ def own_shard(parts: Sequence[Part], group: CpuGroup, buffers: dict[str, Tensor]
     return shard
 
 
+def assigned(parts: Sequence[Part], rank: int) -> set[str]:
+    """Names of the parts that a process writes: each part is written once, and the numbers are spread evenly."""
+    shared: dict[Sequence[int], list[Part]] = {}
+    for part in parts:
+        shared.setdefault(part.writers, []).append(part)
+    mine = set()
+    for writers, held in shared.items():
+        loads = [(0, writer) for writer in writers[: len(held)]]
+        for size, name in sorted((-math.prod(part.sizes), part.name) for part in held):
+            load, writer = loads[0]
+            heapq.heapreplace(loads, (load - size, writer))
+            if writer == rank:
+                mine.add(name)
+    return mine
+
+
 def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
     """Writes a folder with the shards of all processes.
 
     The folder gets its name only when everything is on the disk.
 
     Args:
-        folder: folder to create; its parent exists.
+        folder: folder to create, and its parent if it is missing.
         shard: this process's shard, from `own_shard`.
         content: the first process's JSON for the manifest; `Reader.content` returns it.
         group: all processes; they share the file system.
@@ -70,15 +89,9 @@ def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) 
 def _write_aside(aside: Path, folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
     _together(group, lambda: _make_empty(aside) if group.rank == 0 else None)
     file = aside / f"shard_{group.rank:05d}.safetensors"
-    manifests = _together(group, lambda: _write_shard(file, shard))
-    if group.rank == 0:
-        content = {"format": FORMAT, **content, "files": {}, "tensors": {}}
-        for own in manifests:
-            content["files"] |= own["files"]
-            for name, tensor in own["tensors"].items():
-                known = content["tensors"].setdefault(name, tensor | {"parts": []})
-                known["parts"] += tensor["parts"]
-    _together(group, lambda: _publish(aside, folder, content) if group.rank == 0 else None)
+    own = _together(group, lambda: _write_shard(file, shard))
+    manifests = group.gather(own)
+    _together(group, lambda: _publish(aside, folder, content, manifests) if group.rank == 0 else None)
 
 
 def remove(folder: Path) -> None:
@@ -90,37 +103,21 @@ def remove(folder: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _assigned(parts: Sequence[Part], group: CpuGroup) -> set[str]:
-    """Names of the parts that this process writes: each part is written once, and the bytes are spread evenly."""
-    everybody = group.all_gather([(part.name, part.offsets, part.sizes, part.of_first) for part in parts])
-    holders: dict[tuple, list[int]] = {}
-    for rank, held in enumerate(everybody):
-        for key in held:
-            holders.setdefault(key, []).append(rank)
-    load, mine = [0] * group.size, set()
-    for key, ranks in sorted(holders.items()):
-        writer = ranks[0] if key[3] else min(ranks, key=lambda rank: (load[rank], rank))
-        load[writer] += math.prod(key[2])
-        if writer == group.rank:
-            mine.add(key[0])
-    return mine
-
-
-def _together(group: CpuGroup, do: Callable[[], Any]) -> list[Any]:
-    """Calls `do` in each process; returns all results. Raises WriteError in all processes if one fails."""
+def _together(group: CpuGroup, do: Callable[[], Any]) -> Any:
+    """Calls `do` in each process; returns its result. Raises WriteError in all processes if one fails."""
     result, reason = None, None
     try:
         result = do()
     except Exception as error:  # any: the others wait for this process
         reason = str(error) or type(error).__name__
-    outcomes = group.all_gather((result, reason))
-    reasons = [reason for _, reason in outcomes if reason]
-    if reasons:
-        raise WriteError(reasons[0])
-    return [result for result, _ in outcomes]
+    for found in filter(None, group.all_gather(reason)):
+        raise WriteError(found)
+    return result
 
 
 def _make_empty(folder: Path) -> None:
+    folder.parent.mkdir(exist_ok=True)  # without parents: an output_dir that was removed stays removed
+    flush(folder.parent.parent)
     for left in folder.parent.glob(f"{UNFINISHED}*"):  # left by a killed process
         if left.is_dir():
             shutil.rmtree(left)
@@ -152,13 +149,22 @@ def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
     return {"files": {path.name: file}, "tensors": entries}
 
 
-def _publish(aside: Path, folder: Path, content: dict[str, Any]) -> None:
-    for name, file in content["files"].items():
+def _publish(aside: Path, folder: Path, content: dict[str, Any], manifests: list[dict[str, Any]]) -> None:
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for own in manifests:
+        files |= own["files"]
+        for name, tensor in own["tensors"].items():
+            tensors.setdefault(name, tensor | {"parts": []})["parts"] += tensor["parts"]
+    for name, file in files.items():
         if (aside / name).stat().st_size != file["size"]:  # the processes do not share this folder
             raise OSError(f"{name} has a different size in process 0 than in the process that wrote it")
-    content = json.loads(json.dumps(content))  # as a reader will load it
-    text = json.dumps(content | {"sha256": digest_of_json(content)}, indent=1)
-    (aside / MANIFEST).write_text(text + "\n")
+    for name, tensor in tensors.items():
+        check_coverage(name, tensor, files)
+    # As a reader will load it.
+    content = json.loads(json.dumps({"format": FORMAT, **content, "files": files, "tensors": tensors}))
+    # Without an indent, which takes five times as long.
+    (aside / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of_json(content)}) + "\n")
     flush(aside / MANIFEST)
     flush(aside)
     if folder.exists():  # of an earlier run, or damaged

@@ -151,7 +151,7 @@ class DeepSpeedEngine(Engine):
         parts: list[Part] = []
         for name, weight in self.saved_tensors().items():
             shape = tuple(getattr(weight, "ds_shape", weight.shape))
-            parts.append(Part.gathered(f"model.{name}", shape, partial(self._whole, weight)))
+            parts.append(Part.gathered(f"model.{name}", shape, partial(self._whole, weight), self._holders(name)))
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
                 parts += self._slots(name, weight, shape)
         return parts
@@ -159,15 +159,16 @@ class DeepSpeedEngine(Engine):
     def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Part]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        holders = self._holders(name)
         flat, state = self._flat_states()[0]  # all weights have the same slots and step count
         for slot, value in state.items():
             key = f"average.{name}" if slot == AVERAGE else f"optimizer.{name}.{slot}"
             if isinstance(value, Tensor) and value.shape == flat.shape:
-                yield Part.gathered(key, shape, partial(safe_get_full_optimizer_state, weight, slot))
+                yield Part.gathered(key, shape, partial(safe_get_full_optimizer_state, weight, slot), holders)
             else:
                 kind = type(self._own_optimizer).__name__
                 number = value if isinstance(value, Tensor) else as_tensor(kind, slot, value)
-                yield Part.whole(key, number.float() if slot == "step" else number)
+                yield Part.whole(key, number.float() if slot == "step" else number, holders)
 
     def _link_states(self) -> None:
         """Links the optimizer state, with the averages as a slot of it, to the weights. ZeRO-1 and 2 do so in their

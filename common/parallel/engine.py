@@ -195,16 +195,21 @@ class Engine(ABC):
         averages = {} if self.ema is None else self.ema.averages
         parts: list[Part] = []
         for name, tensor in self.saved_tensors().items():
+            holders = self._holders(name)
             # Buffers may differ between processes: DDP uses those of the first.
-            parts += parts_of(f"model.{name}", tensor, of_first=not isinstance(tensor, nn.Parameter))
+            parts += parts_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
             for slot, value in self.optimizer.optimizer.state.get(tensor, {}).items():
                 if value is not None and not isinstance(value, Tensor):
                     value = as_tensor(type(self._own_optimizer).__name__, slot, value)
                 if value is not None:
-                    parts += parts_of(f"optimizer.{name}.{slot}", value)
+                    parts += parts_of(f"optimizer.{name}.{slot}", value, holders)
             if tensor in averages:
-                parts += parts_of(f"average.{name}", averages[tensor])
+                parts += parts_of(f"average.{name}", averages[tensor], holders)
         return parts
+
+    def _holders(self, name: str) -> range:
+        """Ranks of the processes that hold a saved tensor, or shards of it."""
+        return range(self.plan.layout.num_processes)
 
     def load_parts(self, reader: TensorReader) -> None:
         """Restores the optimizer state and the moving averages. The weights were loaded before `prepare`."""

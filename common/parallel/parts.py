@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:  # the import takes 0.7 s
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -34,7 +36,8 @@ class Part:
         offsets: start of the part in each dimension.
         sizes: of the part.
         get: returns the part. It may be a collective: all processes call it for all parts, in the same order.
-        of_first: the part may differ between processes that hold it; the first of them saves it.
+        writers: ranks of the processes of which one writes it: all that hold it, or of a part that may differ between
+            them the first. They all hold the same parts for which these are the writers.
     """
 
     name: str
@@ -42,17 +45,17 @@ class Part:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     get: Callable[[], Tensor]
-    of_first: bool = False
+    writers: Sequence[int]
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor, of_first: bool = False) -> "Part":
+    def whole(cls, name: str, tensor: Tensor, writers: Sequence[int]) -> "Part":
         """A part that is the whole tensor."""
-        return cls.gathered(name, tuple(tensor.shape), lambda: tensor, of_first)
+        return cls.gathered(name, tuple(tensor.shape), lambda: tensor, writers)
 
     @classmethod
-    def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor], of_first: bool = False) -> "Part":
+    def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor], writers: Sequence[int]) -> "Part":
         """A part that is the whole tensor; `get` gathers it."""
-        return cls(name, shape, (0,) * len(shape), shape, get, of_first)
+        return cls(name, shape, (0,) * len(shape), shape, get, writers)
 
 
 def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -82,32 +85,76 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_divided(tensor) else tensor
 
 
-def parts_of(name: str, tensor: Tensor, of_first: bool = False) -> Iterator[Part]:
-    """This process's part of a tensor, whole or sharded; nothing if its shard is empty."""
+def parts_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: bool = False) -> Iterator[Part]:
+    """This process's part of a tensor, whole or sharded; nothing if its shard is empty.
+
+    Args:
+        name: of the tensor.
+        tensor: whole or sharded.
+        everybody: ranks of the processes that hold the tensor, or shards of it.
+        of_first: the part may differ between processes that hold it; the first of them writes it.
+    """
+    held, (offsets, sizes), writers = local(tensor), range_of(tensor), everybody
+    assert tuple(held.shape) == sizes, (name, held.shape, sizes)
+    if is_divided(tensor):
+        writers = holders(_ranks(tensor.device_mesh), *_place(tensor), len(everybody))
+    if held.numel() or not tensor.numel():
+        yield Part(name, tuple(tensor.shape), offsets, sizes, lambda: held, writers[:1] if of_first else writers)
+
+
+def range_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, sizes) of this process's shard of a tensor; of a plain tensor, all of it."""
     if not is_divided(tensor):
-        yield Part.whole(name, tensor, of_first)
-        return
-    local, (offsets, sizes) = tensor.to_local(), _range(tensor)
-    assert tuple(local.shape) == sizes, (name, local.shape, sizes)
-    if local.numel() or not tensor.numel():
-        yield Part(name, tuple(tensor.shape), offsets, sizes, lambda: local)
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    return shard_range(tensor.shape, tensor.device_mesh.shape, *_place(tensor))
 
 
-def _range(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, sizes) of this process's shard of a DTensor."""
-    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
-    mesh = tensor.device_mesh
+@lru_cache(maxsize=8)
+def _ranks(mesh: "DeviceMesh") -> Tensor:
+    """The ranks of a mesh; torch makes the tensor anew each time."""
+    return mesh.mesh
+
+
+def _place(tensor: "DTensor") -> tuple[list[int | None], Sequence[int]]:
+    """For each dimension of the mesh, the dimension of the tensor that it divides, or None if it repeats the tensor;
+    and this process's coordinate in the mesh."""
+    placements: Sequence[Any] = tensor.placements
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return [each.dim if each.is_shard() or hasattr(each, "split_factor") else None for each in placements], coordinate
+
+
+def shard_range(
+    shape: Sequence[int], mesh: Sequence[int], cuts: Sequence[int | None], coordinate: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, sizes) of the shard of a tensor at a coordinate of a mesh of these sizes; `cuts` as in `_place`."""
+    offsets, sizes = [0] * len(shape), list(shape)
     # From the last mesh dimension to the first: tensor parallelism sharded before FSDP2 did. torch's own
     # functions do not use that order if both sharded the same tensor dimension.
-    for dimension in reversed(range(mesh.ndim)):
-        placement: Any = tensor.placements[dimension]
-        if placement.is_shard() or hasattr(placement, "split_factor"):
-            along, index = placement.dim, mesh.get_local_rank(dimension)
-            chunk = -(-sizes[along] // mesh.size(dimension))
+    for along, number, index in reversed([*zip(cuts, mesh, coordinate)]):
+        if along is not None:
+            chunk = -(-sizes[along] // number)
             start = min(index * chunk, sizes[along])
             offsets[along] += start
             sizes[along] = min(chunk, sizes[along] - start)
     return tuple(offsets), tuple(sizes)
+
+
+def holders(
+    ranks: Tensor, cuts: Sequence[int | None], coordinate: Sequence[int], num_processes: int
+) -> tuple[int, ...]:
+    """Ranks of the processes that hold the same shard as that at a coordinate of a mesh, in increasing order.
+
+    Args:
+        ranks: of the mesh, int, of its shape.
+        cuts: as in `_place`.
+        coordinate: in the mesh.
+        num_processes: of the run. If the mesh has fewer, the tensor is repeated by tensor parallelism, whose
+            processes have consecutive ranks.
+    """
+    same = ranks[tuple(slice(None) if along is None else index for along, index in zip(cuts, coordinate))]
+    repeats = num_processes // ranks.numel()
+    return tuple(sorted(rank - rank % repeats + other for rank in same.flatten().tolist() for other in range(repeats)))
 
 
 def placed_like(
@@ -137,7 +184,7 @@ def placed_like(
         return torch.empty_like(weight, dtype=dtype or value.dtype, device=device).copy_(value)
     from torch.distributed.tensor import DTensor
 
-    local = reader.tensor(name, *_range(weight)).to(device, dtype, copy=dtype is not None)  # not a map of the file
+    local = reader.tensor(name, *range_of(weight)).to(device, dtype, copy=dtype is not None)  # not a map of the file
     strides = weight.stride()
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=strides

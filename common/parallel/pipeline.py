@@ -79,7 +79,7 @@ class Pipeline(nn.Module):
         embedding = model.get_input_embeddings().weight
         is_tied = model.get_output_embeddings().weight is embedding
         self.tied = embedding if is_tied and (self.is_first or self.is_last) else None
-        keep_stage(model, self.index, self.num_stages)
+        self.in_all_stages = keep_stage(model, self.index, self.num_stages)
         fill(model, self.device)
         self.model, self.autocast = model.to(self.device), accelerator.autocast
         kept = set(model.parameters())
@@ -226,6 +226,10 @@ class PipelineEngine(Engine):
         self.optimizer.optimizer.step()
         self.optimizer.optimizer.zero_grad()
         return StepResult(losses, weight if self.pipeline.is_last else 0.0, grad_norm)
+
+    def _holders(self, name: str) -> range:
+        everybody, stages = super()._holders(name), self.pipeline.num_stages
+        return everybody if name in self.pipeline.in_all_stages else everybody[self.pipeline.index :: stages]
 
     def _tensors_to_export(self) -> Iterator[tuple[str, Tensor]]:
         return self.pipeline.gathered(self.saved_tensors())

@@ -63,13 +63,16 @@ def check_pipeline(model: Any, num_stages: int) -> None:
         )
 
 
-def keep_stage(model: "PreTrainedModel", index: int, num_stages: int) -> None:
+def keep_stage(model: "PreTrainedModel", index: int, num_stages: int) -> set[str]:
     """Removes the modules of the other stages from a transformers model with a pipeline plan.
 
     Args:
         model: changed in place.
         index: of the stage, from 0.
         num_stages: of the pipeline.
+
+    Returns:
+        Names of the parameters and buffers that all stages keep.
     """
     base, head = model.base_model, model.get_output_embeddings()
     names = list(model.config.base_model_pp_plan)  # of the modules in base, in the order of the forward pass
@@ -78,8 +81,11 @@ def keep_stage(model: "PreTrainedModel", index: int, num_stages: int) -> None:
     layers = [(base.layers, str(number)) for number in range(len(base.layers))]
     last = [(base, name) for name in names[at + 1 :]]
     last += [(model, name) for name, module in model.named_children() if module is head]
+    state, modules = model.state_dict(keep_vars=True), [getattr(*each) for each in (*first, *layers, *last)]
+    divided = {tensor for module in modules for tensor in module.state_dict(keep_vars=True).values()}
     bounds = layer_bounds(len(layers), num_stages)
     others = layers[: bounds[index]] + layers[bounds[index + 1] :]
     others += first * (index > 0) + last * (index < num_stages - 1)
     for parent, name in others:
         setattr(parent, name, Absent())
+    return {name for name, tensor in state.items() if tensor not in divided}

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.format import DamagedError, WriteError
-from common.checkpoint.reader import Reader, _check_coverage
-from common.checkpoint.writer import own_shard, write
+from common.checkpoint.reader import Reader, check_coverage
+from common.checkpoint.writer import own_shard, remove, write
 from common.cpu_group import CpuGroup
+from common.errors import RunError
 from common.parallel.parts import Part
 from common.records.unrecorded import Unrecorded
 from common.state import TrainState
@@ -56,8 +57,8 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    parts = [Part.whole(*item) for item in tensors().items()]
-    write(tmp_path / "step", own_shard(parts, CpuGroup()), CONTENT, CpuGroup())
+    parts = [Part.whole(*item, (0,)) for item in tensors().items()]
+    write(tmp_path / "step", own_shard(parts, 0), CONTENT, CpuGroup())
     return tmp_path / "step"
 
 
@@ -78,14 +79,15 @@ def in_parts(folder: Path, rows: list[tuple[int, int]]) -> None:
     (folder / "parts").mkdir()
     content: dict = {"files": {}, "tensors": {}}
     for number, (start, end) in enumerate(rows):
-        part = Part("float", (5, 6), (start, 0), (end - start, 6), lambda start=start, end=end: weight[start:end])
-        write(folder / "one", own_shard([part], CpuGroup()), CONTENT, CpuGroup())
+        part = Part.whole("float", weight[start:end], (0,))
+        write(folder / "one", own_shard([part], 0), CONTENT, CpuGroup())
         name = f"shard_{number:05d}.safetensors"
         (folder / "one" / SHARD).rename(folder / "parts" / name)
         one = json.loads((folder / "one" / "manifest.json").read_text())
         content["files"][name] = one["files"][SHARD]
-        position = one["tensors"]["float"]["parts"][0] | {"file": name}
-        content["tensors"].setdefault("float", one["tensors"]["float"] | {"parts": []})["parts"].append(position)
+        position = {"file": name, "offsets": [start, 0], "sizes": [end - start, 6]}
+        whole = one["tensors"]["float"] | {"shape": [5, 6], "parts": []}
+        content["tensors"].setdefault("float", whole)["parts"].append(position)
     rewrite(folder / "parts", lambda manifest: manifest | content, one)
 
 
@@ -119,10 +121,10 @@ def test_many_parts_are_checked_one_by_one(grid: tuple[int, int]) -> None:
         for row in range(grid[0])
         for column in range(grid[1])
     ]
-    _check_coverage("float", {"shape": [1024, 1024], "parts": parts}, {SHARD: {}})
+    check_coverage("float", {"shape": [1024, 1024], "parts": parts}, {SHARD: {}})
     parts[-1] = parts[0]
     with pytest.raises(DamagedError, match="overlap"):
-        _check_coverage("float", {"shape": [1024, 1024], "parts": parts}, {SHARD: {}})
+        check_coverage("float", {"shape": [1024, 1024], "parts": parts}, {SHARD: {}})
 
 
 class Payload:
@@ -259,8 +261,25 @@ def test_version_2_is_read_and_verified(folder: Path) -> None:
         Reader.verified(folder, CpuGroup())
 
 
+def test_checkpoint_that_its_run_removes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run keeps few checkpoints. An export reads one that it has verified to its end."""
+    reader, check = Reader.verified(folder, CpuGroup()), Reader._check_file
+    monkeypatch.setattr(Reader, "_check_file", lambda *arguments: remove(folder) or check(*arguments))
+    with pytest.raises(RunError, match=f"{folder} was removed while it was read: type the command again"):
+        Reader.verified(folder, CpuGroup())
+    assert all(torch.equal(reader.tensor(name), expected) for name, expected in tensors().items())
+
+
 def test_what_cannot_be_written_leaves_what_was_there(folder: Path) -> None:
-    part = Part.whole("float", torch.zeros(1))
+    part = Part.whole("float", torch.zeros(1), (0,))
     with pytest.raises(WriteError, match="File name too long"):
-        write(folder.with_name("x" * 250), own_shard([part], CpuGroup()), {}, CpuGroup())
+        write(folder.with_name("x" * 250), own_shard([part], 0), {}, CpuGroup())
     assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
+
+
+def test_parts_that_do_not_make_the_whole_are_not_published(folder: Path) -> None:
+    half = Part("float", (5, 6), (0, 0), (3, 6), lambda: torch.zeros(3, 6), (0,))
+    with pytest.raises(WriteError, match="float is not complete"):
+        write(folder, own_shard([half], 0), CONTENT, CpuGroup())
+    assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step"]
