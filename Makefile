@@ -1,4 +1,4 @@
-# The first target creates the virtual environment $(VENV). A change of pyproject.toml creates it again.
+# The first target creates the virtual environment $(VENV). A change of pyproject.toml installs again.
 PYTHON ?= python3
 TEXTS = accelerate_configs accelerate_recipes benchmarks common docs launchers recipes tests *.md *.toml Makefile
 VENV ?= .venv
@@ -8,7 +8,7 @@ export PATH := $(BIN):$(PATH)
 .PHONY: train quick quick-tests test test-full ready extensions test-gpu benchmark-gpu lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
-train: $(VENV)/installed
+train: $(VENV)/trains
 	CUDA_VISIBLE_DEVICES= accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --overwrite_output_dir
 
 # Three workers, because cores are idle while processes start. Tests that share a port or a fixture are in one group.
@@ -52,10 +52,19 @@ lint: $(VENV)/installed
 	mypy
 	mypy recipes/plain/*.py
 
-$(VENV)/installed: pyproject.toml
+# Without --no-compile, pip compiles thousands of modules that no run imports.
+INSTALL = $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/pip install --no-compile) --quiet
+
+# What a run needs.
+$(VENV)/trains: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[deepspeed,test]'
+	$(INSTALL) --editable .
+	touch $@
+
+# What the tests need, too.
+$(VENV)/installed: $(VENV)/trains
+	$(INSTALL) --editable '.[data,deepspeed,test]'
 	touch $@
 
 clean:
