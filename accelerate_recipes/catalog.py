@@ -20,19 +20,19 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri", "/dev/davinci_
 
 # Flags that a config needs for a recipe; None: the recipe has no plan for it.
 FLAGS: dict[tuple[str, str], str | None] = {
-    ("mnist", "tensor_parallel"): "--model mlp",
-    ("mnist", "fsdp2_tensor_parallel"): "--model mlp",
-    ("mnist", "pipeline_parallel"): None,
-    ("linear_regression", "tensor_parallel"): None,
-    ("linear_regression", "fsdp2_tensor_parallel"): None,
-    ("linear_regression", "pipeline_parallel"): None,
-    ("transformer", "pipeline_parallel"): "--pipeline_stages 2",
-    ("text_classification", "pipeline_parallel"): None,
-    ("embeddings", "pipeline_parallel"): None,
-    ("image_classification", "pipeline_parallel"): None,
-    ("finetune", "pipeline_parallel"): "--pipeline_stages 2",
-    ("diffusion", "pipeline_parallel"): None,
-    ("preferences", "pipeline_parallel"): "--pipeline_stages 2",
+    (recipe, config): flags
+    for configs, recipes, flags in (
+        ("tensor_parallel fsdp2_tensor_parallel hsdp_tensor_parallel", "mnist", "--model mlp"),
+        ("tensor_parallel fsdp2_tensor_parallel hsdp_tensor_parallel", "linear_regression", None),
+        ("pipeline_parallel", "transformer finetune preferences", "--pipeline_stages 2"),
+        (
+            "pipeline_parallel sequence_parallel fsdp2_sequence_parallel",
+            "mnist linear_regression text_classification embeddings image_classification diffusion",
+            None,
+        ),
+    )
+    for config in configs.split()
+    for recipe in recipes.split()
 }
 
 

@@ -11,6 +11,9 @@ processes, and takes three steps. The script counts the storage of every live te
 - peak: the most that the third step holds, from the profiler's record of allocations (on a GPU from the
   allocator).
 
+A second table has the activations of long samples: the most that a forward pass of one sample holds, beside what was
+there before.
+
 The formula for Ψ weights, if a process holds the share s: 4 Ψ s bytes of weights, 4 Ψ s of gradients and
 8 Ψ s of optimizer state. Each ZeRO stage divides other parts (Rajbhandari et al. 2020). DeepSpeed's
 optimizer works on a float32 copy of its share, 4 Ψ s more from the start. Under ZeRO-1, too, DeepSpeed
@@ -25,6 +28,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,8 +43,18 @@ RUNS = [
     ("tensor_parallel", 2, []),
     ("tensor_parallel", 4, ["--parallelism_config_tp_size", "4"]),
     ("fsdp2_tensor_parallel", 4, []),
+    ("sequence_parallel", 2, []),
+    ("fsdp2_sequence_parallel", 4, []),
 ]  # fmt: skip
-CONTEXT, BATCH_SIZE, STEPS = 16, 8, 3  # few tokens: activations stay small
+LONG_RUNS = [
+    ("single", 1, []),
+    ("tensor_parallel", 2, []),
+    ("tensor_parallel", 4, ["--parallelism_config_tp_size", "4"]),
+    ("sequence_parallel", 2, []),
+    ("sequence_parallel", 4, ["--parallelism_config_sp_size", "4"]),
+]
+STEPS = 3
+SHORT, LONG = (16, 8), (1024, 1)  # tokens of a sample, samples of a step: with few tokens activations stay small
 
 
 def formula(config: str, num_processes: int, whole: int, named: int) -> tuple[float, float, float]:
@@ -54,6 +68,8 @@ def formula(config: str, num_processes: int, whole: int, named: int) -> tuple[fl
         "deepspeed_zero3": (one + one, one, one),
         "fsdp2": (one, one, one),
         "hsdp": (1 / 2, 1 / 2, 1 / 2),
+        "sequence_parallel": (1, 1, 1),
+        "fsdp2_sequence_parallel": (one, one, one),
     }
     if config in shares:
         weights, gradients, optimizer = shares[config]
@@ -82,7 +98,7 @@ def live_bytes() -> int:
     return sum(live_storages().values())
 
 
-def build() -> nn.Module:
+def build(context: int) -> nn.Module:
     """A Llama with two matrices for embedding and head, so that tensor parallelism can divide both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -94,13 +110,13 @@ def build() -> nn.Module:
         intermediate_size=1024,
         num_hidden_layers=5,
         num_attention_heads=8,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
     )
     return with_losses(LlamaForCausalLM(shape))
 
 
-def peak_of(step: "callable") -> int:
-    """The most bytes that a step holds."""
+def peak_of(step: Callable[[], object]) -> int:
+    """The most bytes that are held while `step` runs."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -122,7 +138,7 @@ def peak_of(step: "callable") -> int:
     return held + most
 
 
-def worker(path: str) -> None:
+def worker(path: str, context: int, batch_size: int) -> None:
     """One process of a run. The first process writes its numbers to `path`."""
     from common.config import RunConfig
     from common.launch.start import start
@@ -131,9 +147,9 @@ def worker(path: str) -> None:
     from common.parallel.tensor_parallel import check_plan
     from common.plan import Plan
 
-    config = RunConfig(batch_size=BATCH_SIZE, max_steps=STEPS, output_dir=path)
+    config = RunConfig(batch_size=batch_size, max_steps=STEPS, output_dir=path)
     accelerator = start(config)
-    model = build()
+    model = build(context)
     whole = sum(weight.numel() for weight in model.parameters())
     layout = Layout.asked(config)
     plan = check_plan(model, max(2, layout.tensor))
@@ -153,12 +169,12 @@ def worker(path: str) -> None:
     def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": model(batch["tokens"], batch["labels"])}
 
-    share = Plan.of(config, layout, BATCH_SIZE)
+    share = Plan.of(config, layout, batch_size)
     before = live_bytes()
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, share))
     del model
     weights = live_bytes()
-    tokens = torch.randint(0, 1024, (share.micro_batch_size, CONTEXT), device=accelerator.device)
+    tokens = torch.randint(0, 1024, (share.micro_batch_size, context), device=accelerator.device)
     batch = {"tokens": tokens, "labels": tokens}
     engine.step(0, [batch], wants_norm=False)
     after_first = sum(size for address, size in live_storages().items() if address not in gradients)
@@ -171,6 +187,7 @@ def worker(path: str) -> None:
         "optimizer": after_first - weights,
         "gradients": at_step[-1] - after_first,
         "peak": peak_of(lambda: engine.step(2, [batch], wants_norm=False)),
+        "activations": peak_of(lambda: engine.forward_step(engine.model, batch)) - live_bytes(),
     }
     if accelerator.is_main_process:
         Path(path).write_text(json.dumps(numbers))
@@ -180,30 +197,40 @@ def worker(path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    path = parser.parse_args().worker
-    if path is not None:
-        worker(path)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    if given := parser.parse_args().worker:
+        worker(given[0], int(given[1]), int(given[2]))
         return
     print("| config | processes | weights, MB: measured / formula | gradients | optimizer state | peak of a step |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for config, num_processes, options in RUNS:
-        with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "numbers.json"
-            file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
-            command = ["accelerate", "launch", "--config_file", file, "--num_processes", str(num_processes), *options]
-            command += [__file__, "--worker", str(result)]
-            run = subprocess.run(command, capture_output=True, text=True, env=environment)
-            if not result.exists():
-                sys.exit(run.stdout + run.stderr)
-            numbers = json.loads(result.read_text())
+        numbers = launched(config, num_processes, options, SHORT)
         expected = formula(config, num_processes, numbers["whole"], numbers["named"])
         columns = [
             f"{numbers[name] / 1e6:.1f} / {bytes_ / 1e6:.1f}"
             for name, bytes_ in zip(("weights", "gradients", "optimizer"), expected)
         ]
         print(f"| {config} | {num_processes} | {' | '.join(columns)} | {numbers['peak'] / 1e6:.1f} |", flush=True)
+    print(f"\n| config | processes | activations of {LONG[0]} tokens, MB | peak of a step |")
+    print("| --- | ---: | ---: | ---: |")
+    for config, num_processes, options in LONG_RUNS:
+        numbers = launched(config, num_processes, options, LONG)
+        columns = [f"{numbers[name] / 1e6:.1f}" for name in ("activations", "peak")]
+        print(f"| {config} | {num_processes} | {' | '.join(columns)} |", flush=True)
+
+
+def launched(config: str, num_processes: int, options: list[str], sizes: tuple[int, int]) -> dict[str, int]:
+    """The numbers of the first process of a run. `sizes`: (tokens of a sample, samples of a step)."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "numbers.json"
+        file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
+        command = ["accelerate", "launch", "--config_file", file, "--num_processes", str(num_processes), *options]
+        command += [__file__, "--worker", str(result), *map(str, sizes)]
+        run = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if not result.exists():
+            sys.exit(run.stdout + run.stderr)
+        return json.loads(result.read_text())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Layout:
         replicas: under FSDP2 and tensor parallelism, how many times the processes hold the model.
         shards: processes among which FSDP2 divides each weight.
         tensor: processes that share each layer.
+        sequence: processes that share the tokens of each sample.
         stages: of a pipeline.
         zero_stage: of DeepSpeed; 0 under other kinds.
         offloads: whether DeepSpeed keeps weights or optimizer state in CPU memory.
@@ -51,6 +52,7 @@ class Layout:
     replicas: int = 1
     shards: int = 1
     tensor: int = 1
+    sequence: int = 1
     stages: int = 1
     zero_stage: int = 0
     offloads: bool = False
@@ -64,7 +66,7 @@ class Layout:
         if precision == "no":  # DeepSpeed's own file may name it
             precision = next((name for name in ("bf16", "fp16") if _is_on(zero.get(name))), precision)
         optimization = zero.get("zero_optimization") or {}
-        stage, shards = optimization.get("stage", 0), mesh_size("dp_shard")
+        stage, replicas = optimization.get("stage", 0), mesh_size("dp_replicate")
         offloaded = ["offload_optimizer", *["offload_param"] * (stage == 3)]  # other stages divide no weights
         return cls(
             kind=kind,
@@ -72,9 +74,10 @@ class Layout:
             rank=int(os.environ.get("RANK", 0)),
             precision=_PRECISIONS.get(precision, precision),
             device=device_type(),
-            replicas=mesh_size("dp_replicate"),
-            shards=num_processes if kind == Kind.FSDP2 and shards == 1 else shards,
+            replicas=replicas,
+            shards=num_processes // replicas if kind == Kind.FSDP2 else mesh_size("dp_shard"),
             tensor=mesh_size("tp"),
+            sequence=mesh_size("sp"),
             stages=stages,
             zero_stage=stage,
             offloads=any(optimization.get(name, {}).get("device") == "cpu" for name in offloaded),
@@ -83,18 +86,23 @@ class Layout:
     @property
     def data_parallel_size(self) -> int:
         """The number of data-parallel ranks, each with different samples."""
-        return self.num_processes // (self.tensor * self.stages)
+        return self.num_processes // self._num_sharing
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's data-parallel rank. Processes that share each layer, or the chain of layers, have the same
-        one, and consecutive ranks."""
-        return self.rank // (self.tensor * self.stages)
+        """This process's data-parallel rank. Processes that share each layer, the chain of layers, or the tokens, have
+        the same one, and consecutive ranks."""
+        return self.rank // self._num_sharing
+
+    @property
+    def _num_sharing(self) -> int:
+        """The number of processes that share the same samples."""
+        return self.tensor * self.sequence * self.stages
 
     @property
     def divides_layers(self) -> bool:
         """Whether a process computes a part of a forward pass."""
-        return self.kind in (Kind.TENSOR, Kind.PIPELINE)
+        return self._num_sharing > 1
 
     @property
     def fsdp_shards(self) -> bool:
@@ -103,6 +111,10 @@ class Layout:
 
     def __str__(self) -> str:
         """The kind and its sizes, for example "HSDP 2 × 2"."""
+        if self.sequence > 1:
+            replicas = f"DDP {self.data_parallel_size} × " if self.data_parallel_size > 1 else ""
+            shards = f"{replace(self, sequence=1)} × " if self.fsdp_shards else replicas
+            return f"{shards}SP {self.sequence}"
         if self.kind == Kind.PIPELINE:
             pipelines = f"DDP {self.data_parallel_size} × " if self.data_parallel_size > 1 else ""
             return f"{pipelines}pipeline of {self.stages} stages"

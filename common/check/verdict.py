@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layout import Kind
+from ..layout import Kind, Layout
 from .alone import Step
 from .compare import Gap, Key
 from .first_pass import FirstPass
@@ -27,7 +27,7 @@ def verdict(
     sample = _other_sample(steps, alone, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
     optimizer = type(reference.setup.optimizer).__name__
     is_first_step = number == min(reference.steps)
-    cause = _likely_cause(gaps, is_first_step, sample, first_pass, plan.layout.kind, optimizer)
+    cause = _likely_cause(gaps, is_first_step, sample, first_pass, plan.layout, optimizer)
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
 
 
@@ -52,7 +52,12 @@ def _other_sample(steps: Sequence[Step], alone: Step, ids: list[list[int]]) -> s
 
 
 def _likely_cause(
-    gaps: Mapping[Key, Gap], is_first_step: bool, other_sample: str | None, first: FirstPass, kind: Kind, optimizer: str
+    gaps: Mapping[Key, Gap],
+    is_first_step: bool,
+    other_sample: str | None,
+    first: FirstPass,
+    layout: Layout,
+    optimizer: str,
 ) -> str:
     """What the differences point to, and what to type."""
     elsewhere = "type --config_file accelerate_configs/ddp.yaml"
@@ -71,14 +76,19 @@ def _likely_cause(
             f"the forward pass changes {written}, and each process sees other samples: do it outside the forward pass",
         ),
         (
-            at_once and kind == Kind.PIPELINE,
+            at_once and layout.kind == Kind.PIPELINE,
             f"something beside the layers {random}changes hidden states, logits or losses, which a pipeline cannot "
             "divide: type --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages",
         ),
         (
-            at_once and kind == Kind.TENSOR,
+            at_once and layout.kind == Kind.TENSOR,
             f"something between two layers of the tp_plan {random}needs all features, as softmax, norms and means do: "
             f"leave these layers out of the tp_plan, or {elsewhere}",
+        ),
+        (
+            layout.sequence > 1,
+            f"a layer beside attention {random}needs all tokens of a sample, as convolutions do: type --config_file "
+            f"accelerate_configs/fsdp2.yaml{', or set dropout to 0' * first.draws}",
         ),
         (
             at_once,
@@ -90,7 +100,10 @@ def _likely_cause(
             "not all gradients pass through the model that forward_step is given: call model(...), not model.module, "
             "one of its layers or a model from outside; and use no hooks on gradients",
         ),
-        (kind == Kind.DDP, f"{optimizer} changes weights in another way in each process: let gradients alone decide"),
+        (
+            layout.kind == Kind.DDP,
+            f"{optimizer} changes weights in another way in each process: let gradients alone decide",
+        ),
     ]
     shards = f"{optimizer} does not get each weight whole, or keeps weights beside param_groups and state: {elsewhere}"
     return next((text for condition, text in causes if condition), shards)

@@ -1,6 +1,7 @@
 """Batches of sequences of different lengths."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,22 +26,21 @@ def pad_to_longest(
         A function from samples, dicts of tensors and numbers, to a batch. Tensors of one name may differ in their first
         dimension only.
     """
-    values = dict(padding or {})
+    return partial(_collated, dict(padding or {}), mask, multiple_of)
 
-    def collate(samples: list[Any]) -> Batch:
-        batch: Batch = {}
-        for name in samples[0]:
-            column = [sample[name] for sample in samples]
-            if not isinstance(column[0], Tensor) or column[0].ndim == 0:
-                batch[name] = default_collate(column)
-                continue
-            if mask is not None and mask not in batch and mask not in samples[0]:
-                ones = [torch.ones(len(tensor), dtype=torch.int64) for tensor in column]
-                batch[mask] = _padded(ones, 0, multiple_of)
-            batch[name] = _padded(column, values.get(name, 0), multiple_of)
-        return batch
 
-    return collate
+def _collated(padding: Mapping[str, float], mask: str | None, multiple_of: int, samples: list[Any]) -> Batch:
+    batch: Batch = {}
+    for name in samples[0]:
+        column = [sample[name] for sample in samples]
+        if not isinstance(column[0], Tensor) or column[0].ndim == 0:
+            batch[name] = default_collate(column)
+            continue
+        if mask is not None and mask not in batch and mask not in samples[0]:
+            ones = [torch.ones(len(tensor), dtype=torch.int64) for tensor in column]
+            batch[mask] = _padded(ones, 0, multiple_of)
+        batch[name] = _padded(column, padding.get(name, 0), multiple_of)
+    return batch
 
 
 def _padded(column: list[Tensor], value: float, multiple_of: int) -> Tensor:

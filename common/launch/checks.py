@@ -94,11 +94,16 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
     if not is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
     sizes = {f"{name}_size": mesh_size(name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
-    for name in ("cp_size", "sp_size"):
-        if sizes[name] > 1:
-            raise UsageError(
-                f"parallelism_config: {name}: {sizes[name]}: these recipes do not divide sequences: type 1"
-            )
+    if sizes["cp_size"] > 1:
+        raise UsageError(
+            f"parallelism_config: cp_size: {sizes['cp_size']}: these recipes divide sequences in another way: type "
+            "sp_size instead, as in accelerate_configs/sequence_parallel.yaml"
+        )
+    if layout.sequence > 1 and layout.kind not in (Kind.DDP, Kind.FSDP2):
+        raise UsageError(
+            f"sp_size does not combine with {layout.kind}: type --config_file "
+            "accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml"
+        )
     by_fsdp = is_true("ACCELERATE_USE_FSDP")
     if layout.tensor > 1 and (by_fsdp or layout.kind == Kind.DEEPSPEED):
         raise UsageError(
@@ -114,7 +119,8 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
             "parallelism_config has a dp_shard_size: type distributed_type: FSDP in the config file, as in "
             "accelerate_configs/hsdp.yaml"
         )
-    if sizes["dp_replicate_size"] > 1 and sizes["dp_shard_size"] == 1 and (by_fsdp or layout.tensor > 1):
+    is_divided = sizes["dp_shard_size"] > 1 or (by_fsdp and layout.sequence > 1)  # FSDP2 shards over sp_size, too
+    if sizes["dp_replicate_size"] > 1 and not is_divided and (by_fsdp or layout.tensor > 1):
         raise UsageError(
             f"parallelism_config has a dp_replicate_size of {sizes['dp_replicate_size']} and no dp_shard_size, which "
             "Accelerate refuses: type dp_shard_size instead, or --config_file accelerate_configs/ddp.yaml"

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
 
@@ -60,22 +61,24 @@ def start(config: RunConfig) -> Accelerator:
     rehearses, timeout = not has_gpu(), collective_timeout(config.hang_timeout)
     if store_number() > 0:
         _join_after_restart(timeout)
+    layout = Layout.asked(config)
     if rehearses:
-        _prepare_rehearsal(timeout, Layout.asked(config).offloads)
-    elif Layout.asked(config).offloads:
+        _prepare_rehearsal(timeout, layout)
+    elif layout.offloads:
         load_extensions(["cpu_adam"])
     try:
-        accelerator = Accelerator(
-            log_with=trackers,
-            project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-                InitProcessGroupKwargs(timeout=timeout),
-            ],
-        )
+        with _mesh_of_accelerate(layout):
+            accelerator = Accelerator(
+                log_with=trackers,
+                project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
+                kwargs_handlers=[
+                    DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                    InitProcessGroupKwargs(timeout=timeout),
+                ],
+            )
     except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
-    layout = Layout.asked(config)
+    layout = Layout.asked(config)  # a rehearsal of fp16 runs in float32
     _check_applied(accelerator, layout)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32 or layout.precision != "float32"  # torch's default is on
@@ -84,6 +87,19 @@ def start(config: RunConfig) -> Accelerator:
     set_seed(config.seed)  # the same in every process, so that each builds the same model
     accelerator.print(_banner(layout, config, rehearses))
     return accelerator
+
+
+@contextlib.contextmanager
+def _mesh_of_accelerate(layout: Layout) -> Iterator[None]:
+    """Sets what Accelerate reads in the `with` block. It divides sequences under DeepSpeed alone: to it, processes that
+    share the tokens of a sample are data-parallel, too, as each has gradients of its own. DDP needs no mesh."""
+    sizes = {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.shards)}
+    if layout.kind in (Kind.ONE_PROCESS, Kind.DDP):
+        sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
+    before = dict(os.environ)
+    os.environ.update(sizes if is_true("ACCELERATE_USE_PARALLELISM_CONFIG") else {})
+    yield
+    os.environ.update({name: before[name] for name in sizes if name in before})
 
 
 def _quiet() -> None:
@@ -133,7 +149,7 @@ def _set_num_threads() -> None:
     torch.set_num_threads(max(1, num_cores // local_world_size()))
 
 
-def _prepare_rehearsal(timeout: timedelta, offloads: bool) -> None:
+def _prepare_rehearsal(timeout: timedelta, layout: Layout) -> None:
     """Makes the config of a GPU run work on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
     tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
@@ -141,12 +157,12 @@ def _prepare_rehearsal(timeout: timedelta, offloads: bool) -> None:
         if os.environ.get("RANK", "0") == "0":
             print("fp16 needs a GPU: this rehearsal runs in float32")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns about a missing GPU
-    divides = is_true("ACCELERATE_USE_FSDP") or is_true("ACCELERATE_USE_PARALLELISM_CONFIG")
+    divides = layout.kind in (Kind.FSDP2, Kind.TENSOR)
     if uses_deepspeed() or divides:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if uses_deepspeed():
         with contextlib.redirect_stdout(io.StringIO()):  # hides "... built successfully" of every process
-            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads else [])])
+            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if layout.offloads else [])])
             PartialState(backend="gloo", timeout=timeout)
     elif divides:
         PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU

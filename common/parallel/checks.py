@@ -9,6 +9,7 @@ from ..layout import Kind
 from ..plan import Plan
 from . import deepspeed, fsdp
 from .batch_loss import BatchLossFn
+from .sequence import divider_of
 from .stages import check_pipeline
 from .tensor_parallel import check_plan
 
@@ -75,8 +76,11 @@ def casts_weights(plan: Plan) -> bool:
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Layers that FSDP2 cannot gather, tensor parallelism cannot divide, or a pipeline cannot cut into stages."""
+    """Layers that FSDP2 cannot gather, tensor parallelism cannot divide, or a pipeline cannot cut into stages; samples
+    whose tokens cannot be shared."""
     layout = plan.layout
+    if layout.sequence > 1:
+        divider_of(model, layout.sequence)
     if layout.kind == Kind.FSDP2:
         fsdp.wrapped_classes(model)
     elif layout.kind == Kind.TENSOR:

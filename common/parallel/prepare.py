@@ -23,6 +23,7 @@ from .guards import checked
 from .on_disk import fill, filled
 from .parts import is_divided, local
 from .pipeline import Pipeline, PipelineEngine
+from .sequence import SequenceGroup, divider_of
 from .tensor_parallel import parallelize
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
@@ -61,6 +62,8 @@ def prepare(setup: Setup) -> Engine:
     accelerator, plan = setup.accelerator, setup.plan
     by_kind = {Kind.PIPELINE: _pipeline, Kind.DEEPSPEED: _deepspeed, Kind.FSDP2: _fsdp2, Kind.TENSOR: _tensor}
     wrap = by_kind.get(plan.layout.kind, _whole)
+    if plan.layout.sequence > 1:
+        divider_of(setup.model, plan.layout.sequence).divide(SequenceGroup(plan.layout, accelerator.device))
     read = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
     wrapped, model, optimizer = wrap(accelerator, setup.model, setup.optimizer, plan)
     forward_step, batch_loss = setup.checked_functions()

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..environment import print_once
 from ..errors import UsageError
+from .long_sequences import LongSequences
 from .pretrained import load, runnable
 
 FLASH = "flash_attention_2"
@@ -124,7 +125,7 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
     """
 
     def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
-        return _mean_losses(_cross_entropy(logits, labels.flatten()), labels)
+        return _means(_cross_entropy(logits, labels.flatten()), labels, (labels != IGNORED).sum(1))
 
     def forward(
         self: PreTrainedModel,
@@ -134,13 +135,21 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
         places: Tensor | None = None,
     ) -> Tensor:
         given = {} if positions is None else {"position_ids": positions}
-        num_chunks = -(-len(labels) * longest // chunk) if chunk else 1
+        num_labels, group, num_tokens = (labels != IGNORED).sum(1), self.sequence_parallel.group, len(labels) * longest
+        if group is not None:
+            tokens, labels, given = self.sequence_parallel.slices(tokens, labels, positions, IGNORED)
+            places, num_tokens = None, len(labels) * group.padded_length(longest) // group.size
+        num_chunks = -(-num_tokens // chunk) if chunk else 1
         if divides and (num_chunks > 1 or places is not None):
             hidden = self.base_model(input_ids=tokens, use_cache=False, **given)[0]
             if places is not None:
                 hidden, labels = _at(places, hidden, labels)
-            return _mean_losses(_in_chunks(self.get_output_embeddings(), hidden, labels, num_chunks), labels)
-        return self.losses(type(self).forward(self, input_ids=tokens, use_cache=False, **given).logits, tokens, labels)
+            losses = _in_chunks(self.get_output_embeddings(), hidden, labels, num_chunks)
+        else:
+            logits = type(self).forward(self, input_ids=tokens, use_cache=False, **given).logits
+            losses = _cross_entropy(logits, labels.flatten())
+        means = _means(losses, labels, num_labels)
+        return means if group is None else group.total(means)
 
     if packs:
         _check_documents_are_apart(model)
@@ -149,6 +158,7 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
     divides = longest > 0 and _head_alone_makes_logits(model)
     if chunk and not divides:
         print_once(f"{type(model).__name__} changes its logits after its head: they are held for the whole batch")
+    model.sequence_parallel = LongSequences(model)
     # Methods: a deep copy of the model then calls its own layers.
     model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
     model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export
@@ -160,8 +170,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, -2), labels, ignore_index=IGNORED, reduction="none")
 
 
-def _mean_losses(losses: Tensor, labels: Tensor) -> Tensor:
-    return losses.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+def _means(losses: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
+    """The mean loss of each example over its labels, of which these may be a part."""
+    return losses.view_as(labels).sum(1) / num_labels.clamp(min=1)
 
 
 def trained_places(labels: Tensor) -> Tensor:

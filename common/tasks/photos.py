@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from ..errors import UsageError, first_line
 from .images import class_names, columns
@@ -72,19 +71,19 @@ class Source:
     """Pictures that are read one at a time.
 
     Attributes:
-        read: index -> the picture, in colour.
+        pictures: of which `pictures[index]` is one, in colour.
         labels: the number of each picture's class.
         classes: their names.
     """
 
-    read: Callable[[int], Image.Image]
+    pictures: Any
     labels: list[int]
     classes: list[str]
 
     def part(self, ids: Tensor) -> "Source":
         """The pictures of these ids."""
         rows = ids.tolist()
-        return Source(lambda index: self.read(rows[index]), [self.labels[row] for row in rows], self.classes)
+        return Source(Subset(self.pictures, rows), [self.labels[row] for row in rows], self.classes)
 
 
 class Photos(Dataset):
@@ -106,7 +105,7 @@ class Photos(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         # Random numbers belong to the seed, the epoch and the sample here: no config changes them.
-        picture = self.source.read(index)
+        picture: Image.Image = self.source.pictures[index]
         box = _middle(*picture.size) if self.least_area is None else _random_box(*picture.size, self.least_area)
         side = self.form.size
         resized = picture.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3)
@@ -173,17 +172,23 @@ def load_photos(data: str, max_samples: int | None = None) -> tuple[Source, Sour
 
 
 def _of_split(data: str, split: Any) -> Source:
-    import datasets
-
     files, labels, feature = columns(data, split)
+    return Source(_Encoded(data, files), labels.tolist(), class_names(feature, 1 + int(labels.max())))
 
-    def read(index: int) -> Image.Image:
+
+class _Encoded:
+    """Pictures in files, or in a table of files."""
+
+    def __init__(self, data: str, files: Any):
+        self.data, self.files = data, files
+
+    def __getitem__(self, index: int) -> Image.Image:
+        import datasets
+
         try:
-            return datasets.Image().decode_example(files[index]).convert("RGB")
+            return datasets.Image().decode_example(self.files[index]).convert("RGB")
         except Exception as error:  # Pillow raises many types
-            raise UsageError(f"--data {data}: picture {index} cannot be read ({first_line(error)})") from None
-
-    return Source(read, labels.tolist(), class_names(feature, 1 + int(labels.max())))
+            raise UsageError(f"--data {self.data}: picture {index} cannot be read ({first_line(error)})") from None
 
 
 def _drawn() -> Source:
@@ -191,7 +196,7 @@ def _drawn() -> Source:
     generator = random.Random(0)
     labels = [number % len(SHAPES) for number in range(NUM_DRAWN)]
     pictures = [_draw(SHAPES[label], generator) for label in labels]
-    return Source(pictures.__getitem__, labels, list(SHAPES))
+    return Source(pictures, labels, list(SHAPES))
 
 
 def _draw(shape: str, generator: random.Random) -> Image.Image:

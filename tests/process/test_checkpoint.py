@@ -132,10 +132,10 @@ def test_launcher_starts_a_killed_run_again_by_itself(tmp_path: Path, undisturbe
 RELAYS = {
     "mnist mlp": "single ddp fsdp2 hsdp tensor_parallel fsdp2_tensor_parallel deepspeed_zero1 deepspeed_zero2 "
     "deepspeed_zero3 fsdp2",
-    "transformer": "tensor_parallel pipeline_parallel deepspeed_zero3",
+    "transformer": "tensor_parallel pipeline_parallel sequence_parallel deepspeed_zero3",
     "text classification": "single fsdp2 tensor_parallel deepspeed_zero2 deepspeed_zero3 ddp",
     "embeddings": "single fsdp2 tensor_parallel deepspeed_zero2 deepspeed_zero3 ddp",
-    "finetune": "pipeline_parallel fsdp2 tensor_parallel deepspeed_zero3 ddp",
+    "finetune": "pipeline_parallel fsdp2 fsdp2_sequence_parallel tensor_parallel deepspeed_zero3 ddp",
     "diffusion": "single deepspeed_zero3 fsdp2 deepspeed_zero1 tensor_parallel deepspeed_zero2 ddp",
 }
 

@@ -1,6 +1,7 @@
 """Promise: pictures of all sizes are classified well, and the exported model is one of transformers."""
 
 import json
+import pickle
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.tasks.photos import Confusion
+from common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import refused
@@ -36,6 +37,14 @@ def write_classifier(folder: Path) -> None:
     ViTForImageClassification(ViTConfig(image_size=12, patch_size=4, num_labels=3, **shape)).save_pretrained(folder)
     settings = {"size": {"height": 12, "width": 12}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.2]}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def test_workers_that_are_not_forks_get_the_pictures(tmp_path: Path) -> None:
+    """They are the default on macOS, on Windows, and from Python 3.14 on."""
+    write_pictures(tmp_path / "pictures")
+    for part in load_photos(str(tmp_path / "pictures")):
+        photos = Photos(part, PhotoFormat(12, (0.5,) * 3, (0.2,) * 3), None)
+        assert torch.equal(pickle.loads(pickle.dumps(photos))[3]["image"], photos[3]["image"])
 
 
 @pytest.mark.parametrize("flags", ["", pytest.param("--freeze_backbone --num_workers 1", marks=pytest.mark.full)])

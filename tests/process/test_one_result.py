@@ -51,7 +51,7 @@ def test_every_config_and_recipe_is_tested() -> None:
 OFTEN = {
     "text classification": ("ddp", "tensor_parallel", "deepspeed_zero3"),
     "embeddings": ("ddp", "deepspeed_zero3"),
-    "finetune": ("ddp", "fsdp2", "pipeline_parallel"),
+    "finetune": ("ddp", "fsdp2", "pipeline_parallel", "sequence_parallel"),
     "diffusion": ("ddp", "tensor_parallel"),
     "preferences": ("ddp", "fsdp2", "pipeline_parallel"),
     "image classification": ("ddp", "fsdp2"),
@@ -61,6 +61,7 @@ OFTEN = {
 def pair(config: str, recipe: str) -> Any:
     """A parameter of a test, with its marks."""
     is_rare = config not in OFTEN.get(recipe, FLOAT32_CONFIGS)
+    is_rare = is_rare or (config == "hsdp_tensor_parallel" and recipe != "mnist mlp")  # eight processes
     marks = pytest.mark.quick if config == "ddp" else pytest.mark.full if is_rare else []
     return pytest.param(config, recipe, marks=marks)
 
@@ -113,6 +114,7 @@ ONE_MACHINE = "--num_machines 1 --machine_rank 0 --rdzv_backend static"
         ("hsdp", "transformer", "", "--micro_batch_size 2"),
         ("tensor_parallel", "transformer", "", "--micro_batch_size 8"),
         ("fsdp2_tensor_parallel", "transformer", "", "--micro_batch_size 4"),
+        ("fsdp2_sequence_parallel", "transformer", "", "--micro_batch_size 4"),
         ("pipeline_parallel", "transformer", "", "--pipeline_stages 2"),
         pytest.param("multi_node_ddp", "transformer", ONE_MACHINE, "", marks=pytest.mark.full),
         pytest.param("multi_node_hsdp", "transformer", ONE_MACHINE, "", marks=pytest.mark.full),

@@ -35,7 +35,7 @@ def test_config_that_does_not_fit(
     [
         ("fsdp2_tensor_parallel", "MULTI_GPU", "FSDP", "has a tp_size: type distributed_type: MULTI_GPU"),
         ("hsdp", "distributed_type: FSDP", "distributed_type: MULTI_GPU", "type distributed_type: FSDP"),
-        ("tensor_parallel", "tp_size", "cp_size", "these recipes do not divide sequences"),
+        ("tensor_parallel", "tp_size", "cp_size", "type sp_size instead, as in"),
     ],
 )
 def test_sizes_that_would_not_be_applied(tmp_path: Path, config: str, before: str, after: str, expected: str) -> None:
@@ -54,15 +54,6 @@ def test_kernels_that_update_several_weights_at_once(
     arguments = f"{RECIPES['mnist mlp'][1]} --optimizer {optimizer}"
     run = fork(tmp_path / "run", config, FOREACH, arguments)
     assert_same_result(run, reference(MNIST, arguments))
-
-
-def test_hsdp_and_tensor_parallelism_together(tmp_path: Path, reference: Callable[..., Run]) -> None:
-    text = (CONFIGS / "fsdp2_tensor_parallel.yaml").read_text().replace("num_processes: 4", "num_processes: 8")
-    (tmp_path / "config.yaml").write_text(text + "  parallelism_config_dp_replicate_size: 2\n")
-    script, arguments = RECIPES["mnist mlp"]
-    run = fork(tmp_path / "run", tmp_path / "config.yaml", script, arguments)
-    assert run.card["parallelism"] == "2 × FSDP2 2 × TP 2"
-    assert_same_result(run, reference(script, arguments))
 
 
 def test_untied_transformers_model_is_trained_and_exported_whole(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ FLOAT32_CONFIGS = [
     "hsdp",
     "tensor_parallel",
     "fsdp2_tensor_parallel",
+    "hsdp_tensor_parallel",
+    "sequence_parallel",
+    "fsdp2_sequence_parallel",
     "pipeline_parallel",
     "deepspeed_zero1",
     "deepspeed_zero2",
@@ -65,10 +68,14 @@ WITH_LAYER_PLAN = (
     *("mnist mlp", "transformer", "text classification", "embeddings", "finetune", "diffusion", "preferences"),
     "image classification",
 )
+CAUSAL_MODELS = ("transformer", "finetune", "preferences")
 DIVIDED = {
     "tensor_parallel": WITH_LAYER_PLAN,
     "fsdp2_tensor_parallel": WITH_LAYER_PLAN,
-    "pipeline_parallel": ("transformer", "finetune", "preferences"),
+    "hsdp_tensor_parallel": WITH_LAYER_PLAN,
+    "pipeline_parallel": CAUSAL_MODELS,
+    "sequence_parallel": CAUSAL_MODELS,
+    "fsdp2_sequence_parallel": CAUSAL_MODELS,
 }
 FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # flags that a config needs beside its file
 

@@ -24,9 +24,9 @@ def test_config_has_a_header_and_no_unknown_key(path: Path) -> None:
     known = set(yaml.safe_load(text))
     assert {"compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes"} <= known
     assert "accumulation" not in text and "clipping:" not in text  # the command line decides these
-    assert config.num_processes == {"single": 1, "hsdp": 4, "multi_node_hsdp": 4, "fsdp2_tensor_parallel": 4}.get(
-        path.stem, 2
-    )
+    others = {"single": 1, "hsdp_tensor_parallel": 8}
+    others |= dict.fromkeys(["hsdp", "multi_node_hsdp", "fsdp2_tensor_parallel", "fsdp2_sequence_parallel"], 4)
+    assert config.num_processes == others.get(path.stem, 2)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -1,5 +1,7 @@
 """Promise: `pad_to_longest` makes batches of samples with different lengths."""
 
+import pickle
+
 import torch
 
 from common.config import RunConfig
@@ -24,6 +26,12 @@ def test_pads_to_a_multiple_and_keeps_other_dimensions() -> None:
     samples = [{"x": torch.ones(2, 3)}, {"x": torch.ones(5, 3)}]
     batch = pad_to_longest(mask=None, multiple_of=4)(samples)
     assert batch.keys() == {"x"} and batch["x"].shape == (2, 8, 3) and batch["x"].sum() == 21
+
+
+def test_workers_that_are_not_forks_get_it() -> None:
+    """They are the default on macOS, on Windows, and from Python 3.14 on."""
+    collate = pickle.loads(pickle.dumps(pad_to_longest({"labels": -100})))
+    assert collate(SAMPLES)["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
 
 
 def test_a_dataset_with_a_function_of_its_own() -> None:

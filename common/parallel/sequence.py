@@ -1,0 +1,87 @@
+"""Sequence parallelism: each process of a group holds a slice of the tokens of the same samples.
+
+Attention needs all tokens: before it, the processes exchange tokens for heads, and after it heads for tokens (Jacobs et
+al. 2023, DeepSpeed Ulysses). All other layers of a language model work on each token by itself.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import UsageError
+from ..layout import Layout
+
+
+class SequenceGroup:
+    """The processes that share the tokens of the same samples.
+
+    Attributes:
+        size: number of processes.
+        rank: of this process among them; it holds slice `rank` of the tokens.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device):
+        from torch.distributed.device_mesh import init_device_mesh  # the import takes a second
+
+        mesh = init_device_mesh(
+            device.type, (layout.data_parallel_size, layout.sequence), mesh_dim_names=("data", "sp")
+        )
+        self.size, self.rank, self._group = layout.sequence, mesh.get_local_rank("sp"), mesh.get_group("sp")
+
+    def padded_length(self, length: int) -> int:
+        """The length of all slices together: `length`, rounded up to a multiple of the size."""
+        return -(-length // self.size) * self.size
+
+    def slice(self, tokens: Tensor, padding: int) -> Tensor:
+        """This process's slice of (batch, tokens), of shape (batch, padded_length / size)."""
+        whole = F.pad(tokens, (0, self.padded_length(tokens.shape[1]) - tokens.shape[1]), value=padding)
+        return whole.chunk(self.size, dim=1)[self.rank]
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """Divides dimension 1 among the processes, and makes dimension 2 whole.
+
+        (batch, heads, slice, width) becomes (batch, heads / size, tokens, width), and (batch, tokens, heads / size,
+        width) becomes (batch, slice, heads, width).
+        """
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        parts = values.unflatten(1, (self.size, -1)).movedim(1, 0)
+        received = all_to_all_single_autograd(parts.contiguous(), None, None, self._group)
+        return received.movedim(0, 2).flatten(2, 3)
+
+    def total(self, own: Tensor) -> Tensor:
+        """The sum of a value over the group, in each process.
+
+        Its gradient is this process's share, times the size: the mean over all processes of the run, which they take
+        as for samples of their own, is then that of the whole samples.
+        """
+        whole = own.detach().clone()
+        dist.all_reduce(whole, group=self._group)
+        share = self.size * own
+        return share + (whole - share.detach())
+
+
+class DividesSequences(Protocol):
+    """What a model offers as its attribute `sequence_parallel`, to be trained on slices of samples."""
+
+    def check(self, size: int) -> None:
+        """Raises UsageError if `size` processes cannot share the tokens of a sample."""
+
+    def divide(self, group: SequenceGroup) -> None:
+        """Lets the model's forward compute on slices. It still takes whole samples, and returns whole losses."""
+
+
+def divider_of(model: nn.Module, size: int) -> DividesSequences:
+    """What divides the sequences of a model, or of the one inside it. Raises UsageError if there is none, or if `size`
+    processes cannot share its tokens."""
+    found: list[Any] = [module.sequence_parallel for module in model.modules() if hasattr(module, "sequence_parallel")]
+    if not found:
+        raise UsageError(
+            f"{type(model).__name__} cannot divide sequences: type --config_file accelerate_configs/fsdp2.yaml, or use "
+            "a causal model of transformers with its losses, as recipes/transformer.py does"
+        )
+    found[0].check(size)
+    return found[0]
