@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train quick quick-tests test test-full ready extensions test-gpu benchmark-gpu lint clean
+.PHONY: train quick quick-tests test test-full ready extensions test-gpu benchmark-gpu gallery verified docs lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
 train: $(VENV)/trains
@@ -44,6 +44,19 @@ benchmark-gpu:
 	PYTHONPATH=$(CURDIR) python benchmarks/gpt2_variants.py >> gpu_benchmarks.md
 	cat gpu_benchmarks.md
 
+# Runs each recipe that has no run in outputs/gallery, and writes docs/recipes/.
+gallery: $(VENV)/installed
+	python docs/tools/gallery.py
+
+# Writes docs/verified.md from docs/certificates/.
+verified: $(VENV)/trains
+	python docs/tools/catalogue.py
+
+# The site, in site/. A link that leads nowhere is an error.
+docs: $(VENV)/trains
+	$(INSTALL) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
 lint: $(VENV)/installed
 	ruff check .
 	ruff format --check .
@@ -68,4 +81,4 @@ $(VENV)/installed: $(VENV)/trains
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) outputs site

@@ -7,13 +7,14 @@ A run that is done is in outputs/gallery/<name>, and is not made again: remove t
 """
 
 import json
-import re
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +24,9 @@ from accelerate_recipes.catalog import Recipe, find_recipe, read_recipe  # noqa:
 from docs.tools.curves import curves  # noqa: E402
 
 RUNS, PAGES = ROOT / "outputs" / "gallery", ROOT / "docs" / "recipes"
-PRINTED = "printed.txt"
-LONGEST, WIDEST = 40, 116  # lines and characters of what a run prints
+PRINTED, LOAD = "printed.txt", "load.txt"
+README, RECORDED = ROOT / "README.md", "<!-- Recorded by make gallery -->"
+LONGEST, WIDEST = 40, 118  # lines and characters of what a run prints
 PICTURES = {"pictures.png": "What the exported model makes: a column for each class",
             "confusion.png": "A row for each class, a column for each predicted one"}  # fmt: skip
 
@@ -37,9 +39,10 @@ def run(recipe: Recipe) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     words = [*shlex.split(recipe.command), "--output_dir", str(folder.relative_to(ROOT))]
     print(shlex.join(words), flush=True)
-    done = subprocess.run([sys.executable, "-m", "accelerate.commands.launch", *words[2:]], cwd=ROOT,
-                          stdout=subprocess.PIPE, text=True, check=True)  # fmt: skip
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *words[2:]]
+    done = subprocess.run(launch, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     (folder / PRINTED).write_text(done.stdout)
+    (folder / LOAD).write_text(f"{os.getloadavg()[2]:.0f}")
     return folder
 
 
@@ -49,15 +52,16 @@ def read_card(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def printed(text: str) -> str:
-    """What a run prints, without most of its steps."""
-    lines = text.strip().splitlines()
+def printed(folder: Path) -> str:
+    """What a run prints, without most of its steps, as a block of Markdown."""
+    lines = (folder / PRINTED).read_text().replace("outputs/gallery/", "outputs/").strip().splitlines()
     steps = [number for number, line in enumerate(lines) if line.startswith("step ")]
     if len(steps) > 4:
         lines[steps[2] : steps[-1]] = ["…"]
     if len(lines) > LONGEST:
         lines[LONGEST // 2 : -LONGEST // 2] = ["…"]
-    return "\n".join(line if len(line) <= WIDEST else line[: WIDEST - 1] + "…" for line in lines)
+    rows = [row for line in lines for row in wrap(line, WIDEST, subsequent_indent="    ") or [""]]
+    return "\n".join(["```", *rows, "```"])
 
 
 def page(recipe: Recipe, folder: Path) -> str:
@@ -69,10 +73,11 @@ def page(recipe: Recipe, folder: Path) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in card["versions"].items())
     metrics = {name: value for name, value in card["last_metrics"].items() if name.startswith("eval/")}
     rows = {
-        "date": f"{date}, commit {(card['git_commit'] or 'unknown')[:10]}",
+        "date": f"{date}, commit {(card['git_commit'] or 'unknown').replace('-dirty', ' and changes')}",
         "machine": machine,
         "processes": f"{card['num_processes']}, {card['parallelism']}, {card['precision']}",
-        "steps, time": f"{card['num_steps']:,} steps in {card['wall_seconds']:.0f} s",
+        "steps, time": f"{card['num_steps']:,} steps in {card['wall_seconds']:.0f} s, "
+        f"at a load of {(folder / LOAD).read_text()} processes",
         "versions": versions,
         "first steps": f"{card['checked_steps']} compared with one process: the same",
         "last evaluation": ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()),
@@ -90,8 +95,7 @@ def page(recipe: Recipe, folder: Path) -> str:
         if (folder / name).exists():
             shutil.copy(folder / name, PAGES / f"{recipe.name}.png")
             parts.append(f"![{caption}]({recipe.name}.png)\n\n{caption}.")
-    text = re.sub(r"outputs/gallery/(\w+)", r"outputs/\1", printed((folder / PRINTED).read_text()))
-    parts += [f"## What it prints\n\n```\n{text}\n```", "## The run\n\n| | |\n| --- | --- |\n"]
+    parts += [f"## What it prints\n\n{printed(folder)}", "## The run\n\n| | |\n| --- | --- |\n"]
     parts[-1] += "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return "\n\n".join(parts) + "\n"
 
@@ -106,6 +110,11 @@ def main(names: list[str]) -> None:
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         (PAGES / f"{recipe.name}.svg").write_text(curves(records))
         (PAGES / f"{recipe.name}.md").write_text(page(recipe, folder))
+        if recipe.name == "mnist":
+            text = README.read_text()
+            start = text.index(RECORDED) + len(RECORDED)
+            end = text.index("```", text.index("```", start) + 3) + 3
+            README.write_text(f"{text[:start]}\n{printed(folder)}{text[end:]}")
 
 
 if __name__ == "__main__":
