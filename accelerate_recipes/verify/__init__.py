@@ -50,12 +50,12 @@ def run(
     Raises:
         UsageError: no such script or config, or the recipe does not run in one process.
     """
-    if not script.is_file():
-        raise UsageError(f"{script}: no such file; type the path of a recipe")
     if accelerate:
         from accelerate_recipes.verify.watch import verify_watched
 
         return verify_watched(script, flags, steps, output, as_json)
+    if not script.is_file():
+        raise UsageError(f"{script}: no such file; type the path of a recipe")
     folder = output or Path("verified") / script.stem
     table = Table(sys.stderr if as_json else sys.stdout)
     with TemporaryDirectory(prefix="verify_") as scratch:

@@ -67,7 +67,9 @@ class Row:
             places.append(f"from step {self.difference.first_step}")
         if self.difference.tensor is not None:
             places.append(f"in {self.difference.tensor}")
-        return "DIFFERS " + ", ".join(places or ["in the gradient"])
+        return "DIFFERS " + ", ".join(
+            places or ["in the evaluation" if self.difference.evaluation else "in the gradient"]
+        )
 
     @property
     def cells(self) -> list[str]:

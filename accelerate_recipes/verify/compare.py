@@ -78,11 +78,11 @@ def _compare(run: Finished, reference: Finished, floors: Sequence[Finished]) -> 
     def noise(name: str) -> float:
         return TIMES_FLOOR * max((_largest(_differences(floor, reference, name)) for floor in floors), default=0.0)
 
-    moved = [_largest(_distances(floor.folder / "model", reference.folder / "model")) for floor in floors]
+    moved = [_largest(weight_distances(floor.folder / "model", reference.folder / "model")) for floor in floors]
     loss, gradient = (_differences(run, reference, name) for name in ("train/loss", "grad_norm"))
     rates = _differences(run, reference, "learning_rate")
     evaluations = {name: _differences(run, reference, name) for name in names}
-    distances = _distances(run.folder / "model", reference.folder / "model")
+    distances = weight_distances(run.folder / "model", reference.folder / "model")
     limits = {name: max(tolerance, noise(name)) for name in ("train/loss", *names)}
     compared = {"train/loss": loss} | evaluations
     wrong = {step for name, values in compared.items() for step, value in values.items() if not value <= limits[name]}
@@ -119,13 +119,7 @@ def relative(value: float | None, expected: float | None) -> float:
     return 0.0 if value == expected else abs(value - expected) / max(abs(expected), 1e-12)
 
 
-def largest_distance(folder: Path, reference: Path) -> tuple[float, str | None]:
-    """(the largest ‖w − w₀‖ / ‖w₀‖ of the tensors in two folders, the name of the first one beyond TOLERANCE)"""
-    distances = _distances(folder, reference)
-    return _largest(distances), next((name for name, value in distances.items() if not value <= TOLERANCE), None)
-
-
-def _distances(folder: Path, reference: Path) -> dict[str, float]:
+def weight_distances(folder: Path, reference: Path) -> dict[str, float]:
     """{name: ‖w − w₀‖ / ‖w₀‖}; infinite where one of the two lacks the tensor or has another shape."""
     weights, expected = _load(folder), _load(reference)
     distances = {}

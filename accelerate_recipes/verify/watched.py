@@ -1,7 +1,9 @@
 """Runs a script on plain Accelerate unchanged, and writes down what Accelerate does: started by watch.py."""
 
 import json
+import math
 import os
+import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
+from torch.utils.data import DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
@@ -20,12 +23,13 @@ class Watcher:
 
     Args:
         folder: for the records of each process, and the weights of the first one.
-        num_steps: the script ends after so many optimizer steps.
+        num_steps: the script takes so many optimizer steps, and then one evaluation.
+        moves: whether the weights start one rounding error away.
     """
 
-    def __init__(self, folder: Path, num_steps: int):
-        self.folder, self.num_steps = folder, num_steps
-        self.facts: dict[str, Any] = {}
+    def __init__(self, folder: Path, num_steps: int, moves: bool):
+        self.folder, self.num_steps, self.moves = folder, num_steps, moves
+        self.facts: dict[str, Any] = {"draws": False, "divided_twice": False, "gathered": 0}
         self.steps: list[dict[str, Any]] = []
         self.micro_batches: list[dict[str, Any]] = []
         self.grad_norm: float | None = None
@@ -35,6 +39,11 @@ class Watcher:
         self.newest: list[Any] = []  # the sample ids of each batch of the newest iterator
         self.num_iterators = 0
         self.is_inside = False  # a prepared loader, which reads ahead from a loader of torch
+        self.is_over = False  # all steps are taken
+        self.is_gathering = False
+        self.newest_loader: Any = None  # the prepared one that gave the last batch
+        self.training_loaders: list[Any] = []
+        self.states: list[Any] = []  # of the generators, when a loader gave the last batch
 
     def install(self) -> None:
         """Puts itself between the script and Accelerate."""
@@ -42,6 +51,11 @@ class Watcher:
             (Accelerator, "prepare", self._prepare),
             (Accelerator, "backward", self._backward),
             (Accelerator, "clip_grad_norm_", self._clip),
+            (Accelerator, "gather", self._gather),
+            (Accelerator, "gather_for_metrics", self._gather),
+            (Accelerator, "save_state", self._save),
+            (Accelerator, "save_model", self._save),
+            (Accelerator, "save", self._save),
             (AcceleratedOptimizer, "step", self._step),
             (DataLoaderShard, "__iter__", self._iterate),
             (DataLoaderDispatcher, "__iter__", self._iterate),
@@ -50,6 +64,11 @@ class Watcher:
             (_BaseDataLoaderIter, "__next__", self._next),
         ):
             setattr(target, name, _bound(wrapper, getattr(target, name)))
+
+    def end(self) -> None:
+        """Ends the process. Every process ends after the same step, or the same evaluation."""
+        self.finish()
+        os._exit(0)
 
     def finish(self) -> None:
         """Writes the records and the weights."""
@@ -67,9 +86,12 @@ class Watcher:
             if isinstance(thing, torch.nn.Module) and self.model is None:
                 self.model = thing
                 self.facts["layers"] = sorted({type(module).__name__ for module in thing.modules()})
-                self.facts["drops"] = any(
-                    getattr(module, "p", 0) > 0 and "Dropout" in type(module).__name__ for module in thing.modules()
-                )
+                if self.moves:
+                    _move_by_rounding(thing)
+            sampler = getattr(thing, "sampler", None)
+            self.facts["divided_twice"] |= isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
+        handler = getattr(accelerator, "ddp_handler", None)
+        self.facts["comm_hook"] = getattr(handler, "comm_hook", "no") != "no"
         self.facts["distributed_type"] = accelerator.distributed_type.name
         self.facts["num_processes"] = accelerator.num_processes
         return original(accelerator, *objects, **options)
@@ -77,6 +99,11 @@ class Watcher:
     def _backward(
         self, original: Callable[..., Any], accelerator: Accelerator, loss: torch.Tensor, **options: Any
     ) -> Any:
+        if self.is_over:
+            self.end()
+        self.facts["draws"] |= bool(self.states) and self.states != _generator_states()
+        if self.newest_loader is not None and self.newest_loader not in self.training_loaders:
+            self.training_loaders.append(self.newest_loader)
         self.micro_batches.append({"loss": loss.item(), **self.batch})
         return original(accelerator, loss, **options)
 
@@ -91,24 +118,49 @@ class Watcher:
         result = original(optimizer, *arguments)
         self.optimizer = self.optimizer or optimizer
         if optimizer is self.optimizer and optimizer.gradient_state.sync_gradients:
+            if not self.steps:
+                self.facts["hooked"] = any(getattr(weight, "_backward_hooks", None) for weight in self._weights())
             step = {"learning_rate": float(learning_rate), "grad_norm": self.grad_norm}
-            self.steps.append(step | {"micro_batches": self.micro_batches})
+            norms = [float(weight.detach().double().norm()) for weight in self._weights()]
+            self.steps.append(step | {"micro_batches": self.micro_batches, "weights": math.hypot(*norms)})
             self.micro_batches = []
             if len(self.steps) >= self.num_steps:
                 self.finish()
-                os._exit(0)  # every process ends after the same step
+                self.is_over = True
+                if not self.training_loaders:  # nothing to end the training by
+                    self.end()
         return result
 
+    def _weights(self) -> list[torch.Tensor]:
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
+    def _gather(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> Any:
+        """Counts the rows that an evaluation gathers."""
+        outermost, self.is_gathering = not self.is_gathering, True  # one calls the other
+        result = original(accelerator, *arguments, **options)
+        self.is_gathering = not outermost
+        is_evaluation = self.newest_loader is not None and self.newest_loader not in self.training_loaders
+        if is_evaluation and outermost:
+            self.facts["gathered"] += sum(len(tensor) for tensor in _tensors(result) if tensor.ndim)
+        return result
+
+    def _save(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> None:
+        """A look at a script does not write into its folders."""
+        if self.is_over:
+            self.end()
+
     def _iterate(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
+        if self.is_over and loader in self.training_loaders:  # the next epoch
+            self.end()
         batches = original(loader)
         position, ids = getattr(loader, "skip_batches", 0), None
-        while True:
+        while not (self.is_over and loader in self.training_loaders):
             self.is_inside = True
             batch = next(batches, None)
             self.is_inside = False
             if batch is None:
                 return
-            ids = self.newest if ids is None else ids
+            ids, self.newest_loader = (self.newest if ids is None else ids), loader
             self._given(batch, ids[position] if position < len(ids) else None)
             position += 1
             yield batch
@@ -130,13 +182,15 @@ class Watcher:
         ids = iterator.watched[position] if position < len(iterator.watched) else None
         iterator.given.append(ids)
         if not self.is_inside:
+            self.newest_loader = None
             self._given(batch, ids)
         return batch
 
     def _given(self, batch: Any, ids: Any) -> None:
         ids = [ids] if isinstance(ids, int) else ids
         plain = isinstance(ids, list) and all(isinstance(number, int) for number in ids)
-        self.batch = {"epoch": self.num_iterators, "ids": ids if plain else None, "tokens": _num_tokens(batch)}
+        self.batch = {"epoch": self.num_iterators, "ids": ids if plain else None, "tokens": _num_labels(batch)}
+        self.states = _generator_states()
 
 
 def _bound(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,23 +198,47 @@ def _bound(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callabl
     return lambda this, *arguments, **options: wrapper(original, this, *arguments, **options)
 
 
-def _num_tokens(batch: Any) -> int | None:
-    """The number of positions that count in the loss, if the batch says so: labels other than -100, or a mask."""
-    named = batch if isinstance(batch, dict) or hasattr(batch, "keys") else {}
-    values = list(named.values()) if named else list(batch) if isinstance(batch, tuple | list) else [batch]
-    for value in values:
-        if isinstance(value, torch.Tensor) and not value.is_floating_point() and bool((value == -100).any()):
+def _num_labels(batch: Any) -> int | None:
+    """The number of labels that count in the loss; None if none of them is -100, which losses ignore."""
+    for value in _tensors(batch):
+        if not value.is_floating_point() and bool((value == -100).any()):
             return int((value != -100).sum())
-    mask = next((named[name] for name in named if "mask" in name), None)
-    return int(mask.sum()) if isinstance(mask, torch.Tensor) else None
+    return None
 
 
-def _main(folder: str, num_steps: str, script: str, *flags: str) -> None:
-    watcher = Watcher(Path(folder), int(num_steps))
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, or of what was gathered."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if hasattr(value, "keys") else value if isinstance(value, tuple | list) else []
+    return [tensor for item in values for tensor in _tensors(item)]
+
+
+def _generator_states() -> list[Any]:
+    """Changes when a forward pass draws."""
+    devices = [torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else []
+    return [hash(torch.get_rng_state().numpy().tobytes()), hash(repr(random.getstate())), *devices]
+
+
+@torch.no_grad()
+def _move_by_rounding(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            sign = torch.randint(2, weight.shape, generator=generator) * 2 - 1
+            weight.mul_(1 + sign.to(weight.device) * torch.finfo(weight.dtype).eps)
+
+
+def _main(folder: str, num_steps: str, moves: str, script: str, *flags: str) -> None:
+    watcher = Watcher(Path(folder), int(num_steps), moves == "moved")
     watcher.install()
-    sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
     sys.argv = [script, *flags]
-    runpy.run_path(script, run_name="__main__")
+    if Path(script).is_file():
+        sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
+        runpy.run_path(script, run_name="__main__")
+    else:
+        sys.path[0] = str(Path.cwd())  # as python -m does
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
     watcher.finish()
 
 

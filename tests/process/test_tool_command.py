@@ -35,6 +35,13 @@ PLAIN_CAUSES = {
     "tokens": "micro-batches have different numbers of tokens",
     "set_epoch": "each epoch has the same order: call set_epoch",
     "batch_size": "a step takes 32 samples under DDP and 16 in one process",
+    "no_seed": "one process has other losses when it runs again on the same samples",
+    "dropout": "the forward pass draws random numbers (dropout, noise)",
+    "short_batch": "step 4 takes 16 samples under DDP and 12 in one process: prepare fills up the last batch",
+    "divided_twice": "the loader has a DistributedSampler, and prepare divides its samples again",
+    "local_steps": "the processes have different weights after step 1",
+    "hook": "a hook changes gradients in each process",
+    "gather": "the evaluation gathers 48 rows under DDP and 27 in one process",
 }
 
 
