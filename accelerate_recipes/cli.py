@@ -104,6 +104,8 @@ def verify(
     from accelerate_recipes.verify.against import run as run_against
 
     if against is not None:
+        if accelerate or config or flags or output:
+            raise UsageError("--against runs one process, with the flags of the certificate: remove all but --json")
         sys.exit(run_against(script, against, as_json))
     sys.exit(run(script, flags or [], steps, config, output, accelerate, as_json))
 

@@ -120,6 +120,7 @@ def test_a_project_owns_what_its_recipe_imports_and_requires_no_more(
         ("verify nowhere.py", "nowhere.py: no such file; type the path of a recipe"),
         ("verify full/train.py --config dpp", "dpp: no such config"),
         ("verify full/train.py --steps 1", "Invalid value for '--steps'"),
+        ("verify full/train.py --against then.json --config ddp", "with the flags of the certificate: remove all"),
         ("verify full/train.py --against then.json", "then.json: no such file; type the path of a certificate.json"),
     ],
 )
