@@ -1,14 +1,14 @@
-# The first target creates the virtual environment $(VENV). A change of pyproject.toml creates it again.
+# The first target creates the virtual environment $(VENV). A change of pyproject.toml installs again.
 PYTHON ?= python3
 TEXTS = accelerate_configs accelerate_recipes benchmarks common docs launchers recipes tests *.md *.toml Makefile
 VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train quick quick-tests test test-full ready extensions test-gpu benchmark-gpu lint clean
+.PHONY: train quick quick-tests test test-full ready extensions test-gpu benchmark-gpu gallery verified docs lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
-train: $(VENV)/installed
+train: $(VENV)/trains
 	CUDA_VISIBLE_DEVICES= accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --overwrite_output_dir
 
 # Three workers, because cores are idle while processes start. Tests that share a port or a fixture are in one group.
@@ -44,6 +44,19 @@ benchmark-gpu:
 	PYTHONPATH=$(CURDIR) python benchmarks/gpt2_variants.py >> gpu_benchmarks.md
 	cat gpu_benchmarks.md
 
+# Runs each recipe that has no run in outputs/gallery, and writes docs/recipes/.
+gallery: $(VENV)/installed
+	python docs/tools/gallery.py
+
+# Writes docs/verified.md from docs/certificates/.
+verified: $(VENV)/trains
+	python docs/tools/catalogue.py
+
+# The site, in site/. A link that leads nowhere is an error.
+docs: $(VENV)/trains
+	$(INSTALL) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
 lint: $(VENV)/installed
 	ruff check .
 	ruff format --check .
@@ -52,11 +65,20 @@ lint: $(VENV)/installed
 	mypy
 	mypy recipes/plain/*.py
 
-$(VENV)/installed: pyproject.toml
+# Without --no-compile, pip compiles thousands of modules that no run imports.
+INSTALL = $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/pip install --no-compile) --quiet
+
+# What a run needs.
+$(VENV)/trains: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[deepspeed,test]'
+	$(INSTALL) --editable .
+	touch $@
+
+# What the tests need, too.
+$(VENV)/installed: $(VENV)/trains
+	$(INSTALL) --editable '.[data,deepspeed,test]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) outputs site

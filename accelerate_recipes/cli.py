@@ -16,7 +16,6 @@ app = typer.Typer(
     name="accelerate-recipes",
     help="Recipes for Accelerate: find one, copy it, prove that its result does not depend on the config.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -91,6 +90,10 @@ def verify(
     accelerate: Annotated[
         bool, typer.Option("--accelerate", help="a script on plain Accelerate, watched from outside")
     ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="certificate.json of an earlier version: compare one process with that of then, and no more"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a recipe gives one result under every config, or say what makes the difference.
@@ -98,7 +101,12 @@ def verify(
     Example: accelerate-recipes verify recipes/mnist.py --config ddp --config fsdp2 -- --model mlp
     """
     from accelerate_recipes.verify import run
+    from accelerate_recipes.verify.against import run as run_against
 
+    if against is not None:
+        if accelerate or config or flags or output:
+            raise UsageError("--against runs one process, with the flags of the certificate: remove all but --json")
+        sys.exit(run_against(script, against, as_json))
     sys.exit(run(script, flags or [], steps, config, output, accelerate, as_json))
 
 

@@ -92,10 +92,11 @@ def _write(project: Path, script: Path, configs: list[Path]) -> None:
         packages = packages.union(*map(_imported, tasks))
         _copy_common(project / "common", tasks)
     name = re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project"
+    required = _requirements() + _requirements("data")
     flags = {config.stem: FLAGS.get((script.stem, config.stem)) or "" for config in configs}
     values = {
         "config": configs[0].stem,
-        "dependencies": json.dumps([line for line in _requirements() if _name(line) in packages], indent=4),
+        "dependencies": json.dumps([line for line in required if _name(line) in packages], indent=4),
         "deepspeed": json.dumps(_requirements("deepspeed")),
         "lora": f"lora = {json.dumps(_requirements('lora'))}\n" * ("peft" in packages),
         "extras": ",".join(["deepspeed"] * any("deepspeed" in name for name in flags) + ["test"]),

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import yaml
 
@@ -13,6 +14,7 @@ from accelerate_recipes import bundle
 from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.catalog import count_gpus, find_config, runs_here
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.verify.against import kept
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import CHECKED, Row, Table, write
 from accelerate_recipes.verify.compare import Difference, compare, starts_alike
@@ -59,8 +61,8 @@ def run(
     with TemporaryDirectory(prefix="verify_") as scratch:
         verification = _Verification(script, flags, steps, Path(scratch), table)
         verification.verify_all(_chosen(configs))
-        cause = verification.cause()
-    write(folder, script, flags, steps, table.rows, cause, as_json, configs, verification.gap)
+        cause, reference = verification.cause(), verification.kept()
+    write(folder, script, flags, steps, table.rows, cause, as_json, configs, verification.gap, reference)
     return int(any(row.is_bad for row in table.rows))
 
 
@@ -154,6 +156,10 @@ class _Verification:
         shutil.rmtree(self.scratch / "single")
         self.reference = single.run(self.scratch / "single")
         return single
+
+    def kept(self) -> dict[str, Any]:
+        """What the certificate keeps of one process, for `--against`."""
+        return kept(self.reference, self._all_flags())
 
     def _all_flags(self, config: Path | None = None) -> list[str]:
         records = ["--max_steps", str(self.steps), "--log_every", "1", "--eval_every", str(max(1, self.steps // 2))]

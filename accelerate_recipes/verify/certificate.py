@@ -119,6 +119,7 @@ def write(
     as_json: bool,
     configs: list[str] | None = None,
     gap: str | None = None,
+    reference: dict[str, Any] | None = None,
 ) -> None:
     """Writes certificate.json and certificate.md into a folder, and prints the result.
 
@@ -127,6 +128,7 @@ def write(
         rows: the runs.
         cause: the likely cause of a difference.
         gap: what these runs cannot show.
+        reference: the losses of one process, for `--against`.
     """
     is_same = not any(row.is_bad for row in rows)
     content: dict[str, Any] = {
@@ -141,6 +143,7 @@ def write(
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"accelerate-recipes": VERSION, "python": platform.python_version()} | _versions(),
         "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
+        "reference": reference,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "certificate.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 
 from ..command_line import ConfigT, parse
 from ..environment import CODE_FILE, num_machines, num_restarts
-from ..errors import StoppedError, first_failure, needs_no_traceback, trace_of
+from ..errors import StoppedError, UsageError, first_failure, needs_no_traceback, trace_of
 from ..records.output_dir import checkpoints
 from ..records.run_card import read_card
 from . import signals
@@ -46,7 +46,12 @@ def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn
 
 
 def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
-    afterwards = main(_after_restart(parse(config_class)))
+    try:
+        afterwards = main(_after_restart(parse(config_class)))
+    except ModuleNotFoundError as error:
+        if error.name not in ("datasets", "pandas"):  # of the extra `data`: only some data needs them
+            raise
+        raise UsageError(f"this data needs {error.name}: type pip install {error.name}") from None
     gc.collect()  # a DDP model that outlives its process group may abort the process
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -23,7 +23,7 @@ def main(folder: Path, index_url: str) -> int:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet"]
         subprocess.run([*install, torch, "--index-url", index_url], check=True)
-        subprocess.run([*install, "--editable", ".[deepspeed,test]"], cwd=ROOT, check=True)
+        subprocess.run([*install, "--editable", ".[data,deepspeed,test]"], cwd=ROOT, check=True)
         (folder / "installed").touch()
     built_for = subprocess.run(
         [str(python), "-c", "import torch; print(torch.version.cuda or '')"], capture_output=True, text=True, check=True

@@ -33,7 +33,7 @@ def main(folder: Path) -> int:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         (folder / "constraints.txt").write_text("\n".join(pins))
         install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(folder / "constraints.txt")]
-        subprocess.run([*install, "--editable", ".[deepspeed,test]"], cwd=ROOT, check=True)
+        subprocess.run([*install, "--editable", ".[data,deepspeed,test]"], cwd=ROOT, check=True)
         (folder / "installed").touch()
     # A separate folder: environments with a common folder recompile each other's DeepSpeed extensions.
     env = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}

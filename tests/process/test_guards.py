@@ -184,18 +184,25 @@ def test_fp16_without_a_gpu_says_so_and_goes_on(tmp_path: Path) -> None:
     assert run.card["precision"] == "float32"
 
 
-def test_missing_deepspeed(tmp_path: Path) -> None:
-    """Links all installed packages except deepspeed into a folder. -S keeps the real site-packages out of the path."""
+@pytest.mark.parametrize(
+    ("package", "arguments", "expected"),
+    [
+        ("deepspeed", "", "type pip install -e '.[deepspeed]'"),
+        ("datasets", "--data ylecun/mnist", "this data needs datasets: type pip install datasets"),
+    ],
+)
+def test_missing_package(tmp_path: Path, package: str, arguments: str, expected: str) -> None:
+    """Links all installed packages except one into a folder. -S keeps the real site-packages out of the path."""
     site = Path(yaml.__file__).parents[1]
     links = tmp_path / "site"
     links.mkdir()
     for entry in site.iterdir():
-        if "deepspeed" not in entry.name:
+        if package not in entry.name:
             (links / entry.name).symlink_to(entry)
-    env = {"PYTHONPATH": f"{links}{os.pathsep}{ROOT}", "ACCELERATE_USE_DEEPSPEED": "true"}
-    run = execute([sys.executable, "-S", str(ROOT / MNIST)], tmp_path, tmp_path, env)
+    env = {"PYTHONPATH": f"{links}{os.pathsep}{ROOT}", "ACCELERATE_USE_DEEPSPEED": str(package == "deepspeed")}
+    run = execute([sys.executable, "-S", str(ROOT / MNIST), *arguments.split()], tmp_path, tmp_path, env)
     assert run.exit_code == 2
-    assert "type pip install -e '.[deepspeed]'" in refused(run)
+    assert expected in refused(run)
 
 
 def test_missing_compiler(tmp_path: Path) -> None:

@@ -177,6 +177,13 @@ def test_a_right_recipe_is_the_same_and_refusals_are_shown(tmp_path: Path) -> No
     assert verdicts[:5] == ["the reference", "same", "same", "same", "same"]
     assert "ConvNet has no tp_plan" in verdicts[5] and verdicts[6:] == ["same", "bit for bit"]
     assert "| ddp | 2 |" in (tmp_path / "c" / "certificate.md").read_text()
+    # Against this certificate with one loss changed, all other values are equal.
+    next(record for record in certificate["reference"]["records"] if record["step"] == 5)["train/loss"] *= 1.001
+    (tmp_path / "then.json").write_text(json.dumps(certificate))
+    run = execute([*TOOL, "verify", str(ROOT / MNIST), "--against", "then.json", "--json"], tmp_path, tmp_path)
+    found = json.loads(run.stdout)
+    assert run.exit_code == 1 and found["verdict"] == "DIFFERS from step 5, in train/loss" and found["weights_equal"]
+    assert sum(row["difference"] > 0 for row in found["rows"]) == 1 and len(found["rows"]) == 3 * 20 + 2 * 2
 
 
 @pytest.mark.parametrize(

@@ -68,16 +68,17 @@ def test_machines_compare_code_in_subfolders(tmp_path: Path) -> None:
 
 def test_readme_shows_lines_of_the_recipe() -> None:
     recipe = (ROOT / "recipes" / "mnist.py").read_text().splitlines()
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(shown) >= 3
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "recipe.md").read_text()
+    shown = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(shown) >= 4
     for line in "\n".join(shown).splitlines():
         assert line in recipe, line
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)]+)\)", text):
+    for target in re.findall(r"\]\(([^)]+)\)", text) + re.findall(r' src="((?!\.\.)[^"]+)"', text):
         name, _, heading = target.partition("#")
         if not name.startswith("http"):
             page = path.parent / name if name else path
@@ -85,3 +86,18 @@ def test_links_lead_somewhere(path: Path) -> None:
             if heading:
                 headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
                 assert heading in [re.sub(r"[^\w\- ]", "", one).lower().replace(" ", "-") for one in headings], target
+
+
+def test_what_machines_of_others_run_is_in_the_makefile() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    texts = {path: path.read_text() for path in (*ROOT.glob(".github/workflows/*.yml"), ROOT / "Dockerfile")}
+    for path, text in texts.items():
+        named = re.findall(r"\bmake\W+(\w[\w-]*)", re.sub(r"^ *#.*|RUN apt.*", "", text, flags=re.MULTILINE))
+        assert named and {*named} - {"venv"} <= {*targets}, path
+        assert path.suffix != ".yml" or yaml.safe_load(text)["jobs"]
+
+
+def test_site_shows_each_page() -> None:
+    shown = (ROOT / "mkdocs.yml").read_text()
+    for path in ROOT.glob("docs/**/*.md"):
+        assert f": {path.relative_to(ROOT / 'docs')}\n" in shown

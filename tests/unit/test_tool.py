@@ -38,6 +38,17 @@ def test_list_reads_every_header(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "recipes/transformer.py --pipeline_stages 2\n" in capsys.readouterr().out
 
 
+def test_shell_completes_commands_and_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_ACCELERATE_RECIPES_COMPLETE", "complete_bash")
+    for words, position, expected in (("ver", "1", "verify\n"), ("verify --ag", "2", "--against\n")):
+        monkeypatch.setenv("COMP_WORDS", f"accelerate-recipes {words}")
+        monkeypatch.setenv("COMP_CWORD", position)
+        assert tool(monkeypatch) == 0
+        assert capsys.readouterr().out == expected
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "num_processes", "num_machines", "precision", "expected"),
     [
@@ -109,6 +120,8 @@ def test_a_project_owns_what_its_recipe_imports_and_requires_no_more(
         ("verify nowhere.py", "nowhere.py: no such file; type the path of a recipe"),
         ("verify full/train.py --config dpp", "dpp: no such config"),
         ("verify full/train.py --steps 1", "Invalid value for '--steps'"),
+        ("verify full/train.py --against then.json --config ddp", "with the flags of the certificate: remove all"),
+        ("verify full/train.py --against then.json", "then.json: no such file; type the path of a certificate.json"),
     ],
 )
 def test_bad_input_gets_one_line_and_writes_nothing(

@@ -36,7 +36,8 @@ def versions(machine: Machine) -> Iterator[Finding]:
                 continue
             name = requirement.name.lower().replace("_", "-")
             version = machine.versions.get(name)
-            applies = requirement.marker is None or requirement.marker.evaluate({"extra": "deepspeed"})
+            marker = requirement.marker
+            applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in ("data", "deepspeed"))
             if version is None or not applies or requirement.specifier.contains(version, prereleases=True):
                 continue
             yield Finding(

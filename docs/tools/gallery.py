@@ -1,0 +1,121 @@
+"""Runs each recipe as its docstring says, and writes docs/recipes/<name>.md and <name>.svg from what the run left.
+
+    python docs/tools/gallery.py            # make gallery
+    python docs/tools/gallery.py mnist
+
+A run that is done is in outputs/gallery/<name>, and is not made again: remove the folder to make it again.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from accelerate_recipes.catalog import Recipe, find_recipe, read_recipe  # noqa: E402
+from docs.tools.curves import curves  # noqa: E402
+
+RUNS, PAGES = ROOT / "outputs" / "gallery", ROOT / "docs" / "recipes"
+PRINTED, LOAD = "printed.txt", "load.txt"
+README, RECORDED = ROOT / "README.md", "<!-- Recorded by make gallery -->"
+LONGEST, WIDEST = 40, 118  # lines and characters of what a run prints
+PICTURES = {"pictures.png": "What the exported model makes: a column for each class",
+            "confusion.png": "A row for each class, a column for each predicted one"}  # fmt: skip
+
+
+def run(recipe: Recipe) -> Path:
+    """Runs the command of a recipe to its end, unless that was done. Returns the output folder."""
+    folder = RUNS / recipe.name
+    if read_card(folder).get("status") == "done":
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    words = [*shlex.split(recipe.command), "--output_dir", str(folder.relative_to(ROOT))]
+    print(shlex.join(words), flush=True)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *words[2:]]
+    done = subprocess.run(launch, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    (folder / PRINTED).write_text(done.stdout)
+    (folder / LOAD).write_text(f"{os.getloadavg()[2]:.0f}")
+    return folder
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """The run card; empty if there is none."""
+    path = folder / "run.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def printed(folder: Path) -> str:
+    """What a run prints, without most of its steps, as a block of Markdown."""
+    lines = (folder / PRINTED).read_text().replace("outputs/gallery/", "outputs/").strip().splitlines()
+    steps = [number for number, line in enumerate(lines) if line.startswith("step ")]
+    if len(steps) > 4:
+        lines[steps[2] : steps[-1]] = ["…"]
+    if len(lines) > LONGEST:
+        lines[LONGEST // 2 : -LONGEST // 2] = ["…"]
+    rows = [row for line in lines for row in wrap(line, WIDEST, subsequent_indent="    ") or [""]]
+    return "\n".join(["```", *rows, "```"])
+
+
+def page(recipe: Recipe, folder: Path) -> str:
+    """The page of a recipe."""
+    card = read_card(folder)
+    date = datetime.fromtimestamp((folder / "run.json").stat().st_mtime, UTC).date()
+    hardware = card["hardware"]
+    machine = ", ".join(hardware["gpus"]) or f"CPU, {hardware['cores']} cores (not yet run on a GPU)"
+    versions = ", ".join(f"{name} {number}" for name, number in card["versions"].items())
+    metrics = {name: value for name, value in card["last_metrics"].items() if name.startswith("eval/")}
+    rows = {
+        "date": f"{date}, commit {(card['git_commit'] or 'unknown').replace('-dirty', ' and changes')}",
+        "machine": machine,
+        "processes": f"{card['num_processes']}, {card['parallelism']}, {card['precision']}",
+        "steps, time": f"{card['num_steps']:,} steps in {card['wall_seconds']:.0f} s, "
+        f"at a load of {(folder / LOAD).read_text()} processes",
+        "versions": versions,
+        "first steps": f"{card['checked_steps']} compared with one process: the same",
+        "last evaluation": ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()),
+    }
+    parts = [
+        f"<!-- Written by docs/tools/gallery.py from a run: make gallery -->\n# {recipe.name}",
+        recipe.what,
+        f"```bash\n{recipe.command}\n```",
+        f"**Data:** {recipe.data}\n\n**Expect:** {recipe.expect}\n\n**Time:** {recipe.time}",
+        f"[The recipe](../../recipes/{recipe.name}.py) · [more data and flags](../recipes.md) · "
+        "[under which configs it gives one result](../verified.md)",
+        f"## Curves\n\n![Loss and evaluation of this run]({recipe.name}.svg)",
+    ]
+    for name, caption in PICTURES.items():
+        if (folder / name).exists():
+            shutil.copy(folder / name, PAGES / f"{recipe.name}.png")
+            parts.append(f"![{caption}]({recipe.name}.png)\n\n{caption}.")
+    parts += [f"## What it prints\n\n{printed(folder)}", "## The run\n\n| | |\n| --- | --- |\n"]
+    parts[-1] += "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return "\n\n".join(parts) + "\n"
+
+
+def main(names: list[str]) -> None:
+    """Runs the recipes of these names, by default all, and writes their pages."""
+    PAGES.mkdir(exist_ok=True)
+    paths = [find_recipe(name) for name in names] or sorted(ROOT.glob("recipes/*.py"))
+    for path in paths:
+        recipe = read_recipe(path)
+        folder = run(recipe)
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        (PAGES / f"{recipe.name}.svg").write_text(curves(records))
+        (PAGES / f"{recipe.name}.md").write_text(page(recipe, folder))
+        if recipe.name == "mnist":
+            text = README.read_text()
+            start = text.index(RECORDED) + len(RECORDED)
+            end = text.index("```", text.index("```", start) + 3) + 3
+            README.write_text(f"{text[:start]}\n{printed(folder)}{text[end:]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
