@@ -172,9 +172,8 @@ class Engine(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint holds as JSON, beside the tensors."""
-        num_averaged = 0 if self.ema is None else self.ema.num_updates
-        numbers = self.numbers.state_dict()
-        return {"num_averaged": num_averaged, "loss_scale": self._loss_scale_state(), "optimizer": numbers}
+        averaged, numbers = 0 if self.ema is None else self.ema.num_updates, self.numbers.state_dict()
+        return {"num_averaged": averaged, "loss_scale": self._loss_scale_state(), "optimizer": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the result of `state_dict`; the loss scale only if both runs have one."""
