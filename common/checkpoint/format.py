@@ -32,7 +32,7 @@ MODEL_FILES = "model_files"  # beside the checkpoints: what an exported model ha
 ENTRIES = {
     "layout": {"processes": int, "shares": int, "stages": int},
     "identity": {},
-    "curve?": str,
+    "schedule?": str,
     "own_flags?": {str: str},
     "export_dtype?": str,
     "state": get_type_hints(TrainState) | {"num_steps": int, "seconds": float},

@@ -53,8 +53,11 @@ def own_flags(plan: Plan) -> dict[str, str]:
 
 
 def curve(plan: Plan) -> str:
-    """A digest of the learning-rate schedule, at up to 64 steps of the run."""
-    steps = range(0, plan.num_steps, max(1, plan.num_steps // 64))
+    """A digest of the learning-rate schedule, at the same steps for runs of any length: a constant one, for example,
+    does not follow another curve in a longer run."""
+    steps = [*range(16), *(2**power for power in range(4, 24))]
+    if plan.schedule is not None:  # one of the recipe's own may end with the run
+        steps = [min(step, plan.num_steps - 1) for step in steps]
     return _digest([plan.factor_at(step) for step in steps])
 
 

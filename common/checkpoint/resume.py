@@ -79,7 +79,9 @@ class Checkpoint:
         accelerator, here = engine.accelerator, shared_by(engine.plan.layout)
         there = {name: content["layout"][name] for name in here}  # an older checkpoint may have more entries
         accelerator.print(f"resumed from {self.path}")
-        if content.get("curve", curve(engine.plan)) != curve(engine.plan):
+        if self.state.step > engine.plan.num_steps:
+            accelerator.print(f"it has {self.state.step} steps, this run {engine.plan.num_steps}: it trains no more")
+        if content.get("schedule", curve(engine.plan)) != curve(engine.plan):
             accelerator.print("the learning rate follows another curve than in the checkpoint")
         for name, value in own_flags(engine.plan).items():
             if (before := content.get("own_flags", {}).get(name, value)) != value:

@@ -76,7 +76,7 @@ class Saver:
         content = {
             "layout": shared_by(self._engine.plan.layout),
             "identity": self._identity,
-            "curve": curve(self._engine.plan),
+            "schedule": curve(self._engine.plan),
             "own_flags": own_flags(self._engine.plan),
             "export_dtype": str(dtype or "kept").removeprefix("torch."),
             "state": state.state_dict() | unrecorded.state_dict(),

@@ -280,6 +280,16 @@ def test_resuming_as_another_run_is_refused(finished: Run, arguments: str, expec
     assert expected in refused(fork(finished.output_dir, "single", MNIST, arguments, succeeds=False))
 
 
+def test_resuming_with_more_or_fewer_steps_says_what_it_does(tmp_path: Path) -> None:
+    flags = "--model mlp --lr_schedule constant --save_every 2"
+    fork(tmp_path / "run", "single", MNIST, f"{flags} --max_steps 4")
+    longer = fork(tmp_path / "run", "single", MNIST, f"{flags} --max_steps 6 {LATEST}")
+    assert "resumed from" in longer.stdout and "another curve" not in longer.stdout
+    path = longer.output_dir / "checkpoints" / "step_00000006"
+    fewer = fork(tmp_path / "fewer", "single", MNIST, f"{flags} --max_steps 3 --resume_from_checkpoint {path}")
+    assert "it has 6 steps, this run 3: it trains no more" in fewer.stdout
+
+
 def test_latest_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MNIST, f"--max_steps 2 {LATEST}")
     assert "a fresh start" in run.stdout and run.card["attempt"] == 1

@@ -20,7 +20,8 @@ from support.runs import ROOT, Run, assert_same_result, refused
 ZOO, PAGE = "tests/scripts/zoo.py", ROOT / "docs" / "zoo.md"
 NAMES = runpy.run_path(str(ROOT / ZOO))
 MODELS, OPTIMIZERS = list(NAMES["MODELS"]), list(NAMES["OPTIMIZERS"])
-CONFIGS = [name for name in FLOAT32_CONFIGS if name not in ("single", "ddp_fp16")]
+# hsdp_tensor_parallel divides as hsdp and fsdp2_tensor_parallel do.
+CONFIGS = [name for name in FLOAT32_CONFIGS if name not in ("single", "ddp_fp16", "hsdp_tensor_parallel")]
 # In `make test`: each model, optimizer and config at least once.
 DRAWN = {
     ("tied", "adamw", "pipeline_parallel"),
@@ -32,6 +33,8 @@ DRAWN = {
     ("encoder", "adafactor", "ddp"),
     ("encoder_decoder", "adafactor", "fsdp2_tensor_parallel"),
     ("experts", "amsgrad", "deepspeed_zero3_offload"),
+    ("experts", "rmsprop", "sequence_parallel"),
+    ("tied", "amsgrad", "fsdp2_sequence_parallel"),
     ("dropout", "sgd", "hsdp"),
 }
 WRITES = os.environ.get("ZOO_TABLES") == "write"

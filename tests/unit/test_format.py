@@ -27,7 +27,7 @@ SHARD = "shard_00000.safetensors"
 CONTENT = {
     "layout": {"processes": 2, "shares": 1, "stages": 1},
     "identity": {"data": "digits"},
-    "curve": "6a26979296161271",
+    "schedule": "6a26979296161271",
     "own_flags": {"model": "cnn"},
     "state": TrainState(step=3, best=0.1, best_metric="loss").state_dict() | Unrecorded().state_dict(),
     "trainer": {
@@ -37,7 +37,7 @@ CONTENT = {
     },
     "has_state": True,
 }
-MAY_BE_MISSING = [("curve",), ("own_flags",), ("has_state",), ("trainer", "optimizer")]  # as in older checkpoints
+MAY_BE_MISSING = [("schedule",), ("own_flags",), ("has_state",), ("trainer", "optimizer")]  # as in older checkpoints
 MAY_BE_MISSING += [("trainer", "optimizer", "groups"), ("trainer", "optimizer", "numbers")]
 MAY_BE_NONE = [("state", "best"), ("state", "best_metric")]
 
