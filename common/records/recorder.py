@@ -21,7 +21,7 @@ from ..plan import Plan
 from ..state import TrainState
 from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
-from .output_dir import OutputDir
+from .output_dir import OutputDir, checkpoints
 from .profile import profile
 from .run_card import attempts, git_commit, launch_command, read_card
 from .trackers import finish_trackers, start_trackers
@@ -111,6 +111,8 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            if error is None and self.unrecorded.num_taken:  # a loop that was copied, and left by break
+                self.training()
             if self._bar is not None:
                 self._bar.close()
             if self.accelerator.is_main_process:
@@ -216,7 +218,7 @@ class Recorder:
 
     def _say_goodbye(self) -> None:
         line = f"done in {self._wall_seconds:.1f} s: the model is in {self.output_dir.path / 'model'}"
-        if self.plan.config.save_every:
+        if any(step == self.state.step for step, _ in checkpoints(self.output_dir.path)):
             line += "; to train longer, type the same command with more --epochs or --max_steps and "
             line += "--resume_from_checkpoint latest"
         line += f"; accelerate-recipes push {self.output_dir.path} NAME uploads it"

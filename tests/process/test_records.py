@@ -1,13 +1,15 @@
 """Promise: the files of a run show what it did and how to repeat it."""
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.launching import fork
-from support.recipes import CASES, LINEAR
+from support.launching import execute, fork
+from support.recipes import CASES, LINEAR, MNIST
 from support.runs import ROOT, Run, refused
 
 SHORT = "--max_steps 20 --log_every 5 --eval_every 10"
@@ -162,3 +164,19 @@ def test_files_that_somebody_else_has_written(tmp_path: Path, card: str) -> None
     (expected.output_dir / "run.json").write_text(card)
     again = fork(tmp_path / "run", "single", CASES, f"{flags} --resume_from_checkpoint latest")
     assert again.lasting_records == records and again.card["status"] == "done"
+
+
+def test_loop_that_is_left_by_break_records_its_last_steps(tmp_path: Path) -> None:
+    """In a copy of the loop. It has saved nothing at its last step, so that the last line promises nothing."""
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    shutil.copy(ROOT / MNIST, tmp_path / "train.py")
+    loop, after = tmp_path / "common" / "loop.py", "                watch.after_step(state.step, result)\n"
+    text = loop.read_text()
+    assert text.count(after) == 1
+    loop.write_text(text.replace(after, f"{after}                if state.step == 5:\n                    break\n"))
+    flags = f"--model mlp --max_steps 12 --log_every 4 --save_every 4 --output_dir {tmp_path / 'run'}"
+    command = [sys.executable, str(tmp_path / "train.py"), *flags.split()]
+    run = execute(command, tmp_path, tmp_path / "run", {"PYTHONPATH": str(tmp_path)})
+    assert run.exit_code == 0, run.stderr
+    assert run.column("step")[-1] == 5 and len(run.column("train/loss")) == 2
+    assert "done in" in run.stdout and "to train longer" not in run.stdout
