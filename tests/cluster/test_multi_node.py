@@ -178,6 +178,7 @@ def test_machine_that_ends_and_comes_again_is_not_counted_twice(tmp_path: Path, 
         assert run.exit_code == 1 and "machine 2 of 3 did not arrive" in run.stderr, run.stderr
 
 
+@pytest.mark.full
 def test_name_that_leads_to_the_machine_itself(
     tmp_path: Path, hosts: Hosts, undisturbed: Callable[[str, str], Run]
 ) -> None:
@@ -222,7 +223,11 @@ def test_command_that_cannot_be_right_is_refused_at_once(
             "machine 1 (node1) has --learning_rate 0.01, machine 0 (node0) has 0.1",
             marks=pytest.mark.full,
         ),
-        ([("ddp", "--output_dir run")] * 2, "machine 1 (node1) does not see the --output_dir run of machine 0"),
+        pytest.param(
+            [("ddp", "--output_dir run")] * 2,
+            "machine 1 (node1) does not see the --output_dir run of machine 0",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             [("ddp", "--report_to nobody")] * 2, "--report_to nobody: no such tracker", marks=pytest.mark.full
         ),
@@ -264,6 +269,7 @@ def test_machine_whose_processes_come_late(tmp_path: Path, hosts: Hosts) -> None
     assert lines[1] == [f"stopped: machine 0 at {ADDRESSES[0]}:29500 has gone: its own output says why"]
 
 
+@pytest.mark.full
 def test_link_that_is_cut_ends_both_sides_and_a_restart_resumes(
     tmp_path: Path, hosts: Hosts, made_once: Callable[..., Run]
 ) -> None:

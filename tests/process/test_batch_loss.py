@@ -16,7 +16,8 @@ DATA_PARALLEL = {"single": 1, "tensor_parallel": 1, "hsdp": 4}  # ranks with sam
 
 def cases() -> list[Any]:
     """(config, accumulation); `make test-full` runs all."""
-    configs = [config for config in FLOAT32_CONFIGS if config != "pipeline_parallel"]
+    refuse = ("pipeline_parallel", "sequence_parallel", "fsdp2_sequence_parallel")
+    configs = [config for config in FLOAT32_CONFIGS if config not in refuse]
     shards = ("fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")
     often = {("single", 4), ("ddp", 4), *((config, 2) for config in shards)}
     return [

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from common.launch.extensions import BUILDS_IN, extensions_folder
+from support.draw import drawn
 from support.launching import fork
 from support.recipes import CASES
 from support.runs import ROOT, Run, assert_same_result, largest_difference, refused
@@ -61,8 +62,9 @@ def test_mistake_is_named(tmp_path: Path, case: str, expected: str) -> None:
     assert expected in refused_before_training(tmp_path, "single", f"--case '{case}'")
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
-@pytest.mark.parametrize("case", ["mean", "column"])
+@pytest.mark.parametrize(
+    ("config", "case"), drawn(("ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"), ("mean", "column"))
+)
 def test_shape_is_checked_under_each_config(tmp_path: Path, config: str, case: str) -> None:
     assert '"loss" has shape' in refused_before_training(tmp_path, config, f"--case '{case}'")
 
@@ -82,8 +84,9 @@ def test_strings_come_along(tmp_path: Path, reference: Callable[..., Run], confi
 ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
-@pytest.mark.parametrize("optimizer", [*ELEMENTWISE, "Lion"])
+@pytest.mark.parametrize(
+    ("config", "optimizer"), drawn(("fsdp2", "deepspeed_zero2", "deepspeed_zero3"), (*ELEMENTWISE, "Lion"))
+)
 def test_optimizer_that_is_elementwise(
     tmp_path: Path, reference: Callable[..., Run], config: str, optimizer: str
 ) -> None:
@@ -95,8 +98,10 @@ def test_optimizer_that_is_elementwise(
         assert_same_result(run, reference(CASES, arguments))
 
 
-@pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "tensor_parallel", "deepspeed_zero2", "deepspeed_zero3"])
+@pytest.mark.parametrize(
+    ("config", "optimizer"),
+    drawn(("ddp", "fsdp2", "tensor_parallel", "deepspeed_zero2", "deepspeed_zero3"), ("Adafactor", "Muon")),
+)
 def test_other_optimizers_are_right_or_refused(
     tmp_path: Path, reference: Callable[..., Run], config: str, optimizer: str
 ) -> None:
@@ -136,18 +141,17 @@ def test_experts_that_take_part_with_nothing(tmp_path: Path, reference: Callable
         assert_same_result(run, reference(CASES, arguments))
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero3"])
-@pytest.mark.parametrize(
-    ("case", "what"),
-    [
-        ("weights by rank", "the weight body."),
-        ("length by rank", "the length of the training set"),
-        ("sample by rank", "the first sample of the"),
-    ],
-)
-def test_processes_that_start_apart(tmp_path: Path, config: str, case: str, what: str) -> None:
+APART = {
+    "weights by rank": "the weight body.",
+    "length by rank": "the length of the training set",
+    "sample by rank": "the first sample of the",
+}
+
+
+@pytest.mark.parametrize(("config", "case"), drawn(("ddp", "fsdp2", "deepspeed_zero3"), tuple(APART)))
+def test_processes_that_start_apart(tmp_path: Path, config: str, case: str) -> None:
     line = refused_before_training(tmp_path, config, f"--case '{case}'")
-    assert f"process 1 starts with another value of {what}" in line
+    assert f"process 1 starts with another value of {APART[case]}" in line
 
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
@@ -160,8 +164,9 @@ def test_model_knows_in_evaluation_that_it_is_one(tmp_path: Path, reference: Cal
     assert run.column("train/loss")[0] - expected.column("train/loss")[0] > 1e-3
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero3"])
-@pytest.mark.parametrize("model", ["bert", "vit", "gpt2", "t5", "qwen2"])
+@pytest.mark.parametrize(
+    ("config", "model"), drawn(("ddp", "fsdp2", "deepspeed_zero3"), ("bert", "vit", "gpt2", "t5", "qwen2"))
+)
 def test_models_of_transformers(tmp_path: Path, reference: Callable[..., Run], config: str, model: str) -> None:
     """BERT and ViT list their embeddings among the layers that FSDP gathers one at a time. In T5 more than two modules
     share a weight."""
@@ -251,6 +256,7 @@ def test_the_same_weight_elsewhere(tmp_path: Path, reference: Callable[..., Run]
     assert_same_result(fork(tmp_path / "run", config, CASES, arguments), reference(CASES, arguments))
 
 
+@pytest.mark.full
 def test_build_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
     """A killed build leaves running compilers, torch's lock file, which makes all other builds wait, and maybe an
     incomplete library."""

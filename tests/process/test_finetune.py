@@ -87,7 +87,7 @@ def adapters(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "config", [*SOME, "tensor_parallel", pytest.param("fsdp2_tensor_parallel", marks=pytest.mark.full)]
+    "config", [*SOME, *(pytest.param(f"{one}tensor_parallel", marks=pytest.mark.full) for one in ("", "fsdp2_"))]
 )
 def test_adapters(tmp_path: Path, base: Path, adapted: Run, config: str) -> None:
     """The same adapters as in one process, also after a resume from the checkpoint of one process."""

@@ -10,9 +10,11 @@ from support.recipes import BF16_CONFIGS, FLAGS, FLOAT32_CONFIGS, MISFIT, RECIPE
 from support.runs import Run, assert_equal_to_the_last_bit, refused
 
 LOCAL_CONFIGS = [*FLOAT32_CONFIGS, *BF16_CONFIGS]
-RECIPE_OF = {"single": "mnist cnn", "ddp": "linear regression", "pipeline_parallel": "transformer"}
+RECIPE_OF = {"single": "mnist cnn", "ddp": "linear regression"}
+RECIPE_OF |= dict.fromkeys(["pipeline_parallel", "sequence_parallel", "fsdp2_sequence_parallel"], "transformer")
 # The other configs differ from these in variables alone, and a test below launches each config to compare them.
 LAUNCHED = ("single", "ddp", "fsdp2", "pipeline_parallel", "deepspeed_zero2")
+OTHERS = ("ddp_bf16", "hsdp", "tensor_parallel", "sequence_parallel")
 # These differ in each run.
 OWN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
 
@@ -35,7 +37,10 @@ def given(run: Run) -> dict[str, dict]:
     return {path.name: json.loads(path.read_text()) for path in run.output_dir.glob("*.json")}
 
 
-@pytest.mark.parametrize("config", LOCAL_CONFIGS)
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(one, marks=[] if one in (*LAUNCHED, *OTHERS) else pytest.mark.full) for one in LOCAL_CONFIGS],
+)
 def test_forked_processes_are_given_what_the_launched_ones_are(tmp_path: Path, config: str) -> None:
     launched, forked = (
         given(start(tmp_path / start.__name__ / "run", config, "tests/scripts/surroundings.py"))

@@ -49,7 +49,7 @@ def test_reference_is_kept(tmp_path: Path, base: Path, pairs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", ["deepspeed_zero3", *(pytest.param(one, marks=pytest.mark.full) for one in ("fsdp2", "tensor_parallel"))]
+    "config", ["fsdp2", *(pytest.param(one, marks=pytest.mark.full) for one in ("deepspeed_zero3", "tensor_parallel"))]
 )
 @pytest.mark.parametrize("kind", ["dpo_norm", pytest.param("ipo", marks=pytest.mark.full)])
 def test_adapters_and_losses(tmp_path: Path, reference: Callable[..., Run], base: Path, config: str, kind: str) -> None:

@@ -53,6 +53,7 @@ def test_with_replicas(
     assert_same_result(run, reference(SCRIPT, f"{ARGUMENTS} {flags}"))
 
 
+@pytest.mark.full
 def test_packed_conversations(tmp_path: Path, reference: Callable[..., Run]) -> None:
     script, arguments = RECIPES["finetune"]
     arguments += " --packing --loss_chunk 64"
@@ -60,6 +61,7 @@ def test_packed_conversations(tmp_path: Path, reference: Callable[..., Run]) -> 
     assert_same_result(run, reference(script, arguments))
 
 
+@pytest.mark.full
 def test_resumed_run_goes_on_as_the_undisturbed_one(tmp_path: Path) -> None:
     arguments = f"{ARGUMENTS} --max_steps 6 --save_every 3"
     whole = fork(tmp_path / "whole", "sequence_parallel", SCRIPT, arguments)

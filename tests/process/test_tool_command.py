@@ -159,6 +159,7 @@ def test_a_network_that_amplifies_rounding_errors_is_the_same(tmp_path: Path) ->
     assert all(row["checked_steps"] == 2 for row in certificate["rows"] if row["name"].startswith(("ddp", "fsdp2")))
 
 
+@pytest.mark.full
 def test_flags_of_half_the_batch_leave_other_micro_batches_to_compare(tmp_path: Path) -> None:
     flags = ["--model", "mlp", "--batch_size", "12", "--micro_batch_size", "6"]
     run, certificate = verified(tmp_path / "c", ROOT / MNIST, "--config", "ddp", "--steps", "6", "--", *flags)
