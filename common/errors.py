@@ -91,7 +91,8 @@ def trace_of(error: BaseException) -> str:
 def _is_own(file: str) -> bool:
     """Whether a file is the recipe's, or another one of the user's: not of the loop, of a package or of Python."""
     path, others = Path(file), (sysconfig.get_path("stdlib"), _LOOP)
-    return "site-packages" not in path.parts and not any(path.is_relative_to(other) for other in others)
+    is_package = {"site-packages", "dist-packages"} & {*path.parts}
+    return not (is_package or file.startswith("<frozen") or any(path.is_relative_to(other) for other in others))
 
 
 @contextmanager
