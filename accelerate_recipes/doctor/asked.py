@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -51,9 +52,20 @@ def ask(config: Path, has_gpu: bool, script: Path | None, flags: Sequence[str]) 
         answer = at_fit(script, flags, f"{__name__}:refusals")
     refusals = [_finding(line) for line in answer["lines"]]
     of_the_launcher = [
-        Finding("accelerate launch refuses the file", line, "what the file lacks") for line in answer["of_the_launcher"]
+        Finding("accelerate launch refuses the file", line, _cure(line)) for line in answer["of_the_launcher"]
     ]
     return Answer(refusals, of_the_launcher, answer["facts"])
+
+
+def _cure(line: str) -> str:
+    """What to type instead of what the launcher refuses."""
+    if variable := re.search(r"\$\{?(\w+)", line):
+        return (
+            f"a number: Accelerate fills in no variables; the shell does, in a flag after accelerate launch, such as "
+            f"--machine_rank ${variable[1]}"
+        )
+    flag = re.search(r"`--(\w+)`", line)
+    return f"{flag[1]}: with its value, in the file" if flag else "what the file lacks"
 
 
 def refusals(

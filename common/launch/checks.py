@@ -166,6 +166,12 @@ def check_deepspeed(layout: Layout, config: RunConfig) -> None:
             f"zero_stage: {layout.zero_stage} in the config file, or in DeepSpeed's own: type 1, 2 or 3; for stage 0, "
             "use accelerate_configs/ddp.yaml"
         )
+    for what, section in (deepspeed_section().get("zero_optimization") or {}).items():
+        if isinstance(section, dict) and section.get("device") == "nvme":
+            raise UsageError(
+                f"{what}_device: nvme, in the config file or in DeepSpeed's own: type cpu; these recipes do not move "
+                "weights to a disk"
+            )
     for name, owner in (("optimizer", "the recipe's optimizer"), ("scheduler", "--lr_schedule")):
         if name in deepspeed_section():  # DeepSpeed's own scheduler would override our learning rates
             raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} replaces: remove it there")

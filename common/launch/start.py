@@ -56,6 +56,8 @@ def start(config: RunConfig) -> Accelerator:
         check_launch(config)
         trackers = _trackers(config)
     _set_num_threads()
+    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") == "auto":  # DeepSpeed's word, which Accelerate refuses
+        del os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"]
     if config.deterministic:
         _use_deterministic_kernels()
     rehearses, timeout = not has_gpu(), collective_timeout(config.hang_timeout)

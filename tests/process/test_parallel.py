@@ -122,3 +122,13 @@ def test_process_reads_its_part_of_the_weights(tmp_path: Path, config: str, num_
         rise, own = map(int, path.read_text().split())
         assert own < 0.7 * whole
         assert rise < own + largest + 30e6
+
+
+def test_accumulation_of_deepspeed_may_be_auto(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    """The word of many files of others; the number follows from the flags."""
+    text = (CONFIGS / "deepspeed_zero2.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(text + "  gradient_accumulation_steps: auto\n")
+    script, arguments = RECIPES["linear regression"]
+    run = fork(tmp_path / "run", tmp_path / "config.yaml", script, f"{arguments} --micro_batch_size 8")
+    assert run.card["gradient_accumulation_steps"] == 4
+    assert_same_result(run, reference(script, arguments))

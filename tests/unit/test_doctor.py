@@ -277,3 +277,20 @@ def test_what_is_no_config_is_a_mistake(tmp_path: Path, text: str | None) -> Non
         check(path, None, as_json=False)
     with pytest.raises(UsageError, match="does not call fit"):
         check(CONFIGS[0], ROOT / "recipes/plain/ddp.py", as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "cure"),
+    [
+        ("You need to manually pass in `--num_processes` using this config yaml.", "num_processes: with its value"),
+        ("invalid literal for int() with base 10: '${RANK}'", "a number: Accelerate fills in no variables; the shell"),
+    ],
+)
+def test_cure_of_what_the_launcher_refuses(line: str, cure: str) -> None:
+    assert asked._cure(line).startswith(cure)
+
+
+def test_keys_of_other_versions_are_removed() -> None:
+    for key in ("ipex_config", "use_ipex", "mpirun_ccl"):
+        assert keys._right_key(key, keys.TOP) == f"remove {key}"
+    assert keys._right_key("num_process", keys.TOP) == "num_processes"

@@ -185,7 +185,7 @@ def _right_key(key: str, known: Iterable[str], own_section: str | None = None) -
                 return f"{name} below {section}"
     if key in TOP:
         return f"{key} at the top of the file"
-    near = difflib.get_close_matches(key, sorted(known), n=1)
+    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)  # ipex_config is no slip for fp8_config
     return near[0] if near else f"remove {key}"
 
 
