@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.errors import UsageError
-from common.tasks.causal_lm import byte_tokenizer
+from common.tasks.tokenization import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

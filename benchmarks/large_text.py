@@ -36,7 +36,7 @@ def tokenizer_of(kind: str, folder: Path) -> Any:
     """A byte tokenizer, or a byte-pair encoding with 8,000 tokens, trained once."""
     from transformers import PreTrainedTokenizerFast
 
-    from common.tasks.causal_lm import byte_tokenizer
+    from common.tasks.tokenization import byte_tokenizer
 
     if kind == "bytes":
         return byte_tokenizer()

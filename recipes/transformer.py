@@ -26,7 +26,6 @@ from transformers.utils.logging import disable_progress_bar
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from common.data import Batch
 from common.tasks.causal_lm import (
-    byte_tokenizer,
     check_attention,
     checkpoint_activations,
     flops_per_sample,
@@ -35,6 +34,7 @@ from common.tasks.causal_lm import (
     with_losses,
 )
 from common.tasks.text import load_tokens
+from common.tasks.tokenization import byte_tokenizer
 
 
 @dataclass(kw_only=True)

@@ -200,10 +200,8 @@ def draws_for_batches(dataset: MapDataset) -> bool:
     collate_fn = dataset.collate_fn if isinstance(dataset, Collated) else default_collate
     inner = dataset.dataset if isinstance(dataset, Collated) else dataset
     before = generator_states(CPU)
-    if hasattr(inner, "__getitems__"):
-        samples = inner.__getitems__([0])
-    else:
-        samples = [inner[0]]
+    samples = inner.__getitems__([0]) if hasattr(inner, "__getitems__") else [inner[0]]
+    if not hasattr(inner, "__getitems__"):
         before = generator_states(CPU)
     _collate(samples, 1, collate_fn)
     return generator_states(CPU) != before

@@ -1,16 +1,13 @@
-"""Causal language models of transformers: loading, losses and floating-point operations; a byte tokenizer."""
+"""Causal language models of transformers: loading, losses and floating-point operations."""
 
-import hashlib
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MethodType
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +15,6 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -280,32 +276,3 @@ def flops_per_sample(model: PreTrainedModel, context: int) -> float:
     num_weights = sum(weight.numel() for weight in model.parameters() if weight not in embeddings)
     attention = 12 * shape.num_hidden_layers * shape.hidden_size * context
     return float(context * (6 * num_weights + attention))
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each byte of UTF-8; the token id is the byte."""
-    model = models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[])
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level tokenizers (GPT-2's encoder.py)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def is_bytewise(tokenizer: Any) -> bool:
-    """Whether the tokens are the bytes of UTF-8."""
-    return tokenizer.vocab_size == 256 and tokenizer.convert_tokens_to_ids("A") == ord("A")
-
-
-def digest_of(tokenizer: Any) -> str:
-    """A digest of the tokenizer's files."""
-    with TemporaryDirectory() as folder:
-        paths = sorted(Path(path) for path in tokenizer.save_pretrained(folder))
-        contents = [path.name.encode() + path.read_bytes() for path in paths if path.is_file()]
-    return hashlib.sha256(b"".join(contents)).hexdigest()

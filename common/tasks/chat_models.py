@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError
-from .causal_lm import byte_tokenizer
+from .tokenization import byte_tokenizer
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
 TEMPLATE = (

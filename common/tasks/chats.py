@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 
 from ..errors import UsageError, first_line
 from .cache import cache_folder
-from .causal_lm import IGNORED, digest_of, trained_places
+from .causal_lm import IGNORED, trained_places
 from .sources import hold_out, load_splits
 from .streams import rows_on_disk
+from .tokenization import digest_of
 
 Messages = list[dict[str, str]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part

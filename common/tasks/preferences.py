@@ -18,11 +18,12 @@ from ..errors import UsageError
 from ..evaluation import values_of
 from ..layout import Layout
 from .cache import cache_folder, write_once
-from .causal_lm import IGNORED, digest_of, trained_places
+from .causal_lm import IGNORED, trained_places
 from .chats import HELD_OUT, Chats, Messages, answers_by_rules, by_rules, encode, shifted
 from .lora import digest_of_weights
 from .sources import hold_out, load_splits
 from .streams import rows_on_disk
+from .tokenization import digest_of
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
 ADVICE = "type --data rules for the embedded pairs, or the path of a .jsonl file"

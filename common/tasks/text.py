@@ -18,8 +18,9 @@ from torch import Tensor
 from ..data.batches import Batch, InMemoryDataset
 from ..errors import UsageError
 from .cache import cache_folder, progress_bar, write_once
-from .causal_lm import IGNORED, digest_of, is_bytewise
+from .causal_lm import IGNORED
 from .sources import load_splits
+from .tokenization import digest_of, is_bytewise
 
 STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to evaluate
 MAX_BYTES_IN_MEMORY = 16_000_000  # larger text is tokenised once, into a file

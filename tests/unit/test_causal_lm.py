@@ -29,6 +29,7 @@ from common.errors import UsageError
 from common.parallel.on_disk import fill, on_disk
 from common.tasks import causal_lm
 from common.tasks.causal_lm import with_losses
+from common.tasks.tokenization import byte_tokenizer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, bos_token_id=None, eos_token_id=None)
@@ -146,7 +147,7 @@ def test_trained_model_is_on_the_device_and_in_the_precision_of_the_run(
 @torch.no_grad()
 def test_weights_on_disk_are_read_when_they_are_used(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 256})).save_pretrained(tmp_path)
-    causal_lm.byte_tokenizer().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
     whole = LlamaForCausalLM.from_pretrained(tmp_path)
     tokens = torch.arange(8).unsqueeze(0)
     uses: list[Callable[[Any], Any]] = [

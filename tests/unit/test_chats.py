@@ -10,10 +10,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from common.errors import UsageError
-from common.tasks.causal_lm import byte_tokenizer, with_losses
+from common.tasks.causal_lm import with_losses
 from common.tasks.chat_models import small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, by_rules, encode, load_chats, packed
 from common.tasks.text import IGNORED
+from common.tasks.tokenization import byte_tokenizer
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
