@@ -107,8 +107,8 @@ class Engine(ABC):
         The step uses the gradient of the mean loss over the global batch, weighted by "weight" if the
         batch has one. The number of processes and micro-batches does not change it.
         """
-        # One pass is enough if the micro-batch is the whole batch.
-        if self.batch_loss is not None and self.plan.layout.data_parallel_size * self.plan.accumulation > 1:
+        # One micro-batch of one process is the whole batch: one pass is enough.
+        if self.batch_loss is not None and self.plan.layout.num_processes * self.plan.accumulation > 1:
             self.shares = self._first_pass(self.batch_loss, number, micro_batches)
         result = self._step(number, micro_batches, wants_norm)
         self._num_taken += 1

@@ -11,7 +11,12 @@ from support.recipes import BF16_CONFIGS, FLOAT32_CONFIGS
 from support.runs import Run, assert_same_result, largest_difference, refused
 
 CONTRAST = "tests/scripts/contrast.py"  # a batch of 32
-DATA_PARALLEL = {"single": 1, "tensor_parallel": 1, "hsdp": 4}  # ranks with samples of their own; 2 under the others
+DATA_PARALLEL = {
+    "single": 1,
+    "tensor_parallel": 1,
+    "hsdp": 4,
+    "hsdp_tensor_parallel": 4,
+}  # ranks with samples of their own; 2 under the others
 
 
 def cases() -> list[Any]:
@@ -19,7 +24,7 @@ def cases() -> list[Any]:
     refuse = ("pipeline_parallel", "sequence_parallel", "fsdp2_sequence_parallel")
     configs = [config for config in FLOAT32_CONFIGS if config not in refuse]
     shards = ("fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")
-    often = {("single", 4), ("ddp", 4), *((config, 2) for config in shards)}
+    often = {("single", 4), ("ddp", 4), ("tensor_parallel", 1), *((config, 2) for config in shards)}
     return [
         pytest.param(config, count, marks=[] if (config, count) in often else pytest.mark.full)
         for config in configs
