@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -155,6 +156,10 @@ class Plan:
                 rows = order.view(shape)[:, :, self.layout.data_parallel_rank]
             for ids in rows[step % self.steps_per_epoch]:
                 yield epoch, ids
+
+    def own_samples(self, step: int) -> list[torch.Tensor]:
+        """The ids of this process's micro-batches in optimizer step `step`, counted from 0."""
+        return [ids for _, ids in islice(self.micro_batches(step), self.accumulation)]
 
     def global_micro_batches(self, step: int) -> Iterator[Samples]:
         """The micro-batches of all data-parallel ranks in an optimizer step, in the order of their rows."""

@@ -5,7 +5,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
@@ -142,12 +141,7 @@ class FirstSteps:
 
     def _noted(self, number: int) -> AbstractContextManager[None]:
         """Notes the step and its samples at an error in the `with` block."""
-
-        def place() -> str:
-            ids = [ids for _, ids in islice(self.plan.micro_batches(number), self.plan.accumulation)]
-            return f"step {number + 1}, {listed(torch.cat(ids).tolist())}"
-
-        return noted(place)
+        return noted(lambda: f"step {number + 1}, {listed(torch.cat(self.plan.own_samples(number)).tolist())}")
 
     def _watched(self, engine: Engine, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """The first step of a run that is not checked: only its first forward pass is watched."""

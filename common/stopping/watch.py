@@ -2,7 +2,6 @@
 
 import math
 from contextlib import AbstractContextManager
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -130,7 +129,7 @@ class Watch:
     def _describe(self, step: int) -> str:
         """The error message: the number that is not finite, its process and its samples."""
         result, own = self._results[step], None
-        ids = [ids for _, ids in islice(self.plan.micro_batches(step - 1), self.plan.accumulation)]
+        ids = self.plan.own_samples(step - 1)
         for loss, batch in zip(result.losses, ids):
             if own is None and not math.isfinite(loss):
                 own = ("train/loss", float(loss), batch.tolist())
