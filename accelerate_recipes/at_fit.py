@@ -7,6 +7,8 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -15,7 +17,7 @@ from accelerate_recipes.bundle import ROOT
 from accelerate_recipes.errors import UsageError
 
 
-def at_fit(script: Path | None, flags: Sequence[str], function: str) -> Any:
+def at_fit(script: Path | None, flags: Sequence[str], function: str, on_meta: bool = False) -> Any:
     """What a function says about the arguments of a recipe's call of `fit`.
 
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
@@ -24,15 +26,27 @@ def at_fit(script: Path | None, flags: Sequence[str], function: str) -> Any:
         script: the recipe; with None, the function is called without arguments.
         flags: its flags.
         function: "module:name" of a function that takes the arguments of `fit` and returns what JSON can hold.
+        on_meta: build models without memory: their weights have no values.
 
     Raises:
         UsageError: the recipe ended before it called `fit`; the message is the last line that it printed.
     """
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", __spec__.name, function, str(result), str(script or ""), *flags]
+        command = [
+            sys.executable,
+            "-m",
+            __spec__.name,
+            function,
+            "meta" * on_meta,
+            str(result),
+            str(script or ""),
+            *flags,
+        ]
         command += ["--output_dir", str(Path(folder) / "run")]
-        run = subprocess.run(command, env=environment(script), capture_output=True, text=True)
+        # Weights without values come with a process that forks, and the children of one with threads wait for them.
+        variables = environment(script) | ({"OMP_NUM_THREADS": "1"} if on_meta else {})
+        run = subprocess.run(command, env=variables, capture_output=True, text=True)
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
             raise UsageError(f"{script or 'the loop'} does not get to its call of fit: {lines[-1]}")
@@ -47,7 +61,7 @@ def environment(script: Path | None) -> dict[str, str]:
     return variables
 
 
-def _main(function: str, result: str, script: str, *flags: str) -> None:
+def _main(function: str, weights: str, result: str, script: str, *flags: str) -> None:
     module, name = function.split(":")
     if not script:
         Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)()))
@@ -55,12 +69,24 @@ def _main(function: str, result: str, script: str, *flags: str) -> None:
     sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
     common, loop = importlib.import_module("common"), importlib.import_module("common.loop")  # the recipe's own
 
+    building = ExitStack()
+
     def answer(*arguments: Any, **keywords: Any) -> NoReturn:
+        building.close()
         Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)(*arguments, **keywords)))
         os._exit(0)
 
+    def start(config: Any) -> Any:
+        return begin(replace(config, pipeline_stages=1))  # one process is no pipeline
+
+    begin = common.start
     vars(common)["fit"] = vars(loop)["fit"] = answer
+    vars(common)["start"] = start
     sys.argv = [script, *flags]
+    from accelerate_recipes.plan.fakes import weights_on_meta  # here, because it imports torch
+
+    if weights:
+        building.enter_context(weights_on_meta())
     runpy.run_path(script, run_name="__main__")
 
 

@@ -25,6 +25,11 @@ Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
+def _both(flag: str) -> tuple[str, str]:
+    """A flag with underscores, as Accelerate and the recipes write it, and with dashes."""
+    return f"--{flag}", f"--{flag.replace('_', '-')}"
+
+
 def main() -> None:
     """Runs the command line. A mistake gets one line and exit code 2."""
     try:
@@ -124,6 +129,40 @@ def doctor(
     from accelerate_recipes.doctor import check
 
     sys.exit(check(config, recipe, as_json, flags or []))
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="a recipe")],
+    flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
+    config: Annotated[
+        list[str] | None, typer.Option(help="config by name or path; several times (default: a table of all of ours)")
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(*_both("num_processes"), help="GPUs on all machines (default: the config's)", min=1)
+    ] = None,
+    num_machines: Annotated[
+        int | None, typer.Option(*_both("num_machines"), help="machines (default: the config's)", min=1)
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE for the config, such as mixed_precision=bf16")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="a name in hardware.json: h100, h200, a100, ...")] = "h100",
+    memory: Annotated[float | None, typer.Option(help="memory of a GPU in GB (default: the GPU's)", min=1)] = None,
+    hardware: Annotated[Path | None, typer.Option(help="JSON file with the rates of your machines")] = None,
+    scaling: Annotated[bool, typer.Option("--scaling", help="also with more GPUs, up to 8,192")] = False,
+    hours: Annotated[float | None, typer.Option(help="name the cheapest that ends in so many hours")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a run will take on a cluster: batch, memory, traffic, time. Exit code 1 if it does not fit.
+
+    Example: accelerate-recipes plan recipes/transformer.py --config fsdp2 --num_processes 2 --gpu h100
+    """
+    from accelerate_recipes.plan import plan
+    from accelerate_recipes.plan.hardware import read
+
+    where = config or [], num_processes, num_machines, settings or [], read(gpu, memory, hardware)
+    sys.exit(plan(recipe, flags or [], *where, scaling, hours, as_json))
 
 
 @app.command()

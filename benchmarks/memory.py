@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state in a process, beside the formula.
+"""Bytes of weights, gradients and optimizer state in a process, beside the formula; the peak, beside the plan.
 
     python benchmarks/memory.py
 
@@ -10,6 +10,8 @@ processes, and takes three steps. The script counts the storage of every live te
 - gradients: the rest when the optimizer starts its second step (DDP never frees them);
 - peak: the most that the third step holds, from the profiler's record of allocations (on a GPU from the
   allocator).
+
+The plan is that of `accelerate-recipes plan`, which runs no processes.
 
 A second table has the activations of long samples: the most that a forward pass of one sample holds, beside what was
 there before.
@@ -28,15 +30,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from accelerate_recipes.plan.ask import Case, plans
+from accelerate_recipes.plan.hardware import read
 
 ROOT = Path(__file__).parents[1]
-# config, processes, options of the launcher
-RUNS = [
+Run = tuple[str, int, list[str]]  # config, processes, options of the launcher
+RUNS: list[Run] = [
     *((config, size, []) for config in ("ddp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2")
       for size in (2, 4)),
     ("hsdp", 4, []),
@@ -46,7 +52,7 @@ RUNS = [
     ("sequence_parallel", 2, []),
     ("fsdp2_sequence_parallel", 4, []),
 ]  # fmt: skip
-LONG_RUNS = [
+LONG_RUNS: list[Run] = [
     ("single", 1, []),
     ("tensor_parallel", 2, []),
     ("tensor_parallel", 4, ["--parallelism_config_tp_size", "4"]),
@@ -98,23 +104,6 @@ def live_bytes() -> int:
     return sum(live_storages().values())
 
 
-def build(context: int) -> nn.Module:
-    """A Llama with two matrices for embedding and head, so that tensor parallelism can divide both."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from common.tasks.causal_lm import with_losses
-
-    shape = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=5,
-        num_attention_heads=8,
-        max_position_embeddings=context,
-    )
-    return with_losses(LlamaForCausalLM(shape))
-
-
 def peak_of(step: Callable[[], object]) -> int:
     """The most bytes that are held while `step` runs."""
     if torch.cuda.is_available():
@@ -138,8 +127,31 @@ def peak_of(step: Callable[[], object]) -> int:
     return held + most
 
 
+def sent_by(step: Callable[[], object]) -> int:
+    """Bytes that this process writes while `step` runs: to the sockets of other processes. 0 where the system does not
+    count them."""
+    if not (counters := Path("/proc/self/io")).exists():
+        return 0
+    before = int(counters.read_text().split()[3])
+    step()
+    return int(counters.read_text().split()[3]) - before
+
+
+def planned(runs: Sequence[Run], sizes: tuple[int, int]) -> list[dict[str, Any]]:
+    """The plans of the runs."""
+    cases = []
+    for config, num_processes, options in runs:
+        settings = {name.removeprefix("--"): int(value) for name, value in zip(options[::2], options[1::2])}
+        cases.append(Case(ROOT / "accelerate_configs" / f"{config}.yaml", num_processes, settings=settings))
+    context, batch_size = map(str, sizes)
+    flags = ["--context", context, "--batch_size", batch_size]
+    return plans(ROOT / "benchmarks" / "small_llama.py", flags, cases, read("h100"))
+
+
 def worker(path: str, context: int, batch_size: int) -> None:
     """One process of a run. The first process writes its numbers to `path`."""
+    from small_llama import build, forward_step
+
     from common.config import RunConfig
     from common.launch.start import start
     from common.layout import Layout
@@ -166,9 +178,6 @@ def worker(path: str, context: int, batch_size: int) -> None:
 
     optimizer.register_step_pre_hook(look)
 
-    def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": model(batch["tokens"], batch["labels"])}
-
     share = Plan.of(config, layout, batch_size)
     before = live_bytes()
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, share))
@@ -187,6 +196,7 @@ def worker(path: str, context: int, batch_size: int) -> None:
         "optimizer": after_first - weights,
         "gradients": at_step[-1] - after_first,
         "peak": peak_of(lambda: engine.step(2, [batch], wants_norm=False)),
+        "sent": sent_by(lambda: engine.step(3, [batch], wants_norm=False)),
         "activations": peak_of(lambda: engine.forward_step(engine.model, batch)) - live_bytes(),
     }
     if accelerator.is_main_process:
@@ -201,22 +211,29 @@ def main() -> None:
     if given := parser.parse_args().worker:
         worker(given[0], int(given[1]), int(given[2]))
         return
-    print("| config | processes | weights, MB: measured / formula | gradients | optimizer state | peak of a step |")
+    print(
+        "| config | processes | weights, MB: measured / formula | gradients | optimizer state | peak: measured / plan |"
+    )
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for config, num_processes, options in RUNS:
+    for (config, num_processes, options), plan in zip(RUNS, planned(RUNS, SHORT)):
         numbers = launched(config, num_processes, options, SHORT)
         expected = formula(config, num_processes, numbers["whole"], numbers["named"])
         columns = [
             f"{numbers[name] / 1e6:.1f} / {bytes_ / 1e6:.1f}"
             for name, bytes_ in zip(("weights", "gradients", "optimizer"), expected)
         ]
-        print(f"| {config} | {num_processes} | {' | '.join(columns)} | {numbers['peak'] / 1e6:.1f} |", flush=True)
-    print(f"\n| config | processes | activations of {LONG[0]} tokens, MB | peak of a step |")
+        print(f"| {config} | {num_processes} | {' | '.join(columns)} | {of_plan(numbers, plan, 'peak')} |", flush=True)
+    print(f"\n| config | processes | activations of {LONG[0]} tokens, MB: measured / plan | peak of a step |")
     print("| --- | ---: | ---: | ---: |")
-    for config, num_processes, options in LONG_RUNS:
+    for (config, num_processes, options), plan in zip(LONG_RUNS, planned(LONG_RUNS, LONG)):
         numbers = launched(config, num_processes, options, LONG)
-        columns = [f"{numbers[name] / 1e6:.1f}" for name in ("activations", "peak")]
+        columns = [of_plan(numbers, plan | {"activations": plan["forward"]}, name) for name in ("activations", "peak")]
         print(f"| {config} | {num_processes} | {' | '.join(columns)} |", flush=True)
+
+
+def of_plan(numbers: dict[str, int], plan: dict[str, Any], name: str) -> str:
+    """A cell of the table."""
+    return f"{numbers[name] / 1e6:.1f} / {plan[name] / 1e6:.1f}"
 
 
 def launched(config: str, num_processes: int, options: list[str], sizes: tuple[int, int]) -> dict[str, int]:

@@ -47,7 +47,7 @@ def ask(config: Path, has_gpu: bool, script: Path | None, flags: Sequence[str]) 
     Raises:
         UsageError: the recipe ended before it called `fit`.
     """
-    flags, stages = _without_stages(flags)
+    flags, stages = without_stages(flags)
     with _variable(QUESTION, json.dumps([str(config), has_gpu, stages])):
         answer = at_fit(script, flags, f"{__name__}:refusals")
     refusals = [_finding(line) for line in answer["lines"]]
@@ -136,7 +136,7 @@ def _num_bytes(sample: Any) -> int:
     return sum(value.nbytes for value in values if hasattr(value, "nbytes"))
 
 
-def _without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
+def without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
     """The flags without `--pipeline_stages`, and its value: one process, in which the recipe runs, is no pipeline."""
     rest, stages = [], 1
     words = iter([part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--pipe") else [flag])])

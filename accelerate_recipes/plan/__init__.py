@@ -1,0 +1,91 @@
+"""accelerate-recipes plan: what a run will take on a cluster, before anything is spent."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate_recipes import bundle
+from accelerate_recipes.catalog import find_config, find_recipe
+from accelerate_recipes.console import print_json
+from accelerate_recipes.doctor.asked import without_stages
+from accelerate_recipes.errors import UsageError
+from accelerate_recipes.plan import show
+from accelerate_recipes.plan.ask import Case, alternatives, plans, scaled
+from accelerate_recipes.plan.hardware import Gpu
+
+
+def plan(
+    script: Path,
+    flags: Sequence[str],
+    configs: Sequence[str],
+    num_processes: int | None,
+    num_machines: int | None,
+    settings: Sequence[str],
+    gpu: Gpu,
+    scaling: bool,
+    hours: float | None,
+    as_json: bool,
+) -> int:
+    """Prints a plan for one config, or a table for several.
+
+    Args:
+        script: a recipe.
+        flags: of the recipe.
+        configs: names or paths; empty: all of ours for one machine.
+        num_processes, num_machines: instead of those of the configs.
+        settings: "key=value", instead of the configs'.
+        gpu: to plan for.
+        scaling: also with more GPUs.
+        hours: the most that the run may take; the cheapest row is named.
+        as_json: print JSON, and nothing else.
+
+    Returns:
+        The exit code: 1 if no config fits, else 0.
+
+    Raises:
+        UsageError: no such recipe or config, or the only config is refused.
+    """
+    script = script if script.is_file() else find_recipe(str(script))
+    flags, stages = without_stages(flags)
+    changes = dict(_setting(text) for text in settings)
+    paths = [find_config(name) for name in configs] or _of_one_machine()
+    cases = [
+        Case(path, num_processes, num_machines, changes, max(stages, 2 if path.stem == "pipeline_parallel" else 1))
+        for path in paths
+    ]
+    found = plans(script, flags, cases, gpu)
+    is_one = len(found) == 1
+    if is_one and "peak" not in found[0]:
+        raise UsageError(show.why_not(found[0]))
+    fitting = [each for each in found if each.get("fits")]
+    rows = {each["config"]: scaled(each, gpu) for each in fitting} if scaling else {}
+    near = alternatives(cases[0], found[0], script, flags, gpu) if is_one and not fitting else []
+    if as_json:
+        told = [{key: value for key, value in each.items() if key not in ("first", "more")} for each in found]
+        fits = [{"type": text, "peak": each["peak"], "seconds": each["seconds"]} for text, each in near]
+        print_json({"gpu": gpu.name, "plans": told, "fits_with": fits, "scaling": rows})
+        return 0 if fitting else 1
+    print(f"{script} on {gpu.name} GPUs of {gpu.memory_gb:g} GB; times are estimates (docs/plan.md)\n")
+    if is_one:
+        show.show_one(found[0], gpu)
+    else:
+        show.show_several(found)
+    if is_one and not fitting:
+        show.show_fitting(near)
+    show.show_scaling(rows)
+    if fitting and (hours is not None or not is_one):
+        each = [(one["config"], one) for one in fitting]
+        show.show_cheapest([*each, *((config, row) for config, steps in rows.items() for row in steps)], hours)
+    return 0 if fitting else 1
+
+
+def _of_one_machine() -> list[Path]:
+    """Those of ours that are not for several machines: the others differ in the number of machines alone."""
+    return [path for path in bundle.configs() if not path.stem.startswith("multi_node")]
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not key or not value:
+        raise UsageError(f"--set {text}: type KEY=VALUE, such as --set mixed_precision=bf16")
+    return key, int(value) if value.isdecimal() else value

@@ -1,0 +1,197 @@
+"""Stand-ins for processes and memory: a process group of N in one process, and tensors without data."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+BUCKET = 25 * 2**20  # bytes; DDP's default
+
+
+@contextmanager
+def weights_on_meta() -> Iterator[None]:
+    """Parameters of modules that are built in the `with` block take no memory and have no values. To the recipe's
+    `common`, they are still on disk."""
+    from common.parallel.on_disk import Unread
+
+    class Weightless(Unread):
+        origin: Any = (None, "")
+
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs or {})
+
+    register = nn.Module.register_parameter
+    moved: Any = WeakIdKeyDictionary()  # so that a weight that two modules share stays one
+
+    def registered(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
+        if weight is not None and not weight.is_meta:
+            if weight not in moved:
+                moved[weight] = Weightless(weight.detach().to("meta"), weight.requires_grad)
+            weight = moved[weight]
+        register(module, name, weight)
+
+    with patched(nn.Module, "register_parameter", registered):
+        yield
+
+
+@contextmanager
+def processes(number: int, rank: int) -> Iterator[None]:
+    """Any process group in the `with` block has `number` processes, of which this is `rank`; nothing is sent. Models
+    stay where they are."""
+    from torch.distributed import device_mesh
+    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    join = dist.init_process_group
+
+    def joined(*_: Any, **__: Any) -> None:
+        if not dist.is_initialized():
+            join("fake", store=FakeStore(), rank=rank, world_size=number)
+
+    def with_ranks(function: Callable[..., Any]) -> Any:
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            with _disable_current_modes():  # a mesh looks at its ranks
+                return function(*arguments, **keywords)
+
+        return called
+
+    make_mesh = with_ranks(device_mesh.init_device_mesh)
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (dist, "init_process_group", joined),
+            (device_mesh, "init_device_mesh", make_mesh),
+            (_fsdp_init, "init_device_mesh", make_mesh),
+            (device_mesh.DeviceMesh, "__init__", with_ranks(device_mesh.DeviceMesh.__init__)),
+            (_fsdp_param, "_chunk_with_empty", _Chunks),
+            (nn.parallel, "DistributedDataParallel", Replica),
+            (nn.Module, "to", lambda module, *_, **__: module),
+        ):
+            stack.enter_context(patched(owner, name, value))
+        if masks := sys.modules.get("transformers.masking_utils"):  # it takes tensors without data for tracing
+            stack.enter_context(patched(masks, "is_tracing", lambda *_: False))
+        if number > 1:
+            joined()
+        yield
+
+
+@contextmanager
+def pipeline_with_shapes(tokens: Tensor) -> Iterator[None]:
+    """Stages of a pipeline know their shapes in the `with` block. Real ones ask each other.
+
+    Args:
+        tokens: that the model gets for a micro-batch, of shape (batch, tokens).
+    """
+    from torch.distributed import pipelining
+
+    kind: Any = pipelining.PipelineStage
+
+    def stage(model: Any, index: int, number: int, device: torch.device, group: Any) -> Any:
+        given = torch.empty(tokens.shape, dtype=tokens.dtype)
+        if index > 0:
+            given = torch.empty(*tokens.shape, model.model.config.hidden_size, requires_grad=True)
+        return kind(model, index, number, torch.device("cpu"), given, model(given), group=group)
+
+    with patched(pipelining, "PipelineStage", stage):
+        yield
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute another value in the `with` block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class _Chunks:
+    """The shards of a weight, of which FSDP2 looks at two. It makes all, which takes a minute for 1,024 processes."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int):
+        self.tensor, self.dim, self.size = tensor, dim, -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.size
+        if start >= self.tensor.shape[self.dim]:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(self.size, self.tensor.shape[self.dim] - start))
+
+
+class Replica(DistributedDataParallel):
+    """Holds and sends what DDP does. DDP's own code, in C++, reads addresses, which fake tensors do not have."""
+
+    def __init__(self, module: nn.Module, *_: Any, **__: Any):
+        nn.Module.__init__(self)
+        self.module, self.sends = module, True
+        self._buckets: list[list[nn.Parameter]] = []
+        size = BUCKET
+        for weight in reversed(list(module.parameters())):  # about the order in which gradients are ready
+            if not weight.requires_grad:
+                continue
+            if size >= BUCKET:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(weight)
+            size += weight.nbytes
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._flat = [torch.empty(sum(weight.numel() for weight in bucket)) for bucket in self._buckets]
+        for index, (bucket, flat) in enumerate(zip(self._buckets, self._flat)):
+            for weight, view in zip(bucket, flat.split([weight.numel() for weight in bucket])):
+                weight.register_post_accumulate_grad_hook(self._arrived(index, view.view_as(weight)))
+
+    def _arrived(self, index: int, view: Tensor) -> Callable[[Any], None]:
+        def hook(weight: Any) -> None:
+            weight.grad = view.copy_(weight.grad)
+            self._missing[index] -= 1
+            if self._missing[index] == 0:
+                self._missing[index] = len(self._buckets[index])
+                if self.sends:
+                    dist.all_reduce(self._flat[index], async_op=True)
+
+        return hook
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.module(*args, **named)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sends = False
+        yield
+        self.sends = True
+
+
+def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
+    """Gives model and optimizer weights and buffers without data; a FakeTensorMode is active.
+
+    Args:
+        dtype: of floating-point weights; None keeps their own.
+    """
+    made: dict[int, Any] = {}
+    owners: list[Any] = []  # the id of a tensor that has ended may be given again
+
+    def fake(tensor: Any) -> Any:
+        if id(tensor) not in made:
+            kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+            value: Any = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind)
+            if isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(value, tensor.requires_grad)
+            made[id(tensor)] = made[id(value)] = value
+            owners.extend([tensor, value])
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            own.update({name: fake(tensor) for name, tensor in own.items() if tensor is not None})
+    for group in optimizer.param_groups:
+        group["params"] = [fake(weight) for weight in group["params"]]

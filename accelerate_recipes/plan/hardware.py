@@ -1,0 +1,87 @@
+"""The hardware that a plan is for: rates of a GPU and of its links."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate_recipes.errors import UsageError
+
+TABLE = Path(__file__).parent / "hardware.json"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, and what programs reach of its rates.
+
+    Attributes:
+        flops_16, flops_tf32, flops_32: operations per second in bf16 or fp16, TF32, and float32; peaks.
+        memory_gb: 10^9 bytes of memory. memory_rate: bytes per second; a peak.
+        link, network: bytes per second that it sends to others of its machine, and to other machines; peaks.
+        flops, memory: shares of the peaks that programs reach. reached_link, reached_network: of the links.
+        launch, link_latency, network_latency: seconds of each operation, and of each part of a collective.
+        reserved_gb: 10^9 bytes of memory that tensors cannot use: the CUDA context, NCCL, gaps.
+    """
+
+    name: str
+    flops_16: float
+    flops_tf32: float
+    flops_32: float
+    memory_gb: float
+    memory_rate: float
+    link: float
+    network: float
+    flops: float
+    memory: float
+    reached_link: float
+    reached_network: float
+    launch: float
+    link_latency: float
+    network_latency: float
+    reserved_gb: float
+
+    @property
+    def usable(self) -> float:
+        """Bytes for tensors."""
+        return (self.memory_gb - self.reserved_gb) * 1e9
+
+    def peak(self, is_16: bool, tf32: bool) -> float:
+        """Peak operations per second."""
+        return self.flops_16 if is_16 else self.flops_tf32 if tf32 else self.flops_32
+
+    def seconds(self, flops: float, moved: int, is_16: bool, tf32: bool) -> float:
+        """Time of an operation: the roofline (Williams et al. 2009), and at least the time to start it.
+
+        Args:
+            flops: floating-point operations.
+            moved: bytes that it reads and writes.
+            is_16: whether it computes in bf16 or fp16.
+            tf32: whether float32 products use TF32.
+        """
+        return max(flops / (self.peak(is_16, tf32) * self.flops), moved / (self.memory_rate * self.memory), self.launch)
+
+
+def read(name: str, memory_gb: float | None = None, table: Path | None = None) -> Gpu:
+    """Reads a GPU's rates.
+
+    Args:
+        name: of a GPU in the table.
+        memory_gb: its memory, if it differs from the table's.
+        table: a JSON file in the form of hardware.json; None: that file.
+
+    Raises:
+        UsageError: no such GPU or file.
+    """
+    try:
+        content: dict[str, Any] = json.loads((table or TABLE).read_text(encoding="utf-8"))
+        gpus, reached = content["gpus"], content["reached"]
+        row = gpus.get(name.lower().replace(" ", ""))
+        if row is None:
+            raise UsageError(f"--gpu {name}: type one of {', '.join(gpus)}, or --hardware with a JSON file of your own")
+        rates = {key: value for key, value in row.items() if key != "source"}
+        shares = {key: value for key, value in reached.items() if key != "about"}
+        shares |= {f"reached_{key}": shares.pop(key) for key in ("link", "network")}
+        gpu = Gpu(name=name, **rates, **shares)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--hardware {table}: {error}: copy the form of {TABLE}") from None
+    return gpu if memory_gb is None else replace(gpu, memory_gb=memory_gb)

@@ -1,0 +1,160 @@
+"""Takes training steps on tensors without data, with the run's own engine, and notes what they hold and do."""
+
+import os
+import warnings
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from accelerate_recipes.doctor.launched import INHERITED
+from accelerate_recipes.plan.fakes import make_fake, pipeline_with_shapes, processes
+from accelerate_recipes.plan.hardware import Gpu
+from accelerate_recipes.plan.tracker import Tracker
+
+
+@dataclass
+class DryRun:
+    """Some steps of a run.
+
+    Attributes:
+        plan: of the run.
+        forward_step, batch_loss: as for `fit`.
+        gpu: for the time of operations.
+        last: whether this is the last process, and not the first.
+    """
+
+    plan: Any
+    forward_step: Any
+    batch_loss: Any
+    gpu: Gpu
+    last: bool
+
+    def measured(self, model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any) -> dict[str, Any]:
+        """What a process holds, in bytes, and what it does in a step.
+
+        Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
+        zero.py needs to know.
+        """
+        from common.layout import Kind
+        from common.parallel import pipeline
+
+        layout, plan = self.plan.layout, self.plan
+        batches, extra = self._batches(train_set), {}
+        number, dtype = layout.num_processes, None
+        if layout.kind == Kind.DEEPSPEED:
+            trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+            extra = {"zero_stage": layout.zero_stage, "offloads": layout.offloads, "trained": trained}
+            plan = replace(plan, layout=replace(layout, kind=Kind.ONE_PROCESS))
+            number, dtype = 1, torch.bfloat16 if layout.precision == "bf16" else None
+            for name in [name for name in os.environ if INHERITED.match(name)]:
+                del os.environ[name]
+        mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(self.gpu, plan.config.tf32)
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(processes(number, number - 1 if self.last else 0))
+            accelerator = _accelerator(plan.layout)
+            if layout.stages > 1:
+                tokens = pipeline._model_arguments(self.forward_step, batches[0])[0]
+                stack.enter_context(pipeline_with_shapes(tokens))
+            for each in (mode, tracker.freed_storages(), tracker):
+                stack.enter_context(each)
+            make_fake(model, optimizer, dtype)
+            weights = sum(weight.nbytes for weight in model.parameters())
+            updated = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
+            noted = self._noted(accelerator, model, optimizer, plan, mode, tracker, batches)
+        # A checkpoint has all weights, and the optimizer's state of all that are trained.
+        return extra | noted | {"saved": round(weights + updated * noted.pop("slots_per_weight"))}
+
+    def _batches(self, train_set: Any) -> list[dict[str, Any]]:
+        """The first micro-batches of this process, with their data: two, from whose difference others follow, or all
+        that a step needs."""
+        from common.data.batches import batches
+
+        count = self.plan.accumulation if self._needs_all else min(2, self.plan.accumulation)
+        stream = batches(train_set, self.plan.micro_batches(0), torch.device("cpu"), self.plan.config)
+        return [next(stream) for _ in range(count)]
+
+    @property
+    def _needs_all(self) -> bool:
+        """Whether a step needs all its micro-batches."""
+        return self.plan.layout.stages > 1 or self.batch_loss is not None
+
+    def _noted(
+        self,
+        accelerator: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Any,
+        mode: FakeTensorMode,
+        tracker: Tracker,
+        batches: list[dict[str, Any]],
+    ) -> dict[str, Any]:
+        from common.parallel.parts import local
+        from common.parallel.prepare import Setup, prepare
+
+        engine = prepare(Setup(accelerator, model, optimizer, self.forward_step, plan, self.batch_loss))
+        engine.draws, engine._num_taken = False, 1  # what the first step looks at has no values here
+        trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients: list[int] = []
+        optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(_num_bytes([local(each.grad) for each in trained if each.grad is not None]))
+        )
+        batches = [
+            {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+            for batch in batches
+        ]
+        module, one = engine.module, batches if self._needs_all else batches[:1]
+        weights = _num_bytes([local(tensor) for tensor in [*module.parameters(), *module.buffers()]])
+        engine.step(0, one, True)  # it makes the optimizer's state
+        first, peak, flops = tracker.noted(lambda: engine.step(1, one, False))
+        more, peak, more_flops = (
+            tracker.noted(lambda: engine.step(2, batches, False)) if len(one) < len(batches) else (first, peak, flops)
+        )
+        held, forward = tracker.held, 0
+        if plan.layout.stages == 1:
+            values = tracker.noted(lambda: engine.forward_step(engine.model, batches[0]))
+            forward = values[1] - held
+        slots = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return {
+            "weights": weights,
+            "gradients": max(gradients),
+            "optimizer": _num_bytes([local(slot) for slot in slots]),
+            "slots_per_weight": sum(slot.nbytes for slot in slots) / sum(weight.nbytes for weight in trained),
+            "forward": forward,
+            "peak": peak,
+            "first": first,
+            "more": more,
+            "flops": flops + (plan.accumulation - len(one)) * (more_flops - flops),
+            "is_whole": self._needs_all,
+        }
+
+
+def _num_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the storages of these tensors."""
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def _accelerator(layout: Any) -> Any:
+    """As `start` makes it, for processes that do not exist."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from common.launch import start
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    is_half = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
+    with redirect_stdout(StringIO()):
+        start._prepare_rehearsal(timedelta(minutes=1), layout)
+        if is_half:  # of the same size; a CPU has no fp16
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+        with start._mesh_of_accelerate(layout):
+            return Accelerator()

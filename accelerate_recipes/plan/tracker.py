@@ -1,0 +1,166 @@
+"""Notes what a training step does on fake tensors: bytes that are held, seconds of its operations, collectives."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from accelerate_recipes.plan.fakes import patched
+from accelerate_recipes.plan.hardware import Gpu
+
+# {part of the name of torch's operation: (collective, whether the program goes on while it runs)}. Those of
+# `torch.distributed` run beside the computation; the functional ones of tensor and sequence parallelism do not.
+COLLECTIVES = {
+    "allreduce_": ("all_reduce", True),
+    "_allgather_base_": ("all_gather", True),
+    "allgather_": ("all_gather", True),
+    "_reduce_scatter_base_": ("reduce_scatter", True),
+    "send": ("send", False),
+    "all_reduce": ("all_reduce", False),
+    "all_gather_into_tensor": ("all_gather", False),
+    "reduce_scatter_tensor": ("reduce_scatter", False),
+    "all_to_all_single": ("all_to_all", False),
+}
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Tracker(TorchDispatchMode):
+    """Active in a `with` block. Values that a program reads are made up: 1.
+
+    Attributes:
+        held: bytes of all live tensors that were made in the block.
+        peak: the most that were held since `peak` was set.
+        events: in the order of the program, ["compute", seconds] or [collective, bytes, group, runs beside]; a group
+            is [first rank, number of ranks, distance between two].
+        flops: floating-point operations.
+    """
+
+    def __init__(self, gpu: Gpu, tf32: bool):
+        super().__init__()
+        self.held = self.peak = 0
+        self.events: list[list[Any]] = []
+        self.flops = 0.0
+        self._gpu, self._tf32 = gpu, tf32
+        self._sizes: dict[int, int] = {}  # {storage: its bytes}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # they call operations on their local tensors, which come here again
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return {"float": 1.0, "bool": True}.get(str(args[0].dtype).removeprefix("torch.").rstrip("0123456789"), 1)
+        if func is torch.ops.aten.equal.default:
+            return True
+        out = func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, args)
+        else:
+            self._operation(func, args, kwargs, out)
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self._hold(value)
+        return out
+
+    def noted(self, step: Callable[[], Any]) -> tuple[list[list[Any]], int, float]:
+        """(events, peak, floating-point operations) while `step` runs."""
+        self.events, self.peak, self.flops = [], self.held, 0.0
+        step()
+        return self.events, self.peak, self.flops
+
+    @contextmanager
+    def freed_storages(self) -> Iterator[None]:
+        """Also notes storages that are resized, as FSDP2 does to free gathered weights."""
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: Any, size: int) -> Any:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._add(size - self._sizes[storage._cdata])
+                self._sizes[storage._cdata] = size
+            return storage
+
+        with patched(torch.UntypedStorage, "resize_", noted):
+            yield
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self._add(self._sizes[key])
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self._add(-self._sizes.pop(key, 0))
+
+    def _add(self, size: int) -> None:
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+    def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if func.is_view or func.namespace == "prim":
+            return
+        flops = self._flops(func, args, kwargs, out)
+        tensors = [value for value in tree_leaves((args, kwargs, out)) if isinstance(value, Tensor)]
+        moved = sum({id(value): value.numel() * value.element_size() for value in tensors}.values())
+        is_16 = any(value.dtype in (torch.bfloat16, torch.float16) for value in tensors)
+        seconds = self._gpu.seconds(flops, moved, is_16, self._tf32)
+        self.flops += flops
+        if self.events and self.events[-1][0] == "compute":
+            self.events[-1][1] += seconds
+        else:
+            self.events.append(["compute", seconds])
+
+    def _flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        packet = func._overloadpacket
+        if packet in (ATTENTION, ATTENTION_BACKWARD):  # torch does not count those of the CPU
+            is_backward = packet is ATTENTION_BACKWARD
+            query, key = args[1:3] if is_backward else args[:2]
+            causal = kwargs.get(
+                "is_causal", args[7 if is_backward else 4] if len(args) > (7 if is_backward else 4) else 0
+            )
+            batch, heads, length, width = query.shape
+            forward = 4.0 * batch * heads * length * key.shape[2] * width * (0.5 if causal else 1)
+            return forward * 2.5 if is_backward else forward
+        return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
+
+    def _collective(self, func: Any, args: Any) -> None:
+        name = func._overloadpacket.__name__
+        if name not in COLLECTIVES:
+            return
+        collective, runs_beside = COLLECTIVES[name]
+        tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
+        sizes = [value.numel() * value.element_size() for value in tensors]
+        group = _group(args)
+        size = max(sizes) * (group[1] if name == "all_gather_into_tensor" else 1)
+        if collective == "send":
+            group = [group[0], 2, group[2]]
+        if group[1] > 1:
+            self.events.append([collective, size, group, runs_beside])
+
+
+def _group(args: Any) -> list[int]:
+    """The group of a collective, which it is given as an object or by name."""
+    ranks = _ranks(args)
+    return [ranks[0], len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1]
+
+
+def _ranks(args: Any) -> list[int]:
+    for value in reversed(args):
+        if isinstance(value, str) and value not in ("sum", "avg", "max", "min"):
+            name: Any = value
+            return dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
+    return list(range(dist.get_world_size()))

@@ -1,0 +1,119 @@
+"""What `accelerate-recipes plan` says of a run, against what processes of that run hold and send."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate_recipes.cli import main
+from accelerate_recipes.plan.clock import sent
+from support.runs import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import memory
+
+OFTEN = [("ddp", 2), ("fsdp2", 2)]
+
+
+def tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["accelerate-recipes", "plan", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def of_gloo(config: str, plan: dict[str, Any]) -> float:
+    """Bytes that a process sends in a step through gloo, which sums whole tensors where NCCL scatters the sums, and in
+    which the first process sends its part of a broadcast or gather to each other one."""
+    total = 0.0
+    for kind, *facts in plan["first"]:
+        if kind != "compute":
+            size, (_, number, _), _ = facts
+            total += sent("all_reduce" if kind == "reduce_scatter" else kind, size, number)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes", "options"),
+    [
+        pytest.param(*run, marks=[] if run[:2] in OFTEN else pytest.mark.full, id=f"{run[0]}-{run[1]}")
+        for run in memory.RUNS
+    ],
+)
+def test_a_plan_says_what_processes_hold_and_send(config: str, num_processes: int, options: list[str]) -> None:
+    measured = memory.launched(config, num_processes, options, memory.SHORT)
+    (plan,) = memory.planned([(config, num_processes, options)], memory.SHORT)
+    for name in ("weights", "gradients", "optimizer"):
+        assert plan[name] == pytest.approx(measured[name], rel=0.1), name
+    # Under FSDP2, gloo's threads hold buffers for as long as they take: the peak differs from run to run.
+    assert 0.8 * measured["peak"] < plan["peak"] < 1.02 * measured["peak"]
+    if "zero" not in config:  # without GPUs, DeepSpeed sums in shared memory
+        assert of_gloo(config, plan) == pytest.approx(measured["sent"], rel=0.03)
+
+
+def test_a_thousand_processes_and_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--config", "fsdp2", "--num_processes", "1024", "--num_machines", "128", "--scaling", "--json"]
+    flags += ["--", "--batch_size", "2048"]
+    assert tool(monkeypatch, str(ROOT / "benchmarks" / "small_llama.py"), *flags) == 0
+    told = json.loads(capsys.readouterr().out)
+    (plan,) = told["plans"]
+    assert (plan["num_processes"], plan["micro_batch_size"], plan["layout"]) == (1024, 2, "FSDP2")
+    weights = plan["saved"] / 3  # and two averages of Adam
+    # Process 0 has a row of each matrix, also of those with fewer rows than there are processes.
+    assert weights / 1024 < plan["weights"] < 2 * weights / 1024
+    assert plan["sent"]["link"] == 0 and plan["sent"]["network"] > 2 * weights  # shards without a row are padded
+    rows = told["scaling"]["fsdp2"]
+    assert [row["num_processes"] for row in rows] == [1024, 4096]
+    assert rows[1]["seconds"] > rows[0]["seconds"] and rows[1]["efficiency"] < 1
+
+
+def test_a_plan_that_does_not_fit_names_what_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--config", "ddp", "--memory", "2.65", "--", "--context", "512", "--batch_size", "16"]
+    assert tool(monkeypatch, str(ROOT / "recipes" / "transformer.py"), *flags) == 1
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
+    assert lines["peak"].endswith("DOES NOT FIT")
+    assert "--micro_batch_size 4 (" in lines["fits with"] and "--activation_checkpointing (" in lines["fits with"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            "recipes/mnist.py --config ddp --num_processes 7",
+            "--batch_size 64 is not divisible by 7 data-parallel ranks",
+        ),
+        ("recipes/mnist.py --config tensor_parallel", "ConvNet has no tp_plan"),
+        (
+            "recipes/mnist.py --config ddp --num_processes 3 --num_machines 2",
+            "3 processes do not divide into 2 machines",
+        ),
+        ("recipes/mnist.py --gpu h1000", "--gpu h1000: type one of b200, h200, h100"),
+        ("recipes/mnist.py --hardware none.json", "none.json: "),
+        ("recipes/mnist.py --config ddp --set bf16", "--set bf16: type KEY=VALUE"),
+        ("recipes/nothing.py", "recipes/nothing.py: no such recipe"),
+        ("recipes/mnist.py --config ddp -- --epoch 3", "--epoch"),
+    ],
+)
+def test_mistakes_get_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, line: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert tool(monkeypatch, *arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert line in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_a_recipe_of_ones_own_that_looks_at_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "recipes" / "linear_regression.py").read_text()
+    assert text.count("    fit(") == 1
+    script = tmp_path / "own.py"
+    script.write_text(
+        text.replace("    fit(", "    assert model.weight.sum().item() == model.weight.sum().item()\n    fit(")
+    )
+    assert tool(monkeypatch, str(script), "--config", "ddp", "--json") == 0
