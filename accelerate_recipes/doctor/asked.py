@@ -5,42 +5,25 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.at_fit import at_fit
-from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.launched import INHERITED, launched
 
+Answer = dict[str, Any]
 QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable with the config file, whether there is a GPU, and the stages
-WHY = "a run ends with this line"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a run would refuse.
-
-    Attributes:
-        refusals: of the loop.
-        of_the_launcher: of `accelerate launch`, before it starts the loop.
-        facts: of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
-    """
-
-    refusals: list[Finding]
-    of_the_launcher: list[Finding]
-    facts: dict[str, int]
-
-
-def ask(config: Path, has_gpu: bool, script: Path | None, flags: Sequence[str]) -> Answer:
+def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     """Asks for the refusals of a config, and of a recipe under it.
 
     Args:
-        config: a config file of Accelerate.
-        has_gpu: whether the processes would have GPUs.
+        config: the processes have GPUs if its machine has.
         script: a recipe; None asks about the config alone.
         flags: of the recipe.
 
@@ -48,24 +31,8 @@ def ask(config: Path, has_gpu: bool, script: Path | None, flags: Sequence[str]) 
         UsageError: the recipe ended before it called `fit`.
     """
     flags, stages = _without_stages(flags)
-    with _variable(QUESTION, json.dumps([str(config), has_gpu, stages])):
-        answer = at_fit(script, flags, f"{__name__}:refusals")
-    refusals = [_finding(line) for line in answer["lines"]]
-    of_the_launcher = [
-        Finding("accelerate launch refuses the file", line, _cure(line)) for line in answer["of_the_launcher"]
-    ]
-    return Answer(refusals, of_the_launcher, answer["facts"])
-
-
-def _cure(line: str) -> str:
-    """What to type instead of what the launcher refuses."""
-    if variable := re.search(r"\$\{?(\w+)", line):
-        return (
-            f"a number: Accelerate fills in no variables; the shell does, in a flag after accelerate launch, such as "
-            f"--machine_rank ${variable[1]}"
-        )
-    flag = re.search(r"`--(\w+)`", line)
-    return f"{flag[1]}: with its value, in the file" if flag else "what the file lacks"
+    with _variable(QUESTION, json.dumps([str(config.path), bool(config.machine.gpus), stages])):
+        return at_fit(script, flags, f"{__name__}:refusals")
 
 
 def refusals(
@@ -78,8 +45,13 @@ def refusals(
     config: Any = None,
     *others: Any,
     **keywords: Any,
-) -> dict[str, Any]:
-    """The lines with which a run under the config would end, and facts. Takes the arguments of `fit`, or none."""
+) -> Answer:
+    """What a run under the config would refuse. Takes the arguments of `fit`, or none.
+
+    Returns:
+        "lines": with which the loop would end; "of_the_launcher": that of `accelerate launch`; "facts": of the recipe,
+        its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
+    """
     from common import RunConfig, UsageError
     from common.launch import checks as launch
     from common.layout import Layout
@@ -146,14 +118,6 @@ def _without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
         else:
             rest.append(word)
     return rest, stages
-
-
-def _finding(line: str) -> Finding:
-    """A refusal in the three parts of a finding."""
-    what, separator, advice = line.partition(": type ")
-    if not separator:
-        what, _, advice = line.rpartition(": ")
-    return Finding(what, WHY, advice)
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """A config file of Accelerate, as the rules see it: what `accelerate launch` makes of its values."""
 
+from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from accelerate_recipes.doctor.finding import Edit
 from accelerate_recipes.doctor.machine import Machine
 from accelerate_recipes.errors import UsageError
 
@@ -73,10 +76,25 @@ class Config:
     def section(self, name: str) -> dict[str, Any]:
         """A section of the file, with the prefixes that Accelerate adds; empty if there is none."""
         given = self.values.get(name)
-        if not isinstance(given, dict):
-            return {}
-        prefix = PREFIXES.get(name, "")
-        return {str(key) if str(key).startswith(prefix[:-1]) else f"{prefix}{key}": given[key] for key in given}
+        return {_full(name, key): given[key] for key in given} if isinstance(given, dict) else {}
+
+    def edited(self, edits: Iterable[Edit]) -> dict[str, Any]:
+        """The values after edits. A section that becomes empty goes."""
+        values = deepcopy(self.values)
+        for edit in edits:
+            inside = values
+            if edit.section:
+                if not isinstance(values.get(edit.section), dict):
+                    values[edit.section] = {}
+                inside = values[edit.section]
+            keys = [key for key in inside if _full(edit.section, key) == edit.key] or [edit.key]
+            if edit.value is not None:
+                inside[keys.pop(0)] = edit.value
+            for key in keys:
+                inside.pop(key, None)
+            if not inside:
+                values.pop(edit.section, None)
+        return values
 
     def _count(self, name: str) -> int | None:
         value = self.values.get(name)
@@ -98,6 +116,12 @@ def read(path: Path, machine: Machine) -> Config:
     return Config(path, values, machine)
 
 
+def _full(section: str, key: Any) -> str:
+    """A key with the prefix that Accelerate adds to it."""
+    prefix = PREFIXES.get(section, "")
+    return str(key) if str(key).startswith(prefix[:-1]) else f"{prefix}{key}"
+
+
 def is_count(value: Any) -> bool:
     """Whether this is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -106,8 +130,3 @@ def is_count(value: Any) -> bool:
 def is_true(value: Any) -> bool:
     """Whether Accelerate takes this for true."""
     return str(value).lower() in ("true", "1", "yes", "y", "t", "on")
-
-
-def as_yaml(value: Any) -> str:
-    """A value as it stands in a file."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

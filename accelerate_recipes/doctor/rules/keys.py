@@ -5,20 +5,24 @@ the value of its own flag, even if nobody typed that flag. tests/unit/test_docto
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
-from accelerate_recipes.doctor.config import ONE_PROCESS, Config, as_yaml, is_true
-from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.config import ONE_PROCESS, PREFIXES, Config, is_true
+from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml, words
 
 OF_TPUS = {
     *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env"),
     *("downcast_bf16", "main_training_function"),
 }
-TOP = OF_TPUS | {
-    *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes"),
-    *("machine_rank", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend"),
-    *("same_network", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config", "parallelism_config"),
-    *("megatron_lm_config", "mpirun_config", "dynamo_config"),
+# Accelerate takes a key of a section without a prefix for the flag of that name, so these work there, too.
+FLAGS = {
+    *("mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank", "num_machines", "gpu_ids"),
+    *("main_process_ip", "main_process_port", "rdzv_backend", "same_network", "enable_cpu_affinity"),
+}
+TOP = {
+    *(*OF_TPUS, *FLAGS, "compute_environment", "distributed_type", "fp8_config", "deepspeed_config", "fsdp_config"),
+    *("parallelism_config", "megatron_lm_config", "mpirun_config", "dynamo_config"),
     *("fp16", "dynamo_backend"),  # of old files; Accelerate converts them
 }
 
@@ -68,6 +72,20 @@ SECTIONS = {
 READERS = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
 # {key: value of the flag of accelerate launch if nobody types it}
 OF_THE_COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
+OFFLOADS = ("offload_optimizer", "offload_param")  # sections of zero_optimization in DeepSpeed's file
+# {key of DeepSpeed's file, or a flag, if it is true: what a config file has for it}
+MEANT = {
+    "bf16": Edit("mixed_precision", "bf16"),
+    "fp16": Edit("mixed_precision", "fp16"),
+    "use_fsdp": Edit("distributed_type", "FSDP"),
+    "use_deepspeed": Edit("distributed_type", "DEEPSPEED"),
+}
+
+
+def name_in(section: str, word: str) -> str | None:
+    """The key of a section that a word names, with or without its prefix."""
+    names = (word, f"{section.removesuffix('config')}{word}", f"{section}_{word}")
+    return next((name for name in names if name in SECTIONS[section]), None)
 
 
 def unknown_keys(config: Config) -> Iterator[Finding]:
@@ -77,7 +95,7 @@ def unknown_keys(config: Config) -> Iterator[Finding]:
             yield Finding(
                 f"{key} is not a key of a config file of Accelerate",
                 "accelerate launch refuses the file: it had unknown keys",
-                _right_key(str(key), TOP),
+                *_instead(config, str(key)),
             )
 
 
@@ -89,25 +107,28 @@ def unknown_section_keys(config: Config) -> Iterator[Finding]:
             yield Finding(
                 f"{section} is {as_yaml(given)}, not a section with keys",
                 "accelerate launch ignores it",
-                f"the keys below {section}:, each on a line of its own after two spaces",
+                Edit(section),
+                f"or type the keys below {section}:, each on a line of its own after two spaces",
             )
         for key in config.section(section):
-            if key not in known:
+            if key not in known and (key not in FLAGS or section in PREFIXES):
                 yield Finding(
                     f"{section} has {key}, which Accelerate does not know",
                     "accelerate launch ignores it without a message: the run has the default",
-                    _right_key(key, known, section),
+                    *_instead(config, key, section),
                 )
 
 
 def ignored_sections(config: Config) -> Iterator[Finding]:
     """A section that this distributed_type does not read."""
+    has_tp = config.section("parallelism_config").get("parallelism_config_tp_size", 1) != 1  # no reader runs with it
     for section, reader in READERS.items():
         if config.section(section) and config.kind != reader:
             yield Finding(
                 f"{section} has no effect, because distributed_type is {config.kind or 'missing'}",
                 f"Accelerate reads this section under distributed_type: {reader} alone",
-                f"distributed_type: {reader}, or remove {section}",
+                Edit(section),
+                f"or distributed_type: {reader}, if the run should be one of its kind" * (not has_tp),
             )
     if config.section("parallelism_config") and config.kind in ONE_PROCESS:
         yield Finding(
@@ -119,13 +140,13 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"mpirun_config has no effect, because distributed_type is {config.kind or 'missing'}",
             "Accelerate starts the processes through torchrun; it uses mpirun under MULTI_CPU",
-            "remove mpirun_config",
+            Edit("mpirun_config"),
         )
     if config.section("fp8_config") and config.precision != "fp8":
         yield Finding(
             f"fp8_config has no effect, because mixed_precision is {config.precision}",
             "Accelerate reads this section under mixed_precision: fp8 alone",
-            "remove fp8_config",
+            Edit("fp8_config"),
         )
 
 
@@ -138,7 +159,7 @@ def keys_of_tpus(config: Config) -> Iterator[Finding]:
             f"{', '.join(set_keys)} {'have' if len(set_keys) > 1 else 'has'} no effect, because distributed_type is "
             f"{config.kind or 'missing'}",
             "Accelerate reads these keys on TPUs alone",
-            f"remove {', '.join(set_keys)}",
+            *map(Edit, set_keys),
         )
 
 
@@ -152,7 +173,8 @@ def flags_of_the_command_line(config: Config) -> Iterator[Finding]:
                 f"{key}: {as_yaml(value)} in the file has no effect",
                 f"accelerate launch takes this value from its command line alone; without the flag it is "
                 f"{as_yaml(default)}",
-                f"{flag} after accelerate launch, and {key}: {as_yaml(default)} in the file",
+                Edit(key, default),
+                f"{flag} after accelerate launch",
             )
 
 
@@ -162,7 +184,8 @@ def cpu_alone(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"use_cpu: true has no effect, because distributed_type is {config.kind}",
             "accelerate launch hands it on under NO and MULTI_CPU alone: this run uses the machine's GPUs",
-            "use_cpu: false; to stay on the CPU, put ACCELERATE_USE_CPU=true before the command",
+            Edit("use_cpu", False),
+            "to stay on the CPU, put ACCELERATE_USE_CPU=true before the command",
         )
 
 
@@ -173,20 +196,39 @@ def one_machine(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"{' and '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect, because num_machines is 1",
             "each machine would train alone",
-            f"num_machines: 2 or more, or remove {' and '.join(keys)}",
+            *map(Edit, keys),
+            "or num_machines: 2 or more",
         )
 
 
-def _right_key(key: str, known: Iterable[str], own_section: str | None = None) -> str:
+def _instead(config: Config, key: str, section: str = "") -> Iterator[Edit | str]:
     """What to type instead of an unknown key: where it belongs, the nearest one, or nothing."""
-    for section in sorted(SECTIONS, key=lambda name: name != own_section):
-        for name in (key, f"{section.removesuffix('config')}{key}", f"{section}_{key}"):
-            if name in SECTIONS[section]:
-                return f"{name} below {section}"
-    if key in TOP:
-        return f"{key} at the top of the file"
-    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)  # ipex_config is no slip for fp8_config
-    return near[0] if near else f"remove {key}"
+    value = (config.section(section) if section else config.values).get(key)
+    for edit in _meant(key, value, section):
+        there = (config.section(edit.section) if edit.section else config.values).get(edit.key)
+        if there is None:
+            yield edit
+        elif there != edit.value:
+            yield f"or {next(words([edit]))}, in place of {as_yaml(there)}"
+    yield Edit(key, None, section)
+
+
+def _meant(key: str, value: Any, section: str) -> list[Edit]:
+    """The keys of Accelerate for an unknown one, which is in a section or at the top."""
+    inside = value if isinstance(value, dict) else {}
+    if key == "zero_optimization":
+        offloads = {name: part.get("device") for name, part in inside.items() if isinstance(part, dict)}
+        meant = {"zero_stage": inside.get("stage")} | {f"{name}_device": offloads.get(name) for name in OFFLOADS}
+        return [Edit(name, found, "deepspeed_config") for name, found in meant.items() if found is not None]
+    if key in MEANT:
+        return [MEANT[key]] if is_true(inside.get("enabled", value)) else []
+    for place in sorted(SECTIONS, key=lambda name: name != section):
+        if name := name_in(place, key):
+            return [Edit(name, value, place)]
+    known = TOP if key in TOP or not section else SECTIONS[section]
+    same_kind = [name for name in sorted(known) if name.endswith("_config") == isinstance(value, dict)]
+    near = difflib.get_close_matches(key, same_kind, n=1, cutoff=0.8)  # ipex_config is no slip for fp8_config
+    return [Edit(name, value, "" if known is TOP else section) for name in near]
 
 
 RULES = (

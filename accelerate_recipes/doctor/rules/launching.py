@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator
 from ipaddress import ip_address
 
-from accelerate_recipes.doctor.config import Config, as_yaml, is_count
-from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.config import Config, is_count
+from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml
+from accelerate_recipes.doctor.rules.keys import READERS
 
 KINDS = (
     *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED"),
@@ -39,10 +40,11 @@ def unknown_kind(config: Config) -> Iterator[Finding]:
     if config.kind in KINDS or not config.is_local:
         return
     near = difflib.get_close_matches(config.kind.upper(), KINDS, n=1)
+    near += [reader for section, reader in READERS.items() if config.section(section)]
     yield Finding(
         f"distributed_type is {config.kind}" if config.kind else "the file has no distributed_type",
         f"accelerate launch ends with an error; it knows {', '.join(KINDS)}",
-        f"distributed_type: {near[0] if near else 'MULTI_GPU'}",
+        Edit("distributed_type", near[0] if near else "NO" if config.num_processes == 1 else "MULTI_GPU"),
     )
 
 
@@ -53,7 +55,7 @@ def unsupported_kind(config: Config) -> Iterator[Finding]:
             f"distributed_type is {config.kind}",
             "these recipes run on CPUs and on GPUs of NVIDIA, AMD (both MULTI_GPU), Intel (MULTI_XPU) and Ascend "
             "(MULTI_NPU)",
-            "distributed_type: MULTI_GPU",
+            Edit("distributed_type", "MULTI_GPU"),
         )
     if config.kind == "MEGATRON_LM":
         yield Finding(
@@ -63,27 +65,18 @@ def unsupported_kind(config: Config) -> Iterator[Finding]:
         )
 
 
-def unquoted_no(config: Config) -> Iterator[Finding]:
-    """mixed_precision: no, which YAML reads as false."""
-    value = config.values.get("mixed_precision")
-    if isinstance(value, bool):
-        yield Finding(
-            f"mixed_precision is the YAML value {as_yaml(value)}, not a word",
-            "YAML reads an unquoted no as false; accelerate launch ends with 'bool' object has no attribute 'lower'",
-            "mixed_precision: 'no'",
-        )
-
-
 def unknown_precision(config: Config) -> Iterator[Finding]:
-    """A precision that Accelerate does not know."""
+    """A precision that Accelerate does not know, such as no without quotes, which YAML reads as false."""
     value = config.values.get("mixed_precision")
-    if value is None or isinstance(value, bool) or str(value).lower() in PRECISIONS:
+    if value is None or (isinstance(value, str) and value.lower() in PRECISIONS):
         return
-    known = {"float32": "no", "fp32": "no", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+    given = f"{value}" if isinstance(value, str) else f"the YAML value {as_yaml(value)}, not a word"
+    meant = {"false": "no", "float32": "no", "fp32": "no", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+    known = meant.get(str(value).lower())
     yield Finding(
-        f"mixed_precision is {value}",
-        f"accelerate launch ends with an error; it knows {', '.join(PRECISIONS)}",
-        f"mixed_precision: {known.get(str(value).lower(), 'no')!r}",
+        f"mixed_precision is {given}",
+        f"accelerate launch ends with an error; it knows {', '.join(PRECISIONS)}; YAML reads a bare no as false",
+        Edit("mixed_precision", known) if known else "mixed_precision: bf16, fp16 or 'no'",
     )
 
 
@@ -95,7 +88,9 @@ def counts(config: Config) -> Iterator[Finding]:
             yield Finding(
                 f"{key} is {value!r}",
                 "accelerate launch needs a whole number above 0",
-                f"{key}: {value if str(value).isdigit() and int(value) else 1}",
+                Edit(key, int(value))
+                if str(value).isdigit() and int(value)
+                else f"{key}: the number of {key.removeprefix('num_')}",
             )
     num_processes, num_machines = config.num_processes, config.num_machines
     if num_processes is not None and num_machines > 1 and num_processes % num_machines:
@@ -103,7 +98,7 @@ def counts(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"num_processes is {num_processes}, the total over {num_machines} machines, which it does not divide by",
             f"accelerate launch starts {num_processes // num_machines} on each machine, and says nothing",
-            f"num_processes: {below}",
+            Edit("num_processes", below),
         )
 
 
@@ -159,7 +154,8 @@ def port(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"main_process_port is 0, with num_machines: {config.num_machines}",
             "each machine chooses a free port of its own, so they do not meet",
-            "main_process_port: 29500, or another port that is free on the first machine",
+            Edit("main_process_port", 29500),
+            "or another port that is free on the first machine",
         )
 
 
@@ -168,19 +164,20 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
     given = config.values.get("gpu_ids")
     if given in (None, "all"):
         return
-    if not isinstance(given, str):
+    text = ",".join(map(str, given)) if isinstance(given, list) else str(given)
+    if given != text:
         yield Finding(
             f"gpu_ids is {given!r}, not a text",
             "accelerate launch ends with: object has no attribute 'split'",
-            f"gpu_ids: '{','.join(map(str, given)) if isinstance(given, list) else given}'",
+            Edit("gpu_ids", text),
         )
-        return
-    num_ids, wanted = len(given.split(",")), config.num_local_processes
+    num_ids, wanted = len(text.split(",")), config.num_local_processes
     if wanted is not None and num_ids < wanted and config.starts_several:
+        total = num_ids * config.num_machines
         yield Finding(
-            f"gpu_ids is {given}, for {wanted} processes on this machine",
+            f"gpu_ids is {text}, for {wanted} processes on this machine",
             "each process needs a GPU of its own",
-            f"gpu_ids: all, or num_processes: {num_ids * config.num_machines}",
+            f"gpu_ids: all, or num_processes: {total}" + " with distributed_type: 'NO'" * (total == 1),
         )
 
 
@@ -188,7 +185,6 @@ RULES = (
     sagemaker,
     unknown_kind,
     unsupported_kind,
-    unquoted_no,
     unknown_precision,
     counts,
     machine_rank,
