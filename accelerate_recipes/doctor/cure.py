@@ -11,7 +11,7 @@ KEY_AND_VALUE = re.compile(
 )
 ANOTHER_KEY = re.compile(r"(\w+) instead")
 ANOTHER_VALUE = re.compile(r"(\w+)(?=;|$)")
-NONE = re.compile("remove (it|the key)(?=[;,]|$)")
+NONE = re.compile("remove (it|it there|the key)(?=[;,]|$)")
 
 
 def of_the_loop(line: str, config: Config) -> Finding:
@@ -59,6 +59,8 @@ def of_the_launcher(line: str) -> Finding:
             "a number: Accelerate fills in no variables; the shell does, in a flag after accelerate launch, such as "
             f"--machine_rank ${variable[1]}"
         )
+    elif "`--gpu_ids`" in line:
+        cure = "gpu_ids: all; or distributed_type: 'NO' for one GPU"
     elif flag := re.search(r"`--(\w+)`", line):
         cure = f"{flag[1]}: with its value, in the file"
     return Finding("accelerate launch refuses the file", line, cure)

@@ -222,6 +222,7 @@ def test_what_is_no_config_is_a_mistake(tmp_path: Path, text: str | None) -> Non
     ("line", "typed"),
     [
         ("You need to manually pass in `--num_processes` using this config yaml.", "num_processes: with its value"),
+        ("Please ensure at least two are specified for `--gpu_ids`, or", "gpu_ids: all; or distributed_type: 'NO'"),
         ("invalid literal for int() with base 10: '${RANK}'", "a number: Accelerate fills in no variables; the shell"),
     ],
 )

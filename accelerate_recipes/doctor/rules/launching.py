@@ -160,7 +160,7 @@ def port(config: Config) -> Iterator[Finding]:
 
 
 def gpu_ids(config: Config) -> Iterator[Finding]:
-    """gpu_ids that are too few, or that Accelerate cannot read."""
+    """gpu_ids that are too few, that this machine lacks, or that Accelerate cannot read."""
     given = config.values.get("gpu_ids")
     if given in (None, "all"):
         return
@@ -171,7 +171,14 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
             "accelerate launch ends with: object has no attribute 'split'",
             Edit("gpu_ids", text),
         )
-    num_ids, wanted = len(text.split(",")), config.num_local_processes
+    num_ids, wanted, num_gpus = len(text.split(",")), config.num_local_processes, len(config.machine.gpus)
+    lacking = [one for one in text.split(",") if one.strip().isdecimal() and int(one) >= num_gpus > 0]
+    if lacking:
+        yield Finding(
+            f"gpu_ids is {text}, but torch finds {num_gpus} GPUs on this machine, which count from 0",
+            f"CUDA leaves out GPU {lacking[0].strip()} and those after it",
+            "gpu_ids: all; unset CUDA_VISIBLE_DEVICES, if it hides GPUs",
+        )
     if wanted is not None and num_ids < wanted and config.starts_several:
         total = num_ids * config.num_machines
         yield Finding(
