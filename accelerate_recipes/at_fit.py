@@ -15,7 +15,7 @@ from accelerate_recipes.bundle import ROOT
 from accelerate_recipes.errors import UsageError
 
 
-def at_fit(script: Path | None, flags: Sequence[str], function: str) -> Any:
+def at_fit(script: Path | None, flags: Sequence[str], function: str, variables: dict[str, str] | None = None) -> Any:
     """What a function says about the arguments of a recipe's call of `fit`.
 
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
@@ -24,6 +24,7 @@ def at_fit(script: Path | None, flags: Sequence[str], function: str) -> Any:
         script: the recipe; with None, the function is called without arguments.
         flags: its flags.
         function: "module:name" of a function that takes the arguments of `fit` and returns what JSON can hold.
+        variables: of its environment.
 
     Raises:
         UsageError: the recipe ended before it called `fit`; the message is the last line that it printed.
@@ -32,7 +33,7 @@ def at_fit(script: Path | None, flags: Sequence[str], function: str) -> Any:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", __spec__.name, function, str(result), str(script or ""), *flags]
         command += ["--output_dir", str(Path(folder) / "run")]
-        run = subprocess.run(command, env=environment(script), capture_output=True, text=True)
+        run = subprocess.run(command, env=environment(script) | (variables or {}), capture_output=True, text=True)
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
             raise UsageError(f"{script or 'the loop'} does not get to its call of fit: {lines[-1]}")

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from accelerate_recipes.catalog import find_config, find_recipe
@@ -42,35 +43,23 @@ def check(
         raise UsageError("--fix needs a config file: type its path")
     copy = path_of_copy(config) if fixes and config else None
     here = machine.look()
-    read_config = read(config, here) if config else None
+    given = read(config, here) if config else None
     if not as_json:
         print_table(("this machine", ""), here.rows())
         print()
-    found = [*findings(rules.MACHINE, here)]
+    found = findings(rules.MACHINE, here)
     made: list[Finding] = []
-
-    def look(config: Config) -> Iterator[Finding]:
-        return of_config(config, script, flags)
-
-    if read_config is None:
+    look = partial(of_config, script=script, flags=flags)
+    if given is None:
         found += findings(rules.MACHINE_WITHOUT_CONFIG, here)
     elif copy is None:
-        found += look(read_config)
+        found += look(given)
     else:
-        fixed, made, left = fix(read_config, look)
+        fixed, made, left = fix(given, look)
         found += left
         if made:
             write(replace(fixed, path=copy))
-    if as_json:
-        listed = [finding.as_dict() for finding in found]
-        changes = {
-            "changed": [finding.as_dict() for finding in made],
-            "left": listed,
-            "file": str(copy) if made else None,
-        }
-        print_json(changes if fixes else listed)
-    else:
-        _print(found, made, copy)
+    (_print_json if as_json else _print)(found, made, copy)
     return 1 if found else 0
 
 
@@ -103,6 +92,11 @@ def of_config(
     if not found:  # most files that the launcher refuses have a finding that says more
         yield from map(cure.of_the_launcher, answer["of_the_launcher"])
     yield from findings(rules.RECIPE, config, answer["facts"])
+
+
+def _print_json(found: list[Finding], made: list[Finding], copy: Path | None) -> None:
+    left, changed = ([finding.as_dict() for finding in some] for some in (found, made))
+    print_json(left if copy is None else {"changed": changed, "left": left, "file": str(copy) if made else None})
 
 
 def _print(found: list[Finding], made: list[Finding], copy: Path | None) -> None:

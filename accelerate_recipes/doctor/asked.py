@@ -5,8 +5,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.launched import INHERITED, launched
 
 Answer = dict[str, Any]
-QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable with the config file, whether there is a GPU, and the stages
+# Variable with the config file, whether there is a GPU, the stages, and flags for what the file should say.
+QUESTION = "ACCELERATE_RECIPES_QUESTION"
 
 
 def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
@@ -30,9 +31,15 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     Raises:
         UsageError: the recipe ended before it called `fit`.
     """
-    flags, stages = _without_stages(flags)
-    with _variable(QUESTION, json.dumps([str(config.path), bool(config.machine.gpus), stages])):
-        return at_fit(script, flags, f"{__name__}:refusals")
+    parser = ArgumentParser("accelerate-recipes doctor", SUPPRESS, add_help=False, allow_abbrev=False)
+    parser.add_argument("--pipeline_stages", "--pipeline-stages", type=int, default=1)
+    known, flags = parser.parse_known_args(flags)  # one process, in which the recipe runs, is no pipeline
+    return at_fit(script, flags, f"{__name__}:refusals", question(config, known.pipeline_stages))
+
+
+def question(config: Config, stages: int = 1) -> dict[str, str]:
+    """The variable that `refusals` reads."""
+    return {QUESTION: json.dumps([str(config.path), bool(config.machine.gpus), stages, config.likely_flags])}
 
 
 def refusals(
@@ -58,17 +65,15 @@ def refusals(
     from common.parallel import checks as parallel
     from common.plan import Plan
 
-    path, has_gpu, stages = json.loads(os.environ[QUESTION])
+    path, has_gpu, stages, likely = json.loads(os.environ[QUESTION])
     flags = replace(config or RunConfig(), pipeline_stages=stages)
     lines: list[str] = []
     facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
     for name in [name for name in os.environ if INHERITED.match(name) and name != QUESTION]:
         del os.environ[name]
-    try:
-        variables = launched(Path(path))
-    except Exception as error:  # the launcher raises what it likes
-        line = (str(error) or type(error).__name__).splitlines()[0]
-        return {"lines": [], "of_the_launcher": [line], "facts": facts}
+    variables, refused = _launched(Path(path), likely)
+    if variables is None:
+        return {"lines": [], "of_the_launcher": refused, "facts": facts}
     os.environ.update(variables)
     try:
         layout = replace(Layout.asked(flags), device="cuda" if has_gpu else "cpu")
@@ -91,7 +96,18 @@ def refusals(
                 _note(lines, parallel.check_batch_loss, keywords["batch_loss"], plan)
     except UsageError as error:
         lines.append(str(error))
-    return {"lines": lines, "of_the_launcher": [], "facts": facts}
+    return {"lines": lines, "of_the_launcher": refused, "facts": facts}
+
+
+def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, list[str]]:
+    """The launcher's variables, and what it refuses. What else is wrong with a file shows with likely flags."""
+    refused: list[str] = []
+    for flags in ([], likely):
+        try:
+            return launched(path, flags), refused
+        except Exception as error:  # the launcher raises what it likes
+            refused.append((str(error) or type(error).__name__).splitlines()[0])
+    return None, refused[:1]
 
 
 def _note(lines: list[str], check: Any, *arguments: Any) -> None:
@@ -106,24 +122,3 @@ def _note(lines: list[str], check: Any, *arguments: Any) -> None:
 def _num_bytes(sample: Any) -> int:
     values = sample.values() if isinstance(sample, dict) else ()
     return sum(value.nbytes for value in values if hasattr(value, "nbytes"))
-
-
-def _without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
-    """The flags without `--pipeline_stages`, and its value: one process, in which the recipe runs, is no pipeline."""
-    rest, stages = [], 1
-    words = iter([part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--pipe") else [flag])])
-    for word in words:
-        if word.replace("-", "_") == "__pipeline_stages":
-            stages = int(next(words, "1"))
-        else:
-            rest.append(word)
-    return rest, stages
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]

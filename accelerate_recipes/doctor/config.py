@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from accelerate_recipes.doctor.finding import Edit
 from accelerate_recipes.doctor.machine import Machine
 from accelerate_recipes.errors import UsageError
 
+KINDS = (
+    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED"),
+    *("FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON"),
+)
 # Accelerate starts a single process for these, the processes of all other types through torchrun.
 ONE_PROCESS = ("NO", "MULTI_CPU")
 # {section: prefix that Accelerate adds to keys that lack it}
@@ -59,6 +64,15 @@ class Config:
         return self._count("num_processes") or (1 if self.kind == "NO" else None)
 
     @property
+    def likely_flags(self) -> list[str]:
+        """Flags of `accelerate launch` for numbers that a file may leave to it."""
+        sizes = [size for key, size in self.section("parallelism_config").items() if key.endswith("_size")]
+        product = prod(filter(is_count, sizes))
+        num_processes = self.num_processes or (product if product > 1 else 2 * self.num_machines)
+        numbers = {"num_processes": num_processes, "num_machines": self.num_machines, "machine_rank": 0}
+        return [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+
+    @property
     def num_local_processes(self) -> int | None:
         """The number of processes on each machine."""
         return None if self.num_processes is None else max(1, self.num_processes // self.num_machines)
@@ -74,19 +88,17 @@ class Config:
         return self.is_local and self.kind not in ("XLA", "MEGATRON_LM", "") and not self.section("mpirun_config")
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of the file, with the prefixes that Accelerate adds; empty if there is none."""
-        given = self.values.get(name)
+        """A section of the file, with the prefixes that Accelerate adds; empty if there is none. "": the top."""
+        given = self.values.get(name) if name else self.values
         return {_full(name, key): given[key] for key in given} if isinstance(given, dict) else {}
 
     def edited(self, edits: Iterable[Edit]) -> dict[str, Any]:
         """The values after edits. A section that becomes empty goes."""
         values = deepcopy(self.values)
         for edit in edits:
-            inside = values
-            if edit.section:
-                if not isinstance(values.get(edit.section), dict):
-                    values[edit.section] = {}
-                inside = values[edit.section]
+            if edit.section and not isinstance(values.get(edit.section), dict):
+                values[edit.section] = {}
+            inside = values[edit.section] if edit.section else values
             keys = [key for key in inside if _full(edit.section, key) == edit.key] or [edit.key]
             if edit.value is not None:
                 inside[keys.pop(0)] = edit.value

@@ -4,7 +4,8 @@ import re
 
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Edit, Finding
-from accelerate_recipes.doctor.rules.keys import SECTIONS, TOP, name_in
+from accelerate_recipes.doctor.rules.keys import SECTIONS, name_in
+from accelerate_recipes.doctor.rules.launching import by_hand
 
 KEY_AND_VALUE = re.compile(
     r"(\w+): (\w+) (?:in the config file|there)|--(mixed_precision) (\w+) after accelerate launch"
@@ -25,14 +26,12 @@ def of_the_loop(line: str, config: Config) -> Finding:
 
 def _edits(what: str, advice: str, config: Config) -> tuple[list[Edit], str]:
     """The edits at the start of an advice, and the rest of it. Without edits, all is for the user."""
-    subject = next(filter(None, (_place(word, config) for word in re.findall(r"\w+", what))), None)
+    subject = next(filter(None, (_place(name, config) for name in re.findall(r"\w+_\w+", what))), None)
     edits = []
     if found := KEY_AND_VALUE.match(advice):
         key, value = filter(None, found.groups())
         section = next((section for section, keys in SECTIONS.items() if key in keys), "")
-        # Beside DeepSpeed's own file, which has it, Accelerate refuses the key.
-        if key != "mixed_precision" or "deepspeed_config_file" not in config.section("deepspeed_config"):
-            edits = [Edit(key, int(value) if value.isdecimal() else value, section)]
+        edits = [Edit(key, int(value) if value.isdecimal() else value, section)]
     elif subject and (found := NONE.match(advice)):
         edits = [subject]
     elif subject and (found := ANOTHER_KEY.match(advice)):
@@ -43,24 +42,21 @@ def _edits(what: str, advice: str, config: Config) -> tuple[list[Edit], str]:
     return edits, advice[found.end() :].lstrip(",; ").removeprefix("and ") if edits and found else advice
 
 
-def _place(word: str, config: Config) -> Edit | None:
-    """The removal of the key that a word names; None if the file has no such key."""
+def _place(name: str, config: Config) -> Edit | None:
+    """The removal of the key of that name; None if the file has no such key."""
     for section in SECTIONS:
-        if (key := name_in(section, word)) and key in config.section(section):
-            return Edit(key, None, section)
-    return Edit(word) if word in config.values and word in TOP - SECTIONS.keys() else None
+        if (key := name_in(section, name)) in config.section(section):
+            return Edit(str(key), None, section)
+    return Edit(name) if name in config.values and name not in SECTIONS else None
 
 
 def of_the_launcher(line: str) -> Finding:
     """What the launcher refuses, and no rule."""
     cure = "what the file lacks"
-    if variable := re.search(r"\$\{?(\w+)", line):
-        cure = (
-            "a number: Accelerate fills in no variables; the shell does, in a flag after accelerate launch, such as "
-            f"--machine_rank ${variable[1]}"
-        )
+    if variable := re.search(r"\$\{?\w+\}?", line):
+        cure = by_hand("machine_rank", variable[0])  # the only number that no rule reads
     elif "`--gpu_ids`" in line:
         cure = "gpu_ids: all; or distributed_type: 'NO' for one GPU"
     elif flag := re.search(r"`--(\w+)`", line):
-        cure = f"{flag[1]}: with its value, in the file"
+        cure = f"{flag[1]}: with its value, in the file; or --{flag[1]} after accelerate launch"
     return Finding("accelerate launch refuses the file", line, cure)

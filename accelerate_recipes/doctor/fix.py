@@ -22,9 +22,13 @@ def path_of_copy(path: Path) -> Path:
 
 
 def write(config: Config) -> None:
-    """Writes a config to its path, without comments."""
-    text = json.dumps(config.values, indent=2) if config.path.suffix == ".json" else ""
-    config.path.write_text(text or yaml.safe_dump(config.values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    """Writes a config to its path, without comments. Raises UsageError if that is impossible."""
+    is_json = config.path.suffix == ".json"
+    text = json.dumps(config.values, indent=2) if is_json else yaml.safe_dump(config.values, sort_keys=False)
+    try:
+        config.path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{config.path}: {error.strerror}: copy the file to a folder of your own") from None
 
 
 def fix(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:

@@ -1,6 +1,5 @@
 """The bad config files of `accelerate-recipes doctor`, the machines to look at them on, and what the loop refuses."""
 
-import json
 import os
 import re
 from contextlib import chdir
@@ -81,6 +80,6 @@ def config_of(path: Path) -> Config:
 def ask_here(config: Config, *_: Any) -> asked.Answer:
     """What a run and the launcher would refuse, on a machine without a GPU. Takes the place of `asked.ask`, whose
     process takes seconds."""
-    question = {asked.QUESTION: json.dumps([str(config.path), False, 1])}
+    question = asked.question(replace(config, machine=LAPTOP))
     with patch.dict(os.environ, question), chdir(FILES):  # DeepSpeed files have relative paths
         return asked.refusals()

@@ -119,7 +119,8 @@ def test_nothing_refuses_a_shipped_config(path: Path) -> None:
 
 # Without those that need another machine, which have two documents, and without mpirun, which sets further variables.
 LAUNCHABLE = [*TYPICAL, *(path for path in FILES.glob("config/*.yaml") if "---" not in path.read_text())]
-LAUNCHABLE.remove(FILES / "typical" / "multi_cpu_mpi.yaml")
+for name in ("multi_cpu_mpi", "fsdp1_no_processes"):  # the launcher's own line names the key that the latter lacks
+    LAUNCHABLE.remove(FILES / "typical" / f"{name}.yaml")
 
 
 @pytest.mark.parametrize("path", LAUNCHABLE, ids=name_of)
@@ -223,7 +224,10 @@ def test_what_is_no_config_is_a_mistake(tmp_path: Path, text: str | None) -> Non
     [
         ("You need to manually pass in `--num_processes` using this config yaml.", "num_processes: with its value"),
         ("Please ensure at least two are specified for `--gpu_ids`, or", "gpu_ids: all; or distributed_type: 'NO'"),
-        ("invalid literal for int() with base 10: '${RANK}'", "a number: Accelerate fills in no variables; the shell"),
+        (
+            "invalid literal for int() with base 10: '${RANK}'",
+            "--machine_rank ${RANK} after accelerate launch: the shell",
+        ),
     ],
 )
 def test_cure_of_what_the_launcher_refuses(line: str, typed: str) -> None:

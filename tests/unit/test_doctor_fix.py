@@ -1,19 +1,21 @@
 """Promise: whoever follows the advice of `accelerate-recipes doctor` gets to the end of it, and to no new error."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
-from accelerate_recipes.doctor import check, of_config
+from accelerate_recipes.doctor import check, cure, of_config
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Finding
 from accelerate_recipes.doctor.fix import fix
 from accelerate_recipes.errors import UsageError
-from support.config_files import BAD, FILES, REFUSED, TYPICAL, ask_here, config_of, name_of
+from support.config_files import BAD, FILES, REFUSED, SERVER, TYPICAL, ask_here, config_of, name_of
 
 CONFIGS = [*(path for path in BAD if path.parent.name == "config"), *TYPICAL, *REFUSED]
 
@@ -32,10 +34,49 @@ def test_advice_ends_without_a_new_error(path: Path) -> None:
     assert {finding.what for finding in left} <= before
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10))
+def test_advice_for_a_mixture_of_bad_files_ends(seed: int) -> None:
+    generator = random.Random(seed)
+    for _ in range(50):
+        values: dict[str, Any] = {}
+        for path in generator.sample(CONFIGS, 3):
+            given = config_of(path).values
+            values |= {key: given[key] for key in generator.sample([*given], generator.randint(1, len(given)))}
+        _, _, left = fix(Config(Path("c.yaml"), values, SERVER), look)
+        assert not [finding.type for finding in left if finding.edits], values
+
+
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp1_named"])
 def test_fsdp1_becomes_what_accelerate_makes_of_it(name: str) -> None:
     config = config_of(FILES / "typical" / f"{name}.yaml")
     assert fix(config, look)[0].values == convert_config_to_fsdp2(config.values)
+
+
+def test_words_of_deepspeed_are_translated() -> None:
+    """Without them, the run would be in float32, without offload."""
+    fixed, _, left = fix(config_of(FILES / "config" / "unknown_section_keys.deepspeed.yaml"), look)
+    assert (fixed.kind, fixed.precision, left) == ("DEEPSPEED", "bf16", [])
+    section = {"zero_stage": 3, "offload_optimizer_device": "cpu", "main_process_port": 29533}
+    assert fixed.section("deepspeed_config") == section
+
+
+@pytest.mark.parametrize(
+    ("line", "typed"),
+    [
+        ("fused=True hides the steps that the loss scaling of fp16 skips: remove it", "remove it"),  # not the key fp16
+        (
+            "deepspeed_config sets zero_stage: 3, but a flag makes it 2: remove it there",
+            "remove zero_stage below deepspeed_config",
+        ),
+        ("the DeepSpeed config has a section optimizer, which a flag replaces: remove it there", "remove it there"),
+        ("zero_stage: 0 in the config file: type 1, 2 or 3", "1, 2 or 3"),
+        ("zero_stage: 0 in the config file: type none; or 1", "zero_stage: none below deepspeed_config, or 1"),
+    ],
+)
+def test_words_of_the_loop_are_edits(line: str, typed: str) -> None:
+    config = Config(Path("c.yaml"), {"fp16": True, "deepspeed_config": {"zero_stage": 0}}, SERVER)
+    assert cure.of_the_loop(line, config).type == typed
 
 
 def test_copy(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -45,8 +45,7 @@ def beside_the_file(config: Config) -> Iterator[Finding]:
     section = _section(config)
     file = section.get("deepspeed_config_file")
     given = {key: section[key] for key in OF_THE_FILE if key in section}
-    if config.values.get("mixed_precision") is not None:
-        given["mixed_precision"] = config.values["mixed_precision"]
+    given |= {key: config.values[key] for key in ("mixed_precision", "fp16") if config.values.get(key)}
     if file not in (None, "", "none") and given:
         yield Finding(
             f"{', '.join(given)} and deepspeed_config_file are set",

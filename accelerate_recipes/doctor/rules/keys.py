@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate_recipes.doctor.config import ONE_PROCESS, PREFIXES, Config, is_true
+from accelerate_recipes.doctor.config import KINDS, ONE_PROCESS, PREFIXES, Config, is_true
 from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml, words
 
 OF_TPUS = {
@@ -20,56 +20,39 @@ FLAGS = {
     *("mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank", "num_machines", "gpu_ids"),
     *("main_process_ip", "main_process_port", "rdzv_backend", "same_network", "enable_cpu_affinity"),
 }
-TOP = {
-    *(*OF_TPUS, *FLAGS, "compute_environment", "distributed_type", "fp8_config", "deepspeed_config", "fsdp_config"),
-    *("parallelism_config", "megatron_lm_config", "mpirun_config", "dynamo_config"),
-    *("fp16", "dynamo_backend"),  # of old files; Accelerate converts them
+_NAMES = {
+    ("deepspeed_config", ""): "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
+    "offload_optimizer_nvme_path offload_param_nvme_path gradient_accumulation_steps gradient_clipping zero3_init_flag "
+    "zero3_save_16bit_model deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter "
+    "deepspeed_multinode_launcher deepspeed_moe_layer_cls_names",
+    ("fsdp_config", "fsdp_"): "version offload_params min_num_params sharding_strategy reshard_after_forward "
+    "auto_wrap_policy transformer_layer_cls_to_wrap backward_prefetch state_dict_type forward_prefetch use_orig_params "
+    "cpu_ram_efficient_loading sync_module_states activation_checkpointing activation_checkpointing_offload "
+    "ignored_modules",
+    ("parallelism_config", "parallelism_config_"): "dp_replicate_size dp_shard_size tp_size cp_size cp_backend "
+    "cp_comm_strategy sp_size sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
+    ("megatron_lm_config", "megatron_lm_"): "tp_degree use_custom_fsdp no_load_optim eod_mask_loss pp_degree "
+    "overlap_cpu_optimizer_d2h_h2d no_save_optim optimizer_cpu_offload use_precision_aware_optimizer "
+    "decoder_last_pipeline_num_layers num_micro_batches sequence_parallelism recompute_activations "
+    "use_distributed_optimizer gradient_clipping recompute_granularity recompute_method recompute_num_layers "
+    "attention_backend expert_model_parallel_size context_parallel_size attention_dropout hidden_dropout "
+    "attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss use_rotary_position_embeddings",
+    ("dynamo_config", "dynamo_"): "backend mode use_fullgraph use_dynamic use_regional_compilation",
+    ("fp8_config", "fp8_"): "backend use_autocast_during_eval margin interval format amax_history_len "
+    "amax_compute_algo override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim",
+    ("mpirun_config", ""): "mpirun_hostfile",
 }
-
-
-def _prefixed(prefix: str, names: str) -> set[str]:
-    return {f"{prefix}{name}" for name in names.split()}
-
-
-SECTIONS = {
-    "deepspeed_config": {
-        *("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device"),
-        *("offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps"),
-        *("gradient_clipping", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile"),
-        *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
-        "deepspeed_moe_layer_cls_names",
-    },
-    "fsdp_config": _prefixed(
-        "fsdp_",
-        "version offload_params min_num_params sharding_strategy reshard_after_forward auto_wrap_policy "
-        "transformer_layer_cls_to_wrap backward_prefetch state_dict_type forward_prefetch use_orig_params "
-        "cpu_ram_efficient_loading sync_module_states activation_checkpointing activation_checkpointing_offload "
-        "ignored_modules",
-    ),
-    "parallelism_config": _prefixed(
-        "parallelism_config_",
-        "dp_replicate_size dp_shard_size tp_size cp_size cp_backend cp_comm_strategy sp_size sp_backend "
-        "sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
-    ),
-    "megatron_lm_config": _prefixed(
-        "megatron_lm_",
-        "tp_degree use_custom_fsdp no_load_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d no_save_optim "
-        "optimizer_cpu_offload use_precision_aware_optimizer decoder_last_pipeline_num_layers pp_degree "
-        "num_micro_batches sequence_parallelism recompute_activations use_distributed_optimizer gradient_clipping "
-        "recompute_granularity recompute_method recompute_num_layers attention_backend expert_model_parallel_size "
-        "context_parallel_size attention_dropout hidden_dropout attention_softmax_in_fp32 "
-        "expert_tensor_parallel_size calculate_per_token_loss use_rotary_position_embeddings",
-    ),
-    "dynamo_config": _prefixed("dynamo_", "backend mode use_fullgraph use_dynamic use_regional_compilation"),
-    "fp8_config": _prefixed(
-        "fp8_",
-        "backend use_autocast_during_eval margin interval format amax_history_len amax_compute_algo "
-        "override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim",
-    ),
-    "mpirun_config": {"mpirun_hostfile"},
+SECTIONS = {section: {f"{prefix}{name}" for name in _NAMES[section, prefix].split()} for section, prefix in _NAMES}
+# Accelerate converts the last two, of old files.
+TOP = OF_TPUS | FLAGS | SECTIONS.keys() | {"compute_environment", "distributed_type", "fp16", "dynamo_backend"}
+# {section: the key, and the values of it with which Accelerate reads the section}
+READERS = {
+    "deepspeed_config": ("distributed_type", ("DEEPSPEED",)),
+    "fsdp_config": ("distributed_type", ("FSDP",)),
+    "megatron_lm_config": ("distributed_type", ("MEGATRON_LM",)),
+    "mpirun_config": ("distributed_type", ONE_PROCESS),
+    "fp8_config": ("mixed_precision", ("fp8",)),
 }
-# {section: the distributed_type that reads it}
-READERS = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
 # {key: value of the flag of accelerate launch if nobody types it}
 OF_THE_COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
 OFFLOADS = ("offload_optimizer", "offload_param")  # sections of zero_optimization in DeepSpeed's file
@@ -120,15 +103,17 @@ def unknown_section_keys(config: Config) -> Iterator[Finding]:
 
 
 def ignored_sections(config: Config) -> Iterator[Finding]:
-    """A section that this distributed_type does not read."""
-    has_tp = config.section("parallelism_config").get("parallelism_config_tp_size", 1) != 1  # no reader runs with it
-    for section, reader in READERS.items():
-        if config.section(section) and config.kind != reader:
+    """A section that this distributed_type or mixed_precision does not read."""
+    given = {"distributed_type": config.kind, "mixed_precision": config.precision}
+    has_tp = config.section("parallelism_config").get("parallelism_config_tp_size", 1) != 1
+    kinds = () if has_tp else ("DEEPSPEED", "FSDP")  # of these recipes, which have tensor parallelism under MULTI_GPU
+    for section, (key, readers) in READERS.items():
+        if config.section(section) and given[key] not in readers and config.kind in KINDS:
             yield Finding(
-                f"{section} has no effect, because distributed_type is {config.kind or 'missing'}",
-                f"Accelerate reads this section under distributed_type: {reader} alone",
+                f"{section} has no effect, because {key} is {given[key]}",
+                f"Accelerate reads this section under {key}: {' or '.join(readers)} alone",
                 Edit(section),
-                f"or distributed_type: {reader}, if the run should be one of its kind" * (not has_tp),
+                f"or {key}: {readers[0]}, if the run should be of this kind" * (readers[0] in kinds),
             )
     if config.section("parallelism_config") and config.kind in ONE_PROCESS:
         yield Finding(
@@ -136,30 +121,17 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
             "Accelerate starts one process and does not hand the sizes on",
             "distributed_type: MULTI_GPU for a tp_size, distributed_type: FSDP for a dp_shard_size",
         )
-    if config.section("mpirun_config") and config.kind not in ONE_PROCESS:
-        yield Finding(
-            f"mpirun_config has no effect, because distributed_type is {config.kind or 'missing'}",
-            "Accelerate starts the processes through torchrun; it uses mpirun under MULTI_CPU",
-            Edit("mpirun_config"),
-        )
-    if config.section("fp8_config") and config.precision != "fp8":
-        yield Finding(
-            f"fp8_config has no effect, because mixed_precision is {config.precision}",
-            "Accelerate reads this section under mixed_precision: fp8 alone",
-            Edit("fp8_config"),
-        )
 
 
 def keys_of_tpus(config: Config) -> Iterator[Finding]:
     """Keys that only TPUs have, with a value, under another distributed_type."""
     defaults: tuple = (None, False, "no", "main", "", [], [""])
-    set_keys = [key for key in sorted(OF_TPUS) if config.values.get(key) not in defaults]
-    if set_keys and config.kind != "XLA":
+    keys = [key for key in sorted(OF_TPUS) if config.values.get(key) not in defaults]
+    if keys and config.kind in KINDS and config.kind != "XLA":
         yield Finding(
-            f"{', '.join(set_keys)} {'have' if len(set_keys) > 1 else 'has'} no effect, because distributed_type is "
-            f"{config.kind or 'missing'}",
+            f"{_have(keys)} no effect, because distributed_type is {config.kind}",
             "Accelerate reads these keys on TPUs alone",
-            *map(Edit, set_keys),
+            *map(Edit, keys),
         )
 
 
@@ -168,13 +140,11 @@ def flags_of_the_command_line(config: Config) -> Iterator[Finding]:
     for key, default in OF_THE_COMMAND_LINE.items():
         value = config.values.get(key, default)
         if value is not None and value != default:
-            flag = f"--{key}" if value is True else f"--{key} {value}"
             yield Finding(
                 f"{key}: {as_yaml(value)} in the file has no effect",
-                f"accelerate launch takes this value from its command line alone; without the flag it is "
-                f"{as_yaml(default)}",
+                "accelerate launch takes it from its command line alone; without the flag it is " + as_yaml(default),
                 Edit(key, default),
-                f"{flag} after accelerate launch",
+                f"--{key}{'' if value is True else f' {value}'} after accelerate launch",
             )
 
 
@@ -192,20 +162,24 @@ def cpu_alone(config: Config) -> Iterator[Finding]:
 def one_machine(config: Config) -> Iterator[Finding]:
     """Keys of a run on several machines, with num_machines: 1."""
     keys = [key for key in ("main_process_ip", "machine_rank") if config.values.get(key)]
-    if keys and config.num_machines == 1 and config.starts_several:
+    if keys and config.values.get("num_machines", 1) == 1 and config.starts_several:
         yield Finding(
-            f"{' and '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect, because num_machines is 1",
+            f"{_have(keys)} no effect, because num_machines is 1",
             "each machine would train alone",
             *map(Edit, keys),
             "or num_machines: 2 or more",
         )
 
 
+def _have(keys: list[str]) -> str:
+    return f"{', '.join(keys)} {'have' if len(keys) > 1 else 'has'}"
+
+
 def _instead(config: Config, key: str, section: str = "") -> Iterator[Edit | str]:
     """What to type instead of an unknown key: where it belongs, the nearest one, or nothing."""
-    value = (config.section(section) if section else config.values).get(key)
+    value = config.section(section).get(key)
     for edit in _meant(key, value, section):
-        there = (config.section(edit.section) if edit.section else config.values).get(edit.key)
+        there = config.section(edit.section).get(edit.key)
         if there is None:
             yield edit
         elif there != edit.value:
@@ -232,11 +206,6 @@ def _meant(key: str, value: Any, section: str) -> list[Edit]:
 
 
 RULES = (
-    unknown_keys,
-    unknown_section_keys,
-    ignored_sections,
-    keys_of_tpus,
-    flags_of_the_command_line,
-    cpu_alone,
+    *(unknown_keys, unknown_section_keys, ignored_sections, keys_of_tpus, flags_of_the_command_line, cpu_alone),
     one_machine,
 )

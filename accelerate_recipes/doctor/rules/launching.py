@@ -3,16 +3,12 @@
 import difflib
 import re
 from collections.abc import Iterator
-from ipaddress import ip_address
+from typing import Any
 
-from accelerate_recipes.doctor.config import Config, is_count
+from accelerate_recipes.doctor.config import KINDS, Config, is_count
 from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml
 from accelerate_recipes.doctor.rules.keys import READERS
 
-KINDS = (
-    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED"),
-    *("FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON"),
-)
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 OTHER_DEVICES = ("XLA", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
 PLACEHOLDER = re.compile(
@@ -22,6 +18,8 @@ PLACEHOLDER = re.compile(
     r"|todo|change[_-]?me|replace[_-]?me|none|null",
     re.IGNORECASE,
 )
+NUMBERS = re.compile(r"[\d.]+")
+IPV4 = re.compile(r"((25[0-5]|2[0-4]\d|1?\d?\d)(\.(?!$)|$)){4}")
 LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0", re.IGNORECASE)
 
 
@@ -40,7 +38,7 @@ def unknown_kind(config: Config) -> Iterator[Finding]:
     if config.kind in KINDS or not config.is_local:
         return
     near = difflib.get_close_matches(config.kind.upper(), KINDS, n=1)
-    near += [reader for section, reader in READERS.items() if config.section(section)]
+    near += [kinds[-1] for name, (key, kinds) in READERS.items() if key == "distributed_type" and config.section(name)]
     yield Finding(
         f"distributed_type is {config.kind}" if config.kind else "the file has no distributed_type",
         f"accelerate launch ends with an error; it knows {', '.join(KINDS)}",
@@ -88,9 +86,7 @@ def counts(config: Config) -> Iterator[Finding]:
             yield Finding(
                 f"{key} is {value!r}",
                 "accelerate launch needs a whole number above 0",
-                Edit(key, int(value))
-                if str(value).isdigit() and int(value)
-                else f"{key}: the number of {key.removeprefix('num_')}",
+                Edit(key, int(value)) if re.fullmatch("[1-9][0-9]*", str(value)) else by_hand(key, value),
             )
     num_processes, num_machines = config.num_processes, config.num_machines
     if num_processes is not None and num_machines > 1 and num_processes % num_machines:
@@ -100,6 +96,13 @@ def counts(config: Config) -> Iterator[Finding]:
             f"accelerate launch starts {num_processes // num_machines} on each machine, and says nothing",
             Edit("num_processes", below),
         )
+
+
+def by_hand(key: str, value: Any) -> str:
+    """A number in place of a value that is none."""
+    if "$" in str(value):
+        return f"--{key} {value} after accelerate launch: the shell fills in variables, Accelerate does not"
+    return f"{key}: a number"
 
 
 def machine_rank(config: Config) -> Iterator[Finding]:
@@ -123,7 +126,7 @@ def address(config: Config) -> Iterator[Finding]:
     given = config.values["main_process_ip"]
     text = "" if given is None else str(given).strip()
     advice = "main_process_ip: the address of the first machine, such as 10.0.0.1, or its name"
-    if not text or PLACEHOLDER.fullmatch(text) or _is_wrong_number(text):
+    if not text or PLACEHOLDER.fullmatch(text) or (NUMBERS.fullmatch(text) and not IPV4.fullmatch(text)):
         yield Finding(
             f"main_process_ip is {text or 'empty'}, which is no address",
             "accelerate launch refuses it, or the machines wait for each other and fail",
@@ -137,20 +140,14 @@ def address(config: Config) -> Iterator[Finding]:
         )
 
 
-def _is_wrong_number(text: str) -> bool:
-    """Whether these are digits and dots, but no IP address."""
-    if not re.fullmatch(r"[\d.]+", text):
-        return False
-    try:
-        ip_address(text)
-    except ValueError:
-        return True
-    return False
-
-
 def port(config: Config) -> Iterator[Finding]:
-    """Port 0 on several machines: each would choose another one."""
-    if config.num_machines > 1 and config.values.get("main_process_port") == 0:
+    """A port that is no number, or port 0 on several machines: each would choose another one."""
+    value = config.values.get("main_process_port")
+    if value is not None and not str(value).isdecimal():
+        yield Finding(
+            f"main_process_port is {value}", "the launcher needs a whole number", by_hand("main_process_port", value)
+        )
+    if config.num_machines > 1 and value == 0:
         yield Finding(
             f"main_process_port is 0, with num_machines: {config.num_machines}",
             "each machine chooses a free port of its own, so they do not meet",
@@ -188,14 +185,4 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (
-    sagemaker,
-    unknown_kind,
-    unsupported_kind,
-    unknown_precision,
-    counts,
-    machine_rank,
-    address,
-    port,
-    gpu_ids,
-)
+RULES = (sagemaker, unknown_kind, unsupported_kind, unknown_precision, counts, machine_rank, address, port, gpu_ids)

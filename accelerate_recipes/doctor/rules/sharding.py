@@ -114,9 +114,4 @@ def _section_of_fsdp2(config: Config) -> dict[str, Any]:
     return section if str(section.get("fsdp_version")) == "2" else {}
 
 
-RULES = (
-    leftovers,
-    values_of_fsdp1,
-    wrapping,
-    activation_offload,
-)
+RULES = (leftovers, values_of_fsdp1, wrapping, activation_offload)
