@@ -17,7 +17,13 @@ from accelerate_recipes.bundle import ROOT
 from accelerate_recipes.errors import UsageError
 
 
-def at_fit(script: Path | None, flags: Sequence[str], function: str, on_meta: bool = False) -> Any:
+def at_fit(
+    script: Path | None,
+    flags: Sequence[str],
+    function: str,
+    variables: dict[str, str] | None = None,
+    on_meta: bool = False,
+) -> Any:
     """What a function says about the arguments of a recipe's call of `fit`.
 
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
@@ -26,6 +32,7 @@ def at_fit(script: Path | None, flags: Sequence[str], function: str, on_meta: bo
         script: the recipe; with None, the function is called without arguments.
         flags: its flags.
         function: "module:name" of a function that takes the arguments of `fit` and returns what JSON can hold.
+        variables: of its environment.
         on_meta: build models without memory: their weights have no values.
 
     Raises:
@@ -33,20 +40,12 @@ def at_fit(script: Path | None, flags: Sequence[str], function: str, on_meta: bo
     """
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [
-            sys.executable,
-            "-m",
-            __spec__.name,
-            function,
-            "meta" * on_meta,
-            str(result),
-            str(script or ""),
-            *flags,
-        ]
-        command += ["--output_dir", str(Path(folder) / "run")]
-        # Weights without values come with a process that forks, and the children of one with threads wait for them.
-        variables = environment(script) | ({"OMP_NUM_THREADS": "1"} if on_meta else {})
-        run = subprocess.run(command, env=variables, capture_output=True, text=True)
+        command = [sys.executable, "-m", __spec__.name, function, "meta" * on_meta, str(result)]
+        command += [str(script or ""), *flags, "--output_dir", str(Path(folder) / "run")]
+        around = environment(script) | (variables or {})
+        # Weights without values are for a process that forks, and the children of one with threads wait for them.
+        around |= {"OMP_NUM_THREADS": "1"} if on_meta else {}
+        run = subprocess.run(command, env=around, capture_output=True, text=True)
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
             raise UsageError(f"{script or 'the loop'} does not get to its call of fit: {lines[-1]}")

@@ -120,6 +120,9 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(help="a config file of Accelerate")] = None,
     recipe: Annotated[Path | None, typer.Argument(help="the recipe to run with it")] = None,
     flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="write a copy of the config beside it, with the findings mended")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, a config, and whether a recipe runs with it. Exit code 1 with findings.
@@ -128,7 +131,7 @@ def doctor(
     """
     from accelerate_recipes.doctor import check
 
-    sys.exit(check(config, recipe, as_json, flags or []))
+    sys.exit(check(config, recipe, as_json, flags or [], fix))
 
 
 @app.command()

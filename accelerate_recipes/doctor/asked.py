@@ -5,42 +5,26 @@
 
 import json
 import os
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.at_fit import at_fit
-from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.launched import INHERITED, launched
 
-QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable with the config file, whether there is a GPU, and the stages
-WHY = "a run ends with this line"
+Answer = dict[str, Any]
+# Variable with the config file, whether there is a GPU, the stages, and flags for what the file should say.
+QUESTION = "ACCELERATE_RECIPES_QUESTION"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a run would refuse.
-
-    Attributes:
-        refusals: of the loop.
-        of_the_launcher: of `accelerate launch`, before it starts the loop.
-        facts: of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
-    """
-
-    refusals: list[Finding]
-    of_the_launcher: list[Finding]
-    facts: dict[str, int]
-
-
-def ask(config: Path, has_gpu: bool, script: Path | None, flags: Sequence[str]) -> Answer:
+def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     """Asks for the refusals of a config, and of a recipe under it.
 
     Args:
-        config: a config file of Accelerate.
-        has_gpu: whether the processes would have GPUs.
+        config: the processes have GPUs if its machine has.
         script: a recipe; None asks about the config alone.
         flags: of the recipe.
 
@@ -48,24 +32,20 @@ def ask(config: Path, has_gpu: bool, script: Path | None, flags: Sequence[str]) 
         UsageError: the recipe ended before it called `fit`.
     """
     flags, stages = without_stages(flags)
-    with _variable(QUESTION, json.dumps([str(config), has_gpu, stages])):
-        answer = at_fit(script, flags, f"{__name__}:refusals")
-    refusals = [_finding(line) for line in answer["lines"]]
-    of_the_launcher = [
-        Finding("accelerate launch refuses the file", line, _cure(line)) for line in answer["of_the_launcher"]
-    ]
-    return Answer(refusals, of_the_launcher, answer["facts"])
+    return at_fit(script, flags, f"{__name__}:refusals", question(config, stages))
 
 
-def _cure(line: str) -> str:
-    """What to type instead of what the launcher refuses."""
-    if variable := re.search(r"\$\{?(\w+)", line):
-        return (
-            f"a number: Accelerate fills in no variables; the shell does, in a flag after accelerate launch, such as "
-            f"--machine_rank ${variable[1]}"
-        )
-    flag = re.search(r"`--(\w+)`", line)
-    return f"{flag[1]}: with its value, in the file" if flag else "what the file lacks"
+def without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
+    """The flags without `--pipeline_stages`, and its value: one process, in which the recipe runs, is no pipeline."""
+    parser = ArgumentParser("accelerate-recipes", SUPPRESS, add_help=False, allow_abbrev=False)
+    parser.add_argument("--pipeline_stages", "--pipeline-stages", type=int, default=1)
+    known, rest = parser.parse_known_args(flags)
+    return rest, known.pipeline_stages
+
+
+def question(config: Config, stages: int = 1) -> dict[str, str]:
+    """The variable that `refusals` reads."""
+    return {QUESTION: json.dumps([str(config.path), bool(config.machine.gpus), stages, config.likely_flags])}
 
 
 def refusals(
@@ -78,25 +58,28 @@ def refusals(
     config: Any = None,
     *others: Any,
     **keywords: Any,
-) -> dict[str, Any]:
-    """The lines with which a run under the config would end, and facts. Takes the arguments of `fit`, or none."""
+) -> Answer:
+    """What a run under the config would refuse. Takes the arguments of `fit`, or none.
+
+    Returns:
+        "lines": with which the loop would end; "of_the_launcher": that of `accelerate launch`; "facts": of the recipe,
+        its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
+    """
     from common import RunConfig, UsageError
     from common.launch import checks as launch
     from common.layout import Layout
     from common.parallel import checks as parallel
     from common.plan import Plan
 
-    path, has_gpu, stages = json.loads(os.environ[QUESTION])
+    path, has_gpu, stages, likely = json.loads(os.environ[QUESTION])
     flags = replace(config or RunConfig(), pipeline_stages=stages)
     lines: list[str] = []
     facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
     for name in [name for name in os.environ if INHERITED.match(name) and name != QUESTION]:
         del os.environ[name]
-    try:
-        variables = launched(Path(path))
-    except Exception as error:  # the launcher raises what it likes
-        line = (str(error) or type(error).__name__).splitlines()[0]
-        return {"lines": [], "of_the_launcher": [line], "facts": facts}
+    variables, refused = _launched(Path(path), likely)
+    if variables is None:
+        return {"lines": [], "of_the_launcher": refused, "facts": facts}
     os.environ.update(variables)
     try:
         layout = replace(Layout.asked(flags), device="cuda" if has_gpu else "cpu")
@@ -119,7 +102,18 @@ def refusals(
                 _note(lines, parallel.check_batch_loss, keywords["batch_loss"], plan)
     except UsageError as error:
         lines.append(str(error))
-    return {"lines": lines, "of_the_launcher": [], "facts": facts}
+    return {"lines": lines, "of_the_launcher": refused, "facts": facts}
+
+
+def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, list[str]]:
+    """The launcher's variables, and what it refuses. What else is wrong with a file shows with likely flags."""
+    refused: list[str] = []
+    for flags in ([], likely):
+        try:
+            return launched(path, flags), refused
+        except Exception as error:  # the launcher raises what it likes
+            refused.append((str(error) or type(error).__name__).splitlines()[0])
+    return None, refused[:1]
 
 
 def _note(lines: list[str], check: Any, *arguments: Any) -> None:
@@ -134,32 +128,3 @@ def _note(lines: list[str], check: Any, *arguments: Any) -> None:
 def _num_bytes(sample: Any) -> int:
     values = sample.values() if isinstance(sample, dict) else ()
     return sum(value.nbytes for value in values if hasattr(value, "nbytes"))
-
-
-def without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
-    """The flags without `--pipeline_stages`, and its value: one process, in which the recipe runs, is no pipeline."""
-    rest, stages = [], 1
-    words = iter([part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--pipe") else [flag])])
-    for word in words:
-        if word.replace("-", "_") == "__pipeline_stages":
-            stages = int(next(words, "1"))
-        else:
-            rest.append(word)
-    return rest, stages
-
-
-def _finding(line: str) -> Finding:
-    """A refusal in the three parts of a finding."""
-    what, separator, advice = line.partition(": type ")
-    if not separator:
-        what, _, advice = line.rpartition(": ")
-    return Finding(what, WHY, advice)
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]

@@ -1,14 +1,22 @@
 """A config file of Accelerate, as the rules see it: what `accelerate launch` makes of its values."""
 
+from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from accelerate_recipes.doctor.finding import Edit
 from accelerate_recipes.doctor.machine import Machine
 from accelerate_recipes.errors import UsageError
 
+KINDS = (
+    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED"),
+    *("FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON"),
+)
 # Accelerate starts a single process for these, the processes of all other types through torchrun.
 ONE_PROCESS = ("NO", "MULTI_CPU")
 # {section: prefix that Accelerate adds to keys that lack it}
@@ -56,6 +64,15 @@ class Config:
         return self._count("num_processes") or (1 if self.kind == "NO" else None)
 
     @property
+    def likely_flags(self) -> list[str]:
+        """Flags of `accelerate launch` for numbers that a file may leave to it."""
+        sizes = [size for key, size in self.section("parallelism_config").items() if key.endswith("_size")]
+        product = prod(filter(is_count, sizes))
+        num_processes = self.num_processes or (product if product > 1 else 2 * self.num_machines)
+        numbers = {"num_processes": num_processes, "num_machines": self.num_machines, "machine_rank": 0}
+        return [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+
+    @property
     def num_local_processes(self) -> int | None:
         """The number of processes on each machine."""
         return None if self.num_processes is None else max(1, self.num_processes // self.num_machines)
@@ -71,12 +88,25 @@ class Config:
         return self.is_local and self.kind not in ("XLA", "MEGATRON_LM", "") and not self.section("mpirun_config")
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of the file, with the prefixes that Accelerate adds; empty if there is none."""
-        given = self.values.get(name)
-        if not isinstance(given, dict):
-            return {}
-        prefix = PREFIXES.get(name, "")
-        return {str(key) if str(key).startswith(prefix[:-1]) else f"{prefix}{key}": given[key] for key in given}
+        """A section of the file, with the prefixes that Accelerate adds; empty if there is none. "": the top."""
+        given = self.values.get(name) if name else self.values
+        return {_full(name, key): given[key] for key in given} if isinstance(given, dict) else {}
+
+    def edited(self, edits: Iterable[Edit]) -> dict[str, Any]:
+        """The values after edits. A section that becomes empty goes."""
+        values = deepcopy(self.values)
+        for edit in edits:
+            if edit.section and not isinstance(values.get(edit.section), dict):
+                values[edit.section] = {}
+            inside = values[edit.section] if edit.section else values
+            keys = [key for key in inside if _full(edit.section, key) == edit.key] or [edit.key]
+            if edit.value is not None:
+                inside[keys.pop(0)] = edit.value
+            for key in keys:
+                inside.pop(key, None)
+            if not inside:
+                values.pop(edit.section, None)
+        return values
 
     def _count(self, name: str) -> int | None:
         value = self.values.get(name)
@@ -98,6 +128,12 @@ def read(path: Path, machine: Machine) -> Config:
     return Config(path, values, machine)
 
 
+def _full(section: str, key: Any) -> str:
+    """A key with the prefix that Accelerate adds to it."""
+    prefix = PREFIXES.get(section, "")
+    return str(key) if str(key).startswith(prefix[:-1]) else f"{prefix}{key}"
+
+
 def is_count(value: Any) -> bool:
     """Whether this is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -106,8 +142,3 @@ def is_count(value: Any) -> bool:
 def is_true(value: Any) -> bool:
     """Whether Accelerate takes this for true."""
     return str(value).lower() in ("true", "1", "yes", "y", "t", "on")
-
-
-def as_yaml(value: Any) -> str:
-    """A value as it stands in a file."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,25 +1,68 @@
 """What a rule reports, and how rules run."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
+
+import yaml
 
 Rule = Callable[..., Iterator["Finding"]]
 
 
 @dataclass(frozen=True)
+class Edit:
+    """A change of a config file.
+
+    Attributes:
+        key: as Accelerate calls it; in a section, the file may leave out the prefix.
+        value: the new value; None removes the key.
+        section: with the key; empty at the top of the file.
+    """
+
+    key: str
+    value: Any = None
+    section: str = ""
+
+
 class Finding:
     """Something that makes a run fail, or makes it another run than the one that was asked for.
 
     Attributes:
         what: what is wrong, with the given value.
         why: what happens because of it.
-        type: what to type instead: a command, or a line of the config file.
+        edits: of the config file, which `doctor --fix` makes. They end the finding. Where the file runs, they keep what
+            it runs, or do what a key evidently asks for.
+        by_hand: what else to type, or instead.
     """
 
-    what: str
-    why: str
-    type: str
+    def __init__(self, what: str, why: str, *cure: Edit | str):
+        self.what, self.why = what, why
+        self.edits = [part for part in cure if isinstance(part, Edit)]
+        self.by_hand = "; ".join(part for part in cure if isinstance(part, str))
+
+    @property
+    def type(self) -> str:
+        """What to type instead: a command, or lines of the config file."""
+        separator = ", " if self.by_hand.startswith(("or ", "as in ")) else "; "
+        return separator.join(filter(None, ["; ".join(words(self.edits)), self.by_hand]))
+
+    def as_dict(self) -> dict[str, str]:
+        return {"what": self.what, "why": self.why, "type": self.type}
+
+
+def words(edits: Sequence[Edit]) -> Iterator[str]:
+    """Edits as lines of the file, and what to remove from it."""
+    for section, group in groupby(edits, lambda edit: edit.section):
+        inside, place = [*group], f" below {section}" if section else ""
+        lines = [as_yaml({edit.key: edit.value})[1:-1] for edit in inside if edit.value is not None]
+        removed = [edit.key for edit in inside if edit.value is None]
+        yield from (f"{line}{place}" for line in [*lines, *[f"remove {', '.join(removed)}"] * bool(removed)])
+
+
+def as_yaml(value: Any) -> str:
+    """A value as it stands in a file, in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()
 
 
 def findings(rules: Iterable[Rule], *facts: Any) -> list[Finding]:

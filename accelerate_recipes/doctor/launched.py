@@ -1,14 +1,16 @@
 """The variables that `accelerate launch` gives the processes under a config file, without starting any."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 # Of a launcher around this process; a run must not inherit them.
 INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MASTER_|WORLD_SIZE|RANK|LOCAL_|GROUP_")
 
 
-def launched(config: Path) -> dict[str, str]:
-    """The variables of the first process. Raises what Accelerate's launcher raises for a file that it refuses."""
+def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
+    """The variables of the first process, under a config file and flags of `accelerate launch`. Raises what it raises
+    for what it refuses."""
     from accelerate.commands import launch  # here, because the import takes seconds
     from accelerate.utils.launch import (
         prepare_deepspeed_cmd_env,
@@ -16,7 +18,7 @@ def launched(config: Path) -> dict[str, str]:
         prepare_simple_launcher_cmd_env,
     )
 
-    arguments = launch.launch_command_parser().parse_args(["--config_file", str(config), "recipe.py"])
+    arguments = launch.launch_command_parser().parse_args(["--config_file", str(config), *flags, "recipe.py"])
     arguments, defaults, _ = launch._validate_launch_command(arguments)
     arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
     arguments.main_process_port = 0  # any free one: the launcher refuses a port that is in use

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -112,11 +111,7 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
         for case, (path, _) in zip(cases, written):
             question = {"config": str(path), "stages": case.stages, "flags": case.flags, "gpu": asdict(gpu)}
             questions += [question, *([question | {"last": True}] if case.stages > 1 else [])]
-        os.environ[QUESTION] = json.dumps(questions)
-        try:
-            answers = _at_fit(script, flags)
-        finally:
-            del os.environ[QUESTION]
+        answers = _at_fit(script, flags, {QUESTION: json.dumps(questions)})
     ends = [[answers.pop(0) for _ in range(1 + (case.stages > 1))] for case in cases]
     return [
         _plan(of_case, gpu) | {"config": case.config.stem, "settings": sizes}
@@ -124,13 +119,13 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
     ]
 
 
-def _at_fit(script: Path, flags: Sequence[str]) -> list[dict[str, Any]]:
+def _at_fit(script: Path, flags: Sequence[str], variables: dict[str, str]) -> list[dict[str, Any]]:
     """The answers, for a model without memory, or if the recipe looks at the values of its weights, for a real one."""
     function = "accelerate_recipes.plan.dry:measure"
     try:
-        return at_fit(script, flags, function, on_meta=True)
+        return at_fit(script, flags, function, variables, on_meta=True)
     except UsageError:
-        return at_fit(script, flags, function)
+        return at_fit(script, flags, function, variables)
 
 
 def _plan(ends: list[dict[str, Any]], gpu: Gpu) -> dict[str, Any]:

@@ -157,9 +157,11 @@ def check_deepspeed(layout: Layout, config: RunConfig) -> None:
     if layout.kind != Kind.DEEPSPEED:
         return
     if layout.precision == "fp16":
+        bf16 = "--mixed_precision bf16 after accelerate launch"
+        if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":  # DeepSpeed's own file decides, not the flag
+            bf16 = "bf16 in place of fp16 in DeepSpeed's own file"
         raise UsageError(
-            "fp16 under DeepSpeed is not supported yet: type --mixed_precision bf16 after accelerate launch, or "
-            "--config_file accelerate_configs/ddp_fp16.yaml"
+            f"fp16 under DeepSpeed is not supported yet: type {bf16}, or --config_file accelerate_configs/ddp_fp16.yaml"
         )
     if layout.zero_stage not in (1, 2, 3):
         raise UsageError(

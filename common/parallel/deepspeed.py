@@ -53,13 +53,24 @@ def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
     # with one bucket, communication starts when the backward pass has ended.
     num_weights = sum(weight.numel() for weight in model.parameters())
     bucket_size = min(num_weights + num_weights % 2, 50_000_000)  # DeepSpeed needs an even size
+    zero = section.setdefault("zero_optimization", {})
+    for key in [key for key, value in zero.items() if value == "auto" and not _fills(key, model)]:
+        del zero[key]
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
-        section.setdefault("zero_optimization", {}).setdefault(bucket, bucket_size)
+        zero.setdefault(bucket, bucket_size)
     accelerator.gradient_accumulation_steps = plan.accumulation
     # With offload and this flag, Accelerate replaces the optimizer with DeepSpeed's CPU Adam, whatever it was.
     is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     lacks = any(group.get(name) for group in optimizer.param_groups for name in ("amsgrad", "maximize"))
     section.setdefault("zero_force_ds_cpu_optimizer", is_adam and not lacks)
+
+
+def _fills(key: str, model: nn.Module) -> bool:
+    """Whether Accelerate has a value for `auto`: for three keys, from the hidden size of a model of transformers."""
+    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    return key in names and any(
+        hasattr(getattr(model, "config", None), name) for name in ("hidden_size", "hidden_sizes")
+    )
 
 
 def load_models_whole() -> None:

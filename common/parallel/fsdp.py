@@ -39,13 +39,9 @@ def wrapped_classes(model: nn.Module) -> list[str]:
         UsageError: the config file names a class that the model lacks, or FSDP cannot gather a shared weight.
     """
     named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    present = {type(module).__name__ for module in model.modules()}
-    missing = [name for name in named.split(",") if name not in present] if named else []
-    if missing:
-        raise UsageError(
-            f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, but the model's layers are "
-            f"{', '.join(sorted(present))}: remove the key, then the model's own list counts, _no_split_modules"
-        )
+    check_named(
+        named, model, "fsdp_transformer_layer_cls_to_wrap", "then the model's own list counts, _no_split_modules"
+    )
     embedding = embedding_of(model, "input")
     classes = named.split(",") if named else getattr(model, "_no_split_modules", None) or []
     layers = [module for module in model.modules() if type(module).__name__ in classes]
@@ -53,6 +49,16 @@ def wrapped_classes(model: nn.Module) -> list[str]:
     kept = sorted({type(layer).__name__ for layer in layers} - whole)
     _check_shared_weights(model, [layer for layer in layers if type(layer).__name__ in kept])
     return kept
+
+
+def check_named(names: str | None, model: nn.Module, key: str, otherwise: str) -> None:
+    """Raises UsageError if a key of the config file names a class of layers that the model lacks."""
+    present = {type(module).__name__ for module in model.modules()}
+    if missing := [name for name in names.split(",") if name not in present] if names else []:
+        raise UsageError(
+            f"{key} names {missing[0]}, but the model's layers are {', '.join(sorted(present))}: remove the key, "
+            f"{otherwise}"
+        )
 
 
 def embedding_of(model: nn.Module, end: str) -> nn.Module | None:

@@ -1,5 +1,6 @@
 """Promise: parallelism sizes that do not fit are refused before training; sizes that fit give the same result."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,3 +133,17 @@ def test_accumulation_of_deepspeed_may_be_auto(tmp_path: Path, reference: Callab
     run = fork(tmp_path / "run", tmp_path / "config.yaml", script, f"{arguments} --micro_batch_size 8")
     assert run.card["gradient_accumulation_steps"] == 4
     assert_same_result(run, reference(script, arguments))
+
+
+@pytest.mark.full
+def test_a_file_of_deepspeed_may_say_auto(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    """Also for what Accelerate computes from the hidden size, which this model does not have."""
+    keys = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+    zero = {"stage": 3, "stage3_param_persistence_threshold": "auto", **dict.fromkeys(keys, "auto")}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    file, config = tmp_path / "deepspeed.json", tmp_path / "config.yaml"
+    file.write_text(json.dumps({"zero_optimization": zero, **dict.fromkeys(sizes, "auto")}))
+    section = {"deepspeed_config_file": str(file)}
+    config.write_text(json.dumps({"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": section}))
+    script, arguments = RECIPES["linear regression"]
+    assert_same_result(fork(tmp_path / "run", config, script, arguments), reference(script, arguments))

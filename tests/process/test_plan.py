@@ -53,9 +53,7 @@ def test_a_plan_says_what_processes_hold_and_send(config: str, num_processes: in
         assert of_gloo(config, plan) == pytest.approx(measured["sent"], rel=0.03)
 
 
-def test_a_thousand_processes_and_more(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_thousand_processes_and_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--config", "fsdp2", "--num_processes", "1024", "--num_machines", "128", "--scaling", "--json"]
     flags += ["--", "--batch_size", "2048"]
     assert tool(monkeypatch, str(ROOT / "benchmarks" / "small_llama.py"), *flags) == 0

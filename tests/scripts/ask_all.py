@@ -13,6 +13,6 @@ def answers(*given: Any, **keywords: Any) -> dict[str, list[str]]:
     lines = {}
     for path in bundle.configs():
         stages = 2 if path.stem == "pipeline_parallel" else 1
-        with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, stages])}):
+        with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, stages, []])}):
             lines[path.stem] = asked.refusals(*given, **keywords)["lines"]
     return lines

@@ -1,18 +1,16 @@
 """Rules about DeepSpeed's section of a config and about a DeepSpeed file that it names."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.doctor.config import Config
-from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml
 
 # Keys that Accelerate refuses beside deepspeed_config_file.
 OF_THE_FILE = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model"),
 )
-BY_FLAG = "accumulation follows from --batch_size and --micro_batch_size"
 
 
 def offload(config: Config) -> Iterator[Finding]:
@@ -23,7 +21,8 @@ def offload(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"offload_param_device is {device}, with zero_stage: {section.get('zero_stage', 2)}",
             "DeepSpeed moves weights at stage 3 alone: they stay on the GPU, and may not fit",
-            "zero_stage: 3, or offload_param_device: none",
+            Edit("offload_param_device", "none", "deepspeed_config"),
+            "or zero_stage: 3, which moves them",
         )
 
 
@@ -36,28 +35,24 @@ def launcher(config: Config) -> Iterator[Finding]:
         f"deepspeed_multinode_launcher is {given}, with num_machines: {config.num_machines}",
         "DeepSpeed's launcher takes the machines from its hostfile alone: without one, it trains on this machine, and "
         "says so in one warning. It also writes the variables of your shell to .deepspeed_env",
-        "deepspeed_multinode_launcher: standard, and accelerate launch on each machine, as in "
-        "accelerate_configs/multi_node_deepspeed_zero3.yaml",
+        Edit("deepspeed_multinode_launcher", "standard", "deepspeed_config"),
+        "accelerate launch on each machine, as in accelerate_configs/multi_node_deepspeed_zero3.yaml",
     )
 
 
 def beside_the_file(config: Config) -> Iterator[Finding]:
     """Keys that belong into the DeepSpeed file that the section names."""
     section = _section(config)
-    keys = [key for key in OF_THE_FILE if key in section]
-    keys += ["mixed_precision"] if config.values.get("mixed_precision") is not None else []
-    if named_file(config) and keys:
+    file = section.get("deepspeed_config_file")
+    given = {key: section[key] for key in OF_THE_FILE if key in section}
+    given |= {key: config.values[key] for key in ("mixed_precision", "fp16") if config.values.get(key)}
+    if file not in (None, "", "none") and given:
         yield Finding(
-            f"{', '.join(keys)} and deepspeed_config_file are set",
+            f"{', '.join(given)} and deepspeed_config_file are set",
             "Accelerate refuses them together: the file has these values",
-            f"remove {', '.join(keys)} here, and set them in {section['deepspeed_config_file']}",
+            *(Edit(key, None, "deepspeed_config" if key in section else "") for key in given),
+            f"look whether {file} says {as_yaml(given)[1:-1]}: else the run has other values",
         )
-
-
-def named_file(config: Config) -> Path | None:
-    """The DeepSpeed file that the section names; None if it names none."""
-    name = _section(config).get("deepspeed_config_file")
-    return None if name in (None, "", "none") else Path(str(name))
 
 
 def _section(config: Config) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def bf16(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"mixed_precision is bf16, but {old} has no bf16",
             "torch emulates it there, which is slow",
-            "mixed_precision: fp16 (as in accelerate_configs/ddp_fp16.yaml), or 'no'",
+            "mixed_precision: 'no'; or fp16, which DeepSpeed and tensor parallelism do not have here",
         )
 
 

@@ -5,69 +5,70 @@ the value of its own flag, even if nobody typed that flag. tests/unit/test_docto
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
-from accelerate_recipes.doctor.config import ONE_PROCESS, Config, as_yaml, is_true
-from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.config import KINDS, ONE_PROCESS, PREFIXES, Config, is_true
+from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml, words
 
 OF_TPUS = {
     *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env"),
     *("downcast_bf16", "main_training_function"),
 }
-TOP = OF_TPUS | {
-    *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes"),
-    *("machine_rank", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend"),
-    *("same_network", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config", "parallelism_config"),
-    *("megatron_lm_config", "mpirun_config", "dynamo_config"),
-    *("fp16", "dynamo_backend"),  # of old files; Accelerate converts them
+# Accelerate takes a key of a section without a prefix for the flag of that name, so these work there, too.
+FLAGS = {
+    *("mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank", "num_machines", "gpu_ids"),
+    *("main_process_ip", "main_process_port", "rdzv_backend", "same_network", "enable_cpu_affinity"),
 }
-
-
-def _prefixed(prefix: str, names: str) -> set[str]:
-    return {f"{prefix}{name}" for name in names.split()}
-
-
-SECTIONS = {
-    "deepspeed_config": {
-        *("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device"),
-        *("offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps"),
-        *("gradient_clipping", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile"),
-        *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
-        "deepspeed_moe_layer_cls_names",
-    },
-    "fsdp_config": _prefixed(
-        "fsdp_",
-        "version offload_params min_num_params sharding_strategy reshard_after_forward auto_wrap_policy "
-        "transformer_layer_cls_to_wrap backward_prefetch state_dict_type forward_prefetch use_orig_params "
-        "cpu_ram_efficient_loading sync_module_states activation_checkpointing activation_checkpointing_offload "
-        "ignored_modules",
-    ),
-    "parallelism_config": _prefixed(
-        "parallelism_config_",
-        "dp_replicate_size dp_shard_size tp_size cp_size cp_backend cp_comm_strategy sp_size sp_backend "
-        "sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
-    ),
-    "megatron_lm_config": _prefixed(
-        "megatron_lm_",
-        "tp_degree use_custom_fsdp no_load_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d no_save_optim "
-        "optimizer_cpu_offload use_precision_aware_optimizer decoder_last_pipeline_num_layers pp_degree "
-        "num_micro_batches sequence_parallelism recompute_activations use_distributed_optimizer gradient_clipping "
-        "recompute_granularity recompute_method recompute_num_layers attention_backend expert_model_parallel_size "
-        "context_parallel_size attention_dropout hidden_dropout attention_softmax_in_fp32 "
-        "expert_tensor_parallel_size calculate_per_token_loss use_rotary_position_embeddings",
-    ),
-    "dynamo_config": _prefixed("dynamo_", "backend mode use_fullgraph use_dynamic use_regional_compilation"),
-    "fp8_config": _prefixed(
-        "fp8_",
-        "backend use_autocast_during_eval margin interval format amax_history_len amax_compute_algo "
-        "override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim",
-    ),
-    "mpirun_config": {"mpirun_hostfile"},
+_NAMES = {
+    ("deepspeed_config", ""): "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
+    "offload_optimizer_nvme_path offload_param_nvme_path gradient_accumulation_steps gradient_clipping zero3_init_flag "
+    "zero3_save_16bit_model deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter "
+    "deepspeed_multinode_launcher deepspeed_moe_layer_cls_names",
+    ("fsdp_config", "fsdp_"): "version offload_params min_num_params sharding_strategy reshard_after_forward "
+    "auto_wrap_policy transformer_layer_cls_to_wrap backward_prefetch state_dict_type forward_prefetch use_orig_params "
+    "cpu_ram_efficient_loading sync_module_states activation_checkpointing activation_checkpointing_offload "
+    "ignored_modules",
+    ("parallelism_config", "parallelism_config_"): "dp_replicate_size dp_shard_size tp_size cp_size cp_backend "
+    "cp_comm_strategy sp_size sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
+    ("megatron_lm_config", "megatron_lm_"): "tp_degree use_custom_fsdp no_load_optim eod_mask_loss pp_degree "
+    "overlap_cpu_optimizer_d2h_h2d no_save_optim optimizer_cpu_offload use_precision_aware_optimizer "
+    "decoder_last_pipeline_num_layers num_micro_batches sequence_parallelism recompute_activations "
+    "use_distributed_optimizer gradient_clipping recompute_granularity recompute_method recompute_num_layers "
+    "attention_backend expert_model_parallel_size context_parallel_size attention_dropout hidden_dropout "
+    "attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss use_rotary_position_embeddings",
+    ("dynamo_config", "dynamo_"): "backend mode use_fullgraph use_dynamic use_regional_compilation",
+    ("fp8_config", "fp8_"): "backend use_autocast_during_eval margin interval format amax_history_len "
+    "amax_compute_algo override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim",
+    ("mpirun_config", ""): "mpirun_hostfile",
 }
-# {section: the distributed_type that reads it}
-READERS = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
+SECTIONS = {section: {f"{prefix}{name}" for name in _NAMES[section, prefix].split()} for section, prefix in _NAMES}
+# Accelerate converts the last two, of old files.
+TOP = OF_TPUS | FLAGS | SECTIONS.keys() | {"compute_environment", "distributed_type", "fp16", "dynamo_backend"}
+# {section: the key, and the values of it with which Accelerate reads the section}
+READERS = {
+    "deepspeed_config": ("distributed_type", ("DEEPSPEED",)),
+    "fsdp_config": ("distributed_type", ("FSDP",)),
+    "megatron_lm_config": ("distributed_type", ("MEGATRON_LM",)),
+    "mpirun_config": ("distributed_type", ONE_PROCESS),
+    "fp8_config": ("mixed_precision", ("fp8",)),
+}
 # {key: value of the flag of accelerate launch if nobody types it}
 OF_THE_COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
+OFFLOADS = ("offload_optimizer", "offload_param")  # sections of zero_optimization in DeepSpeed's file
+# {key of DeepSpeed's file, or a flag, if it is true: what a config file has for it}
+MEANT = {
+    "bf16": Edit("mixed_precision", "bf16"),
+    "fp16": Edit("mixed_precision", "fp16"),
+    "use_fsdp": Edit("distributed_type", "FSDP"),
+    "use_deepspeed": Edit("distributed_type", "DEEPSPEED"),
+}
+
+
+def name_in(section: str, word: str) -> str | None:
+    """The key of a section that a word names, with or without its prefix."""
+    names = (word, f"{section.removesuffix('config')}{word}", f"{section}_{word}")
+    return next((name for name in names if name in SECTIONS[section]), None)
 
 
 def unknown_keys(config: Config) -> Iterator[Finding]:
@@ -77,7 +78,7 @@ def unknown_keys(config: Config) -> Iterator[Finding]:
             yield Finding(
                 f"{key} is not a key of a config file of Accelerate",
                 "accelerate launch refuses the file: it had unknown keys",
-                _right_key(str(key), TOP),
+                *_instead(config, str(key)),
             )
 
 
@@ -89,25 +90,30 @@ def unknown_section_keys(config: Config) -> Iterator[Finding]:
             yield Finding(
                 f"{section} is {as_yaml(given)}, not a section with keys",
                 "accelerate launch ignores it",
-                f"the keys below {section}:, each on a line of its own after two spaces",
+                Edit(section),
+                f"or type the keys below {section}:, each on a line of its own after two spaces",
             )
         for key in config.section(section):
-            if key not in known:
+            if key not in known and (key not in FLAGS or section in PREFIXES):
                 yield Finding(
                     f"{section} has {key}, which Accelerate does not know",
                     "accelerate launch ignores it without a message: the run has the default",
-                    _right_key(key, known, section),
+                    *_instead(config, key, section),
                 )
 
 
 def ignored_sections(config: Config) -> Iterator[Finding]:
-    """A section that this distributed_type does not read."""
-    for section, reader in READERS.items():
-        if config.section(section) and config.kind != reader:
+    """A section that this distributed_type or mixed_precision does not read."""
+    given = {"distributed_type": config.kind, "mixed_precision": config.precision}
+    has_tp = config.section("parallelism_config").get("parallelism_config_tp_size", 1) != 1
+    kinds = () if has_tp else ("DEEPSPEED", "FSDP")  # of these recipes, which have tensor parallelism under MULTI_GPU
+    for section, (key, readers) in READERS.items():
+        if config.section(section) and given[key] not in readers and config.kind in KINDS:
             yield Finding(
-                f"{section} has no effect, because distributed_type is {config.kind or 'missing'}",
-                f"Accelerate reads this section under distributed_type: {reader} alone",
-                f"distributed_type: {reader}, or remove {section}",
+                f"{section} has no effect, because {key} is {given[key]}",
+                f"Accelerate reads this section under {key}: {' or '.join(readers)} alone",
+                Edit(section),
+                f"or {key}: {readers[0]}, if the run should be of this kind" * (readers[0] in kinds),
             )
     if config.section("parallelism_config") and config.kind in ONE_PROCESS:
         yield Finding(
@@ -115,30 +121,17 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
             "Accelerate starts one process and does not hand the sizes on",
             "distributed_type: MULTI_GPU for a tp_size, distributed_type: FSDP for a dp_shard_size",
         )
-    if config.section("mpirun_config") and config.kind not in ONE_PROCESS:
-        yield Finding(
-            f"mpirun_config has no effect, because distributed_type is {config.kind or 'missing'}",
-            "Accelerate starts the processes through torchrun; it uses mpirun under MULTI_CPU",
-            "remove mpirun_config",
-        )
-    if config.section("fp8_config") and config.precision != "fp8":
-        yield Finding(
-            f"fp8_config has no effect, because mixed_precision is {config.precision}",
-            "Accelerate reads this section under mixed_precision: fp8 alone",
-            "remove fp8_config",
-        )
 
 
 def keys_of_tpus(config: Config) -> Iterator[Finding]:
     """Keys that only TPUs have, with a value, under another distributed_type."""
     defaults: tuple = (None, False, "no", "main", "", [], [""])
-    set_keys = [key for key in sorted(OF_TPUS) if config.values.get(key) not in defaults]
-    if set_keys and config.kind != "XLA":
+    keys = [key for key in sorted(OF_TPUS) if config.values.get(key) not in defaults]
+    if keys and config.kind in KINDS and config.kind != "XLA":
         yield Finding(
-            f"{', '.join(set_keys)} {'have' if len(set_keys) > 1 else 'has'} no effect, because distributed_type is "
-            f"{config.kind or 'missing'}",
+            f"{_have(keys)} no effect, because distributed_type is {config.kind}",
             "Accelerate reads these keys on TPUs alone",
-            f"remove {', '.join(set_keys)}",
+            *map(Edit, keys),
         )
 
 
@@ -147,12 +140,11 @@ def flags_of_the_command_line(config: Config) -> Iterator[Finding]:
     for key, default in OF_THE_COMMAND_LINE.items():
         value = config.values.get(key, default)
         if value is not None and value != default:
-            flag = f"--{key}" if value is True else f"--{key} {value}"
             yield Finding(
                 f"{key}: {as_yaml(value)} in the file has no effect",
-                f"accelerate launch takes this value from its command line alone; without the flag it is "
-                f"{as_yaml(default)}",
-                f"{flag} after accelerate launch, and {key}: {as_yaml(default)} in the file",
+                "accelerate launch takes it from its command line alone; without the flag it is " + as_yaml(default),
+                Edit(key, default),
+                f"--{key}{'' if value is True else f' {value}'} after accelerate launch",
             )
 
 
@@ -162,39 +154,58 @@ def cpu_alone(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"use_cpu: true has no effect, because distributed_type is {config.kind}",
             "accelerate launch hands it on under NO and MULTI_CPU alone: this run uses the machine's GPUs",
-            "use_cpu: false; to stay on the CPU, put ACCELERATE_USE_CPU=true before the command",
+            Edit("use_cpu", False),
+            "to stay on the CPU, put ACCELERATE_USE_CPU=true before the command",
         )
 
 
 def one_machine(config: Config) -> Iterator[Finding]:
     """Keys of a run on several machines, with num_machines: 1."""
     keys = [key for key in ("main_process_ip", "machine_rank") if config.values.get(key)]
-    if keys and config.num_machines == 1 and config.starts_several:
+    if keys and config.values.get("num_machines", 1) == 1 and config.starts_several:
         yield Finding(
-            f"{' and '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect, because num_machines is 1",
+            f"{_have(keys)} no effect, because num_machines is 1",
             "each machine would train alone",
-            f"num_machines: 2 or more, or remove {' and '.join(keys)}",
+            *map(Edit, keys),
+            "or num_machines: 2 or more",
         )
 
 
-def _right_key(key: str, known: Iterable[str], own_section: str | None = None) -> str:
+def _have(keys: list[str]) -> str:
+    return f"{', '.join(keys)} {'have' if len(keys) > 1 else 'has'}"
+
+
+def _instead(config: Config, key: str, section: str = "") -> Iterator[Edit | str]:
     """What to type instead of an unknown key: where it belongs, the nearest one, or nothing."""
-    for section in sorted(SECTIONS, key=lambda name: name != own_section):
-        for name in (key, f"{section.removesuffix('config')}{key}", f"{section}_{key}"):
-            if name in SECTIONS[section]:
-                return f"{name} below {section}"
-    if key in TOP:
-        return f"{key} at the top of the file"
-    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)  # ipex_config is no slip for fp8_config
-    return near[0] if near else f"remove {key}"
+    value = config.section(section).get(key)
+    for edit in _meant(key, value, section):
+        there = config.section(edit.section).get(edit.key)
+        if there is None:
+            yield edit
+        elif there != edit.value:
+            yield f"or {next(words([edit]))}, in place of {as_yaml(there)}"
+    yield Edit(key, None, section)
+
+
+def _meant(key: str, value: Any, section: str) -> list[Edit]:
+    """The keys of Accelerate for an unknown one, which is in a section or at the top."""
+    inside = value if isinstance(value, dict) else {}
+    if key == "zero_optimization":
+        offloads = {name: part.get("device") for name, part in inside.items() if isinstance(part, dict)}
+        meant = {"zero_stage": inside.get("stage")} | {f"{name}_device": offloads.get(name) for name in OFFLOADS}
+        return [Edit(name, found, "deepspeed_config") for name, found in meant.items() if found is not None]
+    if key in MEANT:
+        return [MEANT[key]] if is_true(inside.get("enabled", value)) else []
+    for place in sorted(SECTIONS, key=lambda name: name != section):
+        if name := name_in(place, key):
+            return [Edit(name, value, place)]
+    known = TOP if key in TOP or not section else SECTIONS[section]
+    same_kind = [name for name in sorted(known) if name.endswith("_config") == isinstance(value, dict)]
+    near = difflib.get_close_matches(key, same_kind, n=1, cutoff=0.8)  # ipex_config is no slip for fp8_config
+    return [Edit(name, value, "" if known is TOP else section) for name in near]
 
 
 RULES = (
-    unknown_keys,
-    unknown_section_keys,
-    ignored_sections,
-    keys_of_tpus,
-    flags_of_the_command_line,
-    cpu_alone,
+    *(unknown_keys, unknown_section_keys, ignored_sections, keys_of_tpus, flags_of_the_command_line, cpu_alone),
     one_machine,
 )

@@ -3,15 +3,12 @@
 import difflib
 import re
 from collections.abc import Iterator
-from ipaddress import ip_address
+from typing import Any
 
-from accelerate_recipes.doctor.config import Config, as_yaml, is_count
-from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.config import KINDS, Config, is_count
+from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml
+from accelerate_recipes.doctor.rules.keys import READERS
 
-KINDS = (
-    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED"),
-    *("FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON"),
-)
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 OTHER_DEVICES = ("XLA", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
 PLACEHOLDER = re.compile(
@@ -21,6 +18,8 @@ PLACEHOLDER = re.compile(
     r"|todo|change[_-]?me|replace[_-]?me|none|null",
     re.IGNORECASE,
 )
+NUMBERS = re.compile(r"[\d.]+")
+IPV4 = re.compile(r"((25[0-5]|2[0-4]\d|1?\d?\d)(\.(?!$)|$)){4}")
 LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0", re.IGNORECASE)
 
 
@@ -39,10 +38,11 @@ def unknown_kind(config: Config) -> Iterator[Finding]:
     if config.kind in KINDS or not config.is_local:
         return
     near = difflib.get_close_matches(config.kind.upper(), KINDS, n=1)
+    near += [kinds[-1] for name, (key, kinds) in READERS.items() if key == "distributed_type" and config.section(name)]
     yield Finding(
         f"distributed_type is {config.kind}" if config.kind else "the file has no distributed_type",
         f"accelerate launch ends with an error; it knows {', '.join(KINDS)}",
-        f"distributed_type: {near[0] if near else 'MULTI_GPU'}",
+        Edit("distributed_type", near[0] if near else "NO" if config.num_processes == 1 else "MULTI_GPU"),
     )
 
 
@@ -53,7 +53,7 @@ def unsupported_kind(config: Config) -> Iterator[Finding]:
             f"distributed_type is {config.kind}",
             "these recipes run on CPUs and on GPUs of NVIDIA, AMD (both MULTI_GPU), Intel (MULTI_XPU) and Ascend "
             "(MULTI_NPU)",
-            "distributed_type: MULTI_GPU",
+            Edit("distributed_type", "MULTI_GPU"),
         )
     if config.kind == "MEGATRON_LM":
         yield Finding(
@@ -63,27 +63,18 @@ def unsupported_kind(config: Config) -> Iterator[Finding]:
         )
 
 
-def unquoted_no(config: Config) -> Iterator[Finding]:
-    """mixed_precision: no, which YAML reads as false."""
-    value = config.values.get("mixed_precision")
-    if isinstance(value, bool):
-        yield Finding(
-            f"mixed_precision is the YAML value {as_yaml(value)}, not a word",
-            "YAML reads an unquoted no as false; accelerate launch ends with 'bool' object has no attribute 'lower'",
-            "mixed_precision: 'no'",
-        )
-
-
 def unknown_precision(config: Config) -> Iterator[Finding]:
-    """A precision that Accelerate does not know."""
+    """A precision that Accelerate does not know, such as no without quotes, which YAML reads as false."""
     value = config.values.get("mixed_precision")
-    if value is None or isinstance(value, bool) or str(value).lower() in PRECISIONS:
+    if value is None or (isinstance(value, str) and value.lower() in PRECISIONS):
         return
-    known = {"float32": "no", "fp32": "no", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+    given = f"{value}" if isinstance(value, str) else f"the YAML value {as_yaml(value)}, not a word"
+    meant = {"false": "no", "float32": "no", "fp32": "no", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+    known = meant.get(str(value).lower())
     yield Finding(
-        f"mixed_precision is {value}",
-        f"accelerate launch ends with an error; it knows {', '.join(PRECISIONS)}",
-        f"mixed_precision: {known.get(str(value).lower(), 'no')!r}",
+        f"mixed_precision is {given}",
+        f"accelerate launch ends with an error; it knows {', '.join(PRECISIONS)}; YAML reads a bare no as false",
+        Edit("mixed_precision", known) if known else "mixed_precision: bf16, fp16 or 'no'",
     )
 
 
@@ -95,7 +86,7 @@ def counts(config: Config) -> Iterator[Finding]:
             yield Finding(
                 f"{key} is {value!r}",
                 "accelerate launch needs a whole number above 0",
-                f"{key}: {value if str(value).isdigit() and int(value) else 1}",
+                Edit(key, int(value)) if re.fullmatch("[1-9][0-9]*", str(value)) else by_hand(key, value),
             )
     num_processes, num_machines = config.num_processes, config.num_machines
     if num_processes is not None and num_machines > 1 and num_processes % num_machines:
@@ -103,8 +94,15 @@ def counts(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"num_processes is {num_processes}, the total over {num_machines} machines, which it does not divide by",
             f"accelerate launch starts {num_processes // num_machines} on each machine, and says nothing",
-            f"num_processes: {below}",
+            Edit("num_processes", below),
         )
+
+
+def by_hand(key: str, value: Any) -> str:
+    """A number in place of a value that is none."""
+    if "$" in str(value):
+        return f"--{key} {value} after accelerate launch: the shell fills in variables, Accelerate does not"
+    return f"{key}: a number"
 
 
 def machine_rank(config: Config) -> Iterator[Finding]:
@@ -128,7 +126,7 @@ def address(config: Config) -> Iterator[Finding]:
     given = config.values["main_process_ip"]
     text = "" if given is None else str(given).strip()
     advice = "main_process_ip: the address of the first machine, such as 10.0.0.1, or its name"
-    if not text or PLACEHOLDER.fullmatch(text) or _is_wrong_number(text):
+    if not text or PLACEHOLDER.fullmatch(text) or (NUMBERS.fullmatch(text) and not IPV4.fullmatch(text)):
         yield Finding(
             f"main_process_ip is {text or 'empty'}, which is no address",
             "accelerate launch refuses it, or the machines wait for each other and fail",
@@ -142,57 +140,49 @@ def address(config: Config) -> Iterator[Finding]:
         )
 
 
-def _is_wrong_number(text: str) -> bool:
-    """Whether these are digits and dots, but no IP address."""
-    if not re.fullmatch(r"[\d.]+", text):
-        return False
-    try:
-        ip_address(text)
-    except ValueError:
-        return True
-    return False
-
-
 def port(config: Config) -> Iterator[Finding]:
-    """Port 0 on several machines: each would choose another one."""
-    if config.num_machines > 1 and config.values.get("main_process_port") == 0:
+    """A port that is no number, or port 0 on several machines: each would choose another one."""
+    value = config.values.get("main_process_port")
+    if value is not None and not str(value).isdecimal():
+        yield Finding(
+            f"main_process_port is {value}", "the launcher needs a whole number", by_hand("main_process_port", value)
+        )
+    if config.num_machines > 1 and value == 0:
         yield Finding(
             f"main_process_port is 0, with num_machines: {config.num_machines}",
             "each machine chooses a free port of its own, so they do not meet",
-            "main_process_port: 29500, or another port that is free on the first machine",
+            Edit("main_process_port", 29500),
+            "or another port that is free on the first machine",
         )
 
 
 def gpu_ids(config: Config) -> Iterator[Finding]:
-    """gpu_ids that are too few, or that Accelerate cannot read."""
+    """gpu_ids that are too few, that this machine lacks, or that Accelerate cannot read."""
     given = config.values.get("gpu_ids")
     if given in (None, "all"):
         return
-    if not isinstance(given, str):
+    text = ",".join(map(str, given)) if isinstance(given, list) else str(given)
+    if given != text:
         yield Finding(
             f"gpu_ids is {given!r}, not a text",
             "accelerate launch ends with: object has no attribute 'split'",
-            f"gpu_ids: '{','.join(map(str, given)) if isinstance(given, list) else given}'",
+            Edit("gpu_ids", text),
         )
-        return
-    num_ids, wanted = len(given.split(",")), config.num_local_processes
-    if wanted is not None and num_ids < wanted and config.starts_several:
+    num_ids, wanted, num_gpus = len(text.split(",")), config.num_local_processes, len(config.machine.gpus)
+    lacking = [one for one in text.split(",") if one.strip().isdecimal() and int(one) >= num_gpus > 0]
+    if lacking:
         yield Finding(
-            f"gpu_ids is {given}, for {wanted} processes on this machine",
+            f"gpu_ids is {text}, but torch finds {num_gpus} GPUs on this machine, which count from 0",
+            f"CUDA leaves out GPU {lacking[0].strip()} and those after it",
+            "gpu_ids: all; unset CUDA_VISIBLE_DEVICES, if it hides GPUs",
+        )
+    if wanted is not None and num_ids < wanted and config.starts_several:
+        total = num_ids * config.num_machines
+        yield Finding(
+            f"gpu_ids is {text}, for {wanted} processes on this machine",
             "each process needs a GPU of its own",
-            f"gpu_ids: all, or num_processes: {num_ids * config.num_machines}",
+            f"gpu_ids: all, or num_processes: {total}" + " with distributed_type: 'NO'" * (total == 1),
         )
 
 
-RULES = (
-    sagemaker,
-    unknown_kind,
-    unsupported_kind,
-    unquoted_no,
-    unknown_precision,
-    counts,
-    machine_rank,
-    address,
-    port,
-    gpu_ids,
-)
+RULES = (sagemaker, unknown_kind, unsupported_kind, unknown_precision, counts, machine_rank, address, port, gpu_ids)

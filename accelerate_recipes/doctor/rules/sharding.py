@@ -4,63 +4,70 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate_recipes.doctor.config import Config
-from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.finding import Edit, Finding, words
 
+TRUTH = ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off")  # words that Accelerate reads
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 # FSDP2 does what these keys asked for, or has nothing of the kind. Source: accelerate to-fsdp2.
 LEFTOVERS = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
-# {FSDP1's sharding strategy: fsdp_reshard_after_forward of FSDP2}
-STRATEGIES = {"FULL_SHARD": "true", "SHARD_GRAD_OP": "false", "HYBRID_SHARD": "true", "HYBRID_SHARD_ZERO2": "false"}
+# FSDP1's sharding strategies; old files count them from 1. FSDP2 has fsdp_reshard_after_forward in their place.
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+KEEP_WHOLE = ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2")  # after the forward pass
 
 
 def leftovers(config: Config) -> Iterator[Finding]:
     """Keys of FSDP1 in a file for FSDP2."""
-    section = _section(config)
-    if str(section.get("fsdp_version")) != "2":
-        return
-    keys = [key for key in LEFTOVERS if section.get(key) is not None]
-    if keys:
+    section = _section_of_fsdp2(config)
+    if keys := [key for key in LEFTOVERS if section.get(key) is not None]:
         yield Finding(
             f"{', '.join(keys)} in a file for FSDP2",
             "FSDP2 has no such choice: Accelerate ignores them, with or without a warning",
-            f"remove {', '.join(keys)}",
+            *(Edit(key, None, "fsdp_config") for key in keys),
         )
 
 
 def values_of_fsdp1(config: Config) -> Iterator[Finding]:
     """What to shard and to save, in the words of FSDP1, in a file for FSDP2."""
-    section = _section(config)
-    if str(section.get("fsdp_version")) != "2":
-        return
-    strategy = section.get("fsdp_sharding_strategy")
+    section = _section_of_fsdp2(config)
+    strategy, reshard = (section.get(f"fsdp_{key}") for key in ("sharding_strategy", "reshard_after_forward"))
     if strategy is not None:
         yield Finding(
             f"fsdp_sharding_strategy is {strategy} in a file for FSDP2",
             "FSDP2 ignores it, and shards as fsdp_reshard_after_forward says",
-            f"fsdp_reshard_after_forward: {STRATEGIES.get(str(strategy).upper(), 'true')}; remove "
-            f"fsdp_sharding_strategy{_beside(section)}",
+            *([_reshard(strategy)] if reshard is None else []),
+            Edit("fsdp_sharding_strategy", None, "fsdp_config"),
+            _beside(strategy),
         )
-    reshard = section.get("fsdp_reshard_after_forward", True)
-    if str(reshard).lower() not in ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off"):
+    if reshard is not None and str(reshard).lower() not in TRUTH:
         yield Finding(
             f"fsdp_reshard_after_forward is {reshard}, a value of FSDP1",
             f"Accelerate refuses it: invalid truth value {str(reshard).lower()}",
-            f"fsdp_reshard_after_forward: {STRATEGIES.get(str(reshard).upper(), 'true')}{_beside(section)}",
+            _reshard(reshard),
+            _beside(reshard),
         )
     if str(section.get("fsdp_state_dict_type")).upper() == "LOCAL_STATE_DICT":
         yield Finding(
             "fsdp_state_dict_type is LOCAL_STATE_DICT, a value of FSDP1",
             "Accelerate refuses it under FSDP2",
-            "fsdp_state_dict_type: SHARDED_STATE_DICT",
+            Edit("fsdp_state_dict_type", "SHARDED_STATE_DICT", "fsdp_config"),
         )
 
 
-def _beside(section: dict[str, Any]) -> str:
+def _reshard(strategy: Any) -> Edit:
+    return Edit("fsdp_reshard_after_forward", _name(strategy) not in KEEP_WHOLE, "fsdp_config")
+
+
+def _beside(strategy: Any) -> str:
     """What an FSDP1 strategy needs under FSDP2 beside fsdp_reshard_after_forward."""
-    strategies = {str(section.get(key)).upper() for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")}
-    if strategies & {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}:
-        return "; add a parallelism_config as in accelerate_configs/hsdp.yaml"
-    return "; NO_SHARD is DDP: accelerate_configs/ddp.yaml" if "NO_SHARD" in strategies else ""
+    if "HYBRID" in _name(strategy):
+        return "add a parallelism_config as in accelerate_configs/hsdp.yaml: else all processes share one copy"
+    return "NO_SHARD is DDP: accelerate_configs/ddp.yaml; this file shards" if _name(strategy) == "NO_SHARD" else ""
+
+
+def _name(strategy: Any) -> str:
+    """A sharding strategy by its name."""
+    text = str(strategy).upper()
+    return STRATEGIES[int(text) - 1] if text in ("1", "2", "3", "4", "5") else text
 
 
 def wrapping(config: Config) -> Iterator[Finding]:
@@ -71,17 +78,18 @@ def wrapping(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"fsdp_auto_wrap_policy is {policy}",
             f"Accelerate refuses it; it knows {', '.join(POLICIES)}",
-            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+            Edit("fsdp_auto_wrap_policy", POLICIES[0], "fsdp_config"),
         )
         return
     readers = {"fsdp_transformer_layer_cls_to_wrap": POLICIES[0], "fsdp_min_num_params": POLICIES[1]}
     for key, reader in readers.items():
         if section.get(key) not in (None, "") and policy != reader:
-            given = "missing" if "fsdp_auto_wrap_policy" not in section else policy
+            is_missing = "fsdp_auto_wrap_policy" not in section
+            right = Edit("fsdp_auto_wrap_policy", reader, "fsdp_config")
             yield Finding(
-                f"{key} has no effect, because fsdp_auto_wrap_policy is {given}",
+                f"{key} has no effect, because fsdp_auto_wrap_policy is {'missing' if is_missing else policy}",
                 f"Accelerate reads it under {reader} alone",
-                f"fsdp_auto_wrap_policy: {reader}, or remove {key}",
+                *((right,) if is_missing else (Edit(key, None, "fsdp_config"), f"or {next(words([right]))}")),
             )
 
 
@@ -93,7 +101,7 @@ def activation_offload(config: Config) -> Iterator[Finding]:
         yield Finding(
             "fsdp_activation_checkpointing_offload is true, but fsdp_activation_checkpointing is not",
             "Accelerate refuses it",
-            "fsdp_activation_checkpointing: true",
+            Edit("fsdp_activation_checkpointing", True, "fsdp_config"),
         )
 
 
@@ -101,9 +109,9 @@ def _section(config: Config) -> dict[str, Any]:
     return config.section("fsdp_config") if config.kind == "FSDP" else {}
 
 
-RULES = (
-    leftovers,
-    values_of_fsdp1,
-    wrapping,
-    activation_offload,
-)
+def _section_of_fsdp2(config: Config) -> dict[str, Any]:
+    section = _section(config)
+    return section if str(section.get("fsdp_version")) == "2" else {}
+
+
+RULES = (leftovers, values_of_fsdp1, wrapping, activation_offload)

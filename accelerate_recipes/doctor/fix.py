@@ -1,0 +1,60 @@
+"""accelerate-recipes doctor --fix: a copy of a config file with the edits of the findings."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import yaml
+
+from accelerate_recipes.doctor.config import Config
+from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.errors import UsageError
+
+
+def path_of_copy(path: Path) -> Path:
+    """Beside the file: c.fixed.yaml for c.yaml. Raises UsageError if it exists."""
+    copy = path.with_name(f"{path.stem}.fixed{path.suffix}")
+    if copy.exists():
+        raise UsageError(f"{copy} exists: remove it, or type its name to look at it")
+    return copy
+
+
+def write(config: Config) -> None:
+    """Writes a config to its path, without comments. Raises UsageError if that is impossible."""
+    is_json = config.path.suffix == ".json"
+    text = json.dumps(config.values, indent=2) if is_json else yaml.safe_dump(config.values, sort_keys=False)
+    try:
+        config.path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{config.path}: {error.strerror}: copy the file to a folder of your own") from None
+
+
+def fix(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
+    """Makes one edit after the other until no finding has any.
+
+    Args:
+        config: a config file; it stays as it is.
+        look: the findings of a config, of which the first come without a look at the rest.
+
+    Returns:
+        The fixed config, the findings whose edits were made, and those that are left to the user.
+    """
+    made: list[Finding] = []
+    seen = [config.values]
+    with TemporaryDirectory() as folder:
+        config = replace(config, path=Path(folder) / config.path.name)
+        while True:
+            write(config)
+            left: list[Finding] = []
+            for finding in look(config):
+                left.append(finding)
+                values = config.edited(finding.edits)
+                if values not in seen:  # two findings that contradict each other are left to the user
+                    made.append(finding)
+                    seen.append(values)
+                    config = replace(config, values=values)
+                    break
+            else:
+                return config, made, left

@@ -1,0 +1,85 @@
+"""The bad config files of `accelerate-recipes doctor`, the machines to look at them on, and what the loop refuses."""
+
+import os
+import re
+from contextlib import chdir
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import yaml
+
+from accelerate_recipes.doctor import asked, rules
+from accelerate_recipes.doctor.config import Config, read
+from accelerate_recipes.doctor.finding import Rule
+from accelerate_recipes.doctor.machine import GPU, Lock, Machine
+from support.runs import ROOT
+
+FILES = ROOT / "tests" / "support" / "doctor"
+SERVER = Machine(
+    system="Linux",
+    num_cores=64,
+    memory=512 * 2**30,
+    free_memory=500 * 2**30,
+    shared_memory=256 * 2**30,
+    gpus=(GPU("NVIDIA A100", 80 * 2**30),) * 8,
+    open_files=1024,
+    locked_memory=8 * 2**20,
+    compiler="/usr/bin/c++",
+    ninja="/usr/bin/ninja",
+    mpirun="/usr/bin/mpirun",
+    versions={"torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"},
+)
+LAPTOP = replace(SERVER, num_cores=2, gpus=(), shared_memory=64 * 2**20, free_memory=4 * 2**30)
+RULES: dict[str, tuple[Rule, ...]] = {
+    "machine": (*rules.MACHINE, *rules.MACHINE_WITHOUT_CONFIG),
+    "config": rules.CONFIG,
+    "recipe": rules.RECIPE,
+}
+BAD = sorted(path for kind in RULES for path in FILES.glob(f"{kind}/*.yaml"))
+TYPICAL = sorted(FILES.glob("typical/*.yaml"))
+REFUSED = sorted(FILES.glob("refused/*.yaml"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(FILES).with_suffix("")) if path.is_relative_to(FILES) else path.stem
+
+
+def expected(path: Path) -> list[str]:
+    """The findings in the first lines of a file."""
+    return re.findall(r"^# finding: (.*)$", path.read_text(), re.MULTILINE)
+
+
+def machine_with(changes: dict[str, Any]) -> Machine:
+    changes = dict(changes)
+    if "gpus" in changes:
+        changes["gpus"] = tuple(GPU(**gpu) for gpu in changes["gpus"])
+    if "locks" in changes:
+        changes["locks"] = tuple(Lock(**lock | {"path": Path(lock["path"])}) for lock in changes["locks"])
+    return replace(SERVER, **changes)
+
+
+def facts_of(path: Path) -> tuple[Any, ...]:
+    """What the rules of a bad file's kind take."""
+    documents = [document or {} for document in yaml.safe_load_all(path.read_text())]
+    if path.parent.name == "machine":
+        return (machine_with(documents[0]),)
+    changes = documents[1] if len(documents) > 1 else {}
+    config = Config(path, documents[0], machine_with(changes.get("machine", {})))
+    if path.parent.name == "config":
+        return (config,)
+    return config, changes["recipe"]
+
+
+def config_of(path: Path) -> Config:
+    """A file on the machine that it names, else on a server."""
+    return facts_of(path)[0] if path.parent.name == "config" else read(path, SERVER)
+
+
+def ask_here(config: Config, *_: Any) -> asked.Answer:
+    """What a run and the launcher would refuse, on a machine without a GPU. Takes the place of `asked.ask`, whose
+    process takes seconds."""
+    question = asked.question(replace(config, machine=LAPTOP))
+    with patch.dict(os.environ, question), chdir(FILES):  # DeepSpeed files have relative paths
+        return asked.refusals()
