@@ -258,7 +258,7 @@ def evaluate_set(
         if batch_loss is None:
             total += weight[:num_real].sum()
             for name, value in values.items():
-                if not keeps or is_metric(value):
+                if is_metric(value) or (not keeps and value.ndim == 1):
                     sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight[:num_real]).sum()
     _set_training(model, True)
     examples = {name: gathered(accelerator, plan.layout, rows)[:num_samples] for name, rows in kept.items()}

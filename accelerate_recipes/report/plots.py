@@ -26,6 +26,10 @@ def plotted(runs: Sequence[Run]) -> list[str]:
     """The metrics to plot: losses, evaluation metrics, throughput, and the others."""
     names = dict.fromkeys(metric for run in runs for metric in run.metrics)
     chosen = [name for name in names if name != "skipped_steps" or any(_values(runs, name))]
+    # A training metric that evaluations replace is a part of one, such as the sums of a ratio.
+    evaluated = {name.rpartition("/")[2] for name in names if name.startswith("eval/")}
+    parts = {name for name in names if name.startswith("train/") and evaluated and name[6:] not in evaluated}
+    chosen = [name for name in chosen if name not in parts or name == "train/loss"]
     groups = (*_FIRST, "train/", "eval/", *_THROUGHPUT)
     return sorted(chosen, key=lambda name: next((i for i, group in enumerate(groups) if name.startswith(group)), 99))
 

@@ -266,8 +266,8 @@ def weighted_metrics(values: dict[str, Tensor], batch: Batch) -> dict[str, Tenso
 
 
 def is_metric(value: Tensor) -> bool:
-    """Whether a value of `forward_step` is a number to take means of, and not a class id."""
-    return value.is_floating_point() or value.dtype == torch.bool
+    """Whether a value of `forward_step` is a number to take means of, and not a class id or a mask."""
+    return value.is_floating_point() or (value.dtype == torch.bool and value.ndim == 1)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], reader: TensorReader) -> None:

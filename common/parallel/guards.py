@@ -61,14 +61,16 @@ def checked(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) 
 
 
 def check_metrics(values: Any, size: int, source: str) -> None:
-    """Raises UsageError unless `source` returned {metric: one value for each of `size` samples}, with a "loss"."""
+    """Raises UsageError unless `source` returned {metric: one value for each of `size` samples}, with a "loss".
+    Integers and booleans may have more dimensions: they are predictions, such as the class of each pixel."""
     if not isinstance(values, dict) or "loss" not in values:
         given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'{source} returns {given}: expected a dict with "loss" of shape ({size},)')
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise UsageError(f'"{name}" is a {type(value).__name__}: expected a tensor of shape ({size},)')
-        if value.shape != (size,):
+        is_prediction = not value.is_floating_point() and value.shape[:1] == (size,)
+        if value.shape != (size,) and not is_prediction:
             raise UsageError(
                 f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; type '
                 f"{_advice(value, size)}"

@@ -14,9 +14,9 @@ def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:
 
     Args:
         path: the file.
-        examples: {name: value of each sample, of shape (samples,)}; vectors are left out.
+        examples: {name: values of each sample, of shape (samples, ...)}.
     """
-    columns = {name: values.tolist() for name, values in examples.items() if values.ndim == 1}
+    columns = {name: values.tolist() for name, values in examples.items()}
     part = path.with_name(f"{path.name}.part")
     with part.open("w", encoding="utf-8") as file:
         for sample, row in enumerate(zip(*columns.values())):
@@ -25,4 +25,6 @@ def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:
 
 
 def _or_null(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_or_null(item) for item in value]
     return value if math.isfinite(value) else None

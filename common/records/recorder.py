@@ -66,7 +66,6 @@ class Recorder:
         self._peak_flops = peak_flops(gpu, plan.layout.precision)
         self.output_dir = output_dir
         self.last_metrics: dict[str, float] = {}
-        self._line: dict[str, str] = {}
         self._num_lost, self.facts = 0, facts
         self._learning_rate: float | None = None
         self._grad_norm: torch.Tensor | float | None = None
@@ -167,7 +166,7 @@ class Recorder:
             record["skipped_steps"] = state.num_skipped
         self.unrecorded = Unrecorded()
         self._write(record)
-        self._show(record, ends_line=not self.plan.evaluates(state.step))
+        self._show(record, (self.plan.num_steps - state.step) * steps.seconds / steps.num_taken)
 
     def evaluation(self, metrics: dict[str, float]) -> None:
         """Writes an evaluation record."""
@@ -203,18 +202,25 @@ class Recorder:
             numbers = {name: value for name, value in record.items() if value is not None and name != "step"}
             self.accelerator.log(numbers, step=record["step"])
 
-    def _show(self, record: dict[str, Any], ends_line: bool = True) -> None:
-        numbers = {name: _short(value) for name, value in record.items() if value is not None and name != "step"}
-        if self._bar is None:
-            self._line |= numbers
-            if ends_line and self.accelerator.is_main_process:
-                line = "  ".join(f"{name} {value}" for name, value in self._line.items())
-                print(f"step {record['step']}/{self.plan.num_steps}  {line}", flush=True)
-                self._line = {}
-        elif "train/loss" in record:
-            self._bar.set_postfix_str(f"loss {numbers['train/loss']}, {numbers['samples_per_second']} samples/s")
+    def _show(self, record: dict[str, Any], seconds_left: float | None = None) -> None:
+        """Prints an evaluation, or a training record with the time that the run still takes."""
+        if not self.accelerator.is_main_process:
+            return
+        if seconds_left is None:
+            shown = [f"{name} {_short(value)}" for name, value in record.items() if name != "step"]
         else:
-            self._bar.write(f"step {record['step']}: " + "  ".join(f"{k} {v}" for k, v in numbers.items()))
+            # What evaluations do not report are parts of it, such as the sums of a ratio; metrics.jsonl has them.
+            names = {"loss"} | {name.rpartition("/")[2] for name in self.last_metrics if name.startswith("eval/")}
+            own = {name.removeprefix("train/"): value for name, value in record.items() if name.startswith("train/")}
+            unit = "tokens" if self.tokens_per_sample else "samples"
+            shown = [f"{name} {_short(value)}" for name, value in own.items() if name in names]
+            shown += [f"learning_rate {_short(record['learning_rate'])}"]
+            shown += [f"{_short(record[f'{unit}_per_second'])} {unit}/s", f"{tqdm.format_interval(seconds_left)} left"]
+        if self._bar is not None and seconds_left is not None:
+            self._bar.set_postfix_str(", ".join(shown[:-1]))  # the bar has the time that is left
+            return
+        line = "  ".join([f"step {record['step']}/{self.plan.num_steps}", *shown])
+        print(line, flush=True) if self._bar is None else self._bar.write(line)
 
     def _say_goodbye(self) -> None:
         line = f"done in {self._wall_seconds:.1f} s: the model is in {self.output_dir.path / 'model'}"
@@ -270,4 +276,4 @@ class Recorder:
 
 
 def _short(value: float) -> str:
-    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.6g}" if value < 1e3 else f"{value:,.0f}"
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}" if value < 1e3 else f"{value:,.0f}"

@@ -1,6 +1,7 @@
 """Promise: the files of a run show what it did and how to repeat it."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,10 @@ from support.launching import execute, fork
 from support.recipes import CASES, LINEAR, MNIST
 from support.runs import ROOT, Run, refused
 
+sys.path.insert(0, str(ROOT / "tests" / "scripts"))
+from unet import Discs
+
+UNET = "tests/scripts/unet.py"
 SHORT = "--max_steps 20 --log_every 5 --eval_every 10"
 
 
@@ -180,3 +185,21 @@ def test_loop_that_is_left_by_break_records_its_last_steps(tmp_path: Path) -> No
     assert run.exit_code == 0, run.stderr
     assert run.column("step")[-1] == 5 and len(run.column("train/loss")) == 2
     assert "done in" in run.stdout and "to train longer" not in run.stdout
+
+
+def test_lines_are_short_and_a_ratio_of_sums_is_shown_as_such(tmp_path: Path) -> None:
+    flags = "--max_steps 12 --log_every 4 --eval_every 8 --save_predictions"
+    runs = [fork(tmp_path / name, config, UNET, flags) for name, config in (("one", "single"), ("two", "ddp"))]
+    lines = [line for line in runs[1].stdout.splitlines() if line.startswith("step ")]
+    assert all(len(line) <= 100 for line in lines)
+    assert re.fullmatch(r"step 4/12  loss \S+  learning_rate 0.003  \S+ samples/s  \d+:\d\d left", lines[0])
+    assert re.fullmatch(r"step 8/12  eval/loss \S+  eval/accuracy \S+  eval/iou \S+", lines[2])
+    assert re.fullmatch(r"step 12/12  loss \S+  accuracy \S+  learning_rate 0.003  \S+ samples/s  00:00 left", lines[3])
+    assert len(runs[1].column("train/overlap")) == 3  # for plots of one's own
+    one, two = ([json.loads(row) for row in (run.output_dir / "predictions.jsonl").open()] for run in runs)
+    assert len(one) == len(two) == 40
+    masks = [torch.tensor([row["found"] for row in rows]) for rows in (one, two)]
+    assert masks[0].shape == (40, 32, 32) and masks[0].dtype == torch.bool
+    assert (masks[0] != masks[1]).float().mean() < 1e-3  # rounding errors
+    samples = [Discs(40, seed=2)[index]["mask"] > 0 for index in range(40)]
+    assert (masks[1] == torch.stack(samples)).float().mean() == pytest.approx(runs[1].column("eval/accuracy")[-1])

@@ -63,14 +63,27 @@ class UNet(nn.Module):
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     logits = model(batch["image"])
     loss = F.binary_cross_entropy_with_logits(logits, batch["mask"], reduction="none").flatten(1).mean(1)
-    return {"loss": loss, "accuracy": ((logits > 0) == batch["mask"]).float().flatten(1).mean(1)}
+    found, mask = logits > 0, batch["mask"] > 0
+    return {
+        "loss": loss,
+        "accuracy": (found == mask).float().flatten(1).mean(1),
+        "overlap": (found & mask).float().flatten(1).sum(1),
+        "union": (found | mask).float().flatten(1).sum(1),
+        "found": found,
+    }
+
+
+def summarize(means: dict[str, float]) -> dict[str, float]:
+    """The intersection over union of all pixels of the set, which is no mean over pictures."""
+    iou = means["overlap"] / max(means["union"], 1e-9)
+    return {"loss": means["loss"], "accuracy": means["accuracy"], "iou": iou}
 
 
 def main(config: Config) -> None:
     accelerator = start(config)
     model = UNet()
     optimizer = torch.optim.Adam(model.parameters(), config.learning_rate)
-    fit(accelerator, model, optimizer, forward_step, Discs(256, seed=1), Discs(40, seed=2), config)
+    fit(accelerator, model, optimizer, forward_step, Discs(256, seed=1), Discs(40, seed=2), config, summarize)
 
 
 if __name__ == "__main__":
