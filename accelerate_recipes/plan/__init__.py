@@ -10,7 +10,7 @@ from accelerate_recipes.console import print_json
 from accelerate_recipes.doctor.asked import without_stages
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.plan import show
-from accelerate_recipes.plan.ask import Case, alternatives, plans, scaled
+from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scaled
 from accelerate_recipes.plan.hardware import Gpu
 
 
@@ -60,6 +60,8 @@ def plan(
     fitting = [each for each in found if each.get("fits")]
     rows = {each["config"]: scaled(each, gpu) for each in fitting} if scaling else {}
     near = alternatives(cases[0], found[0], script, flags, gpu) if is_one and not fitting else []
+    if is_one and fitting and (most := larger(cases[0], found[0], script, flags, gpu)):
+        near = [(f"--micro_batch_size {most['micro_batch_size']}", most)]
     if as_json:
         told = [{key: value for key, value in each.items() if key not in ("first", "more")} for each in found]
         fits = [{"type": text, "peak": each["peak"], "seconds": each["seconds"]} for text, each in near]
@@ -70,8 +72,8 @@ def plan(
         show.show_one(found[0], gpu)
     else:
         show.show_several(found)
-    if is_one and not fitting:
-        show.show_fitting(near)
+    if is_one and (near or not fitting):
+        show.show_fitting(near, "fits, too" if fitting else "fits with")
     show.show_scaling(rows)
     if fitting and (hours is not None or not is_one):
         each = [(one["config"], one) for one in fitting]

@@ -220,6 +220,15 @@ def alternatives(
         return found
 
 
+def larger(case: Case, plan: dict[str, Any], script: Path, flags: Sequence[str], gpu: Gpu) -> dict[str, Any] | None:
+    """The plan with the largest micro-batch that fits; None if the case's own is the largest."""
+    own = plan["micro_batch_size"] * plan["accumulation"]
+    sizes = [plan["micro_batch_size"] * 2**power for power in range(1, plan["accumulation"].bit_length())]
+    cases = [replace(case, flags={"micro_batch_size": size}) for size in sizes if own % size == 0]
+    found = plans(script, flags, cases, gpu) if cases else []
+    return next((each for each in reversed(found) if each.get("fits")), None)
+
+
 def _sharded(case: Case, plan: dict[str, Any]) -> list[tuple[str, Case]]:
     """FSDP2 on as many processes as in a plan, and on more."""
     name = "fsdp2_bf16" if plan["precision"] == "bf16" else "fsdp2"

@@ -51,10 +51,12 @@ def show_one(plan: Plan, gpu: Gpu) -> None:
             print(f"{name:<14}{value}")
 
 
-def show_fitting(near: Sequence[tuple[str, Plan]]) -> None:
-    """Prints what to type instead of a plan that does not fit."""
-    advice = "; or ".join(f"{text} ({in_bytes(plan['peak'])})" for text, plan in near)
-    print(f"{'fits with':<14}{advice or 'nothing that was tried: use more GPUs, or a smaller model'}")
+def show_fitting(near: Sequence[tuple[str, Plan]], name: str) -> None:
+    """Prints what to type instead of a plan that does not fit, or that accumulates more than it must."""
+    advice = "; or ".join(
+        f"{text} ({in_bytes(plan['peak'])}, {_seconds(plan['seconds'])} a step)" for text, plan in near
+    )
+    print(f"{name:<14}{advice or 'nothing that was tried: use more GPUs, or a smaller model'}")
 
 
 def show_several(plans: Sequence[Plan]) -> None:
