@@ -59,7 +59,6 @@ GROUPS = {
     ),
     "machine": (
         "pipeline_stages",
-        "pipeline_schedule",
         "compile",
         "deterministic",
         "tf32",

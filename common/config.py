@@ -44,7 +44,6 @@ class RunConfig:
     pipeline_stages: int = flag(
         1, "pipeline stages: processes that each hold some of the layers; several pipelines divide the batch", minimum=1
     )
-    pipeline_schedule: Literal["1f1b", "gpipe"] = flag("1f1b", "order of micro-batches; 1f1b keeps fewer activations")
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
     warmup_steps: int = flag(0, "optimizer steps over which the learning rate rises to its peak", minimum=0)
     lr_schedule: Schedule = flag(

@@ -67,7 +67,7 @@ class Pipeline(nn.Module):
         super().__init__()
         # Imported here, because the imports take a second.
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         layout, self.device = plan.layout, accelerator.device
         self.num_stages = layout.stages
@@ -87,10 +87,9 @@ class Pipeline(nn.Module):
             group["params"] = [weight for weight in group["params"] if weight in kept]
         self.stage = Stage(model, self.is_first, self.is_last)
         self.data_group = mesh.get_group("data") if layout.data_parallel_size > 1 else None
-        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[plan.config.pipeline_schedule]
         stage = PipelineStage(self.stage, self.index, self.num_stages, self.device, group=self.group)
         stage.forward_one_chunk = partial(self._forward_one, stage.forward_one_chunk)  # type: ignore[method-assign]
-        self.schedule = schedule(stage, plan.accumulation, loss_fn=self._loss, scale_grads=False)
+        self.schedule = Schedule1F1B(stage, plan.accumulation, loss_fn=self._loss, scale_grads=False)
 
     def forward(self, *args: Tensor, **named: Any) -> Tensor:
         """The losses of the model for these arguments, without a graph."""

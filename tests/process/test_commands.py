@@ -28,26 +28,30 @@ def commands_of(text: str) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith(("#", *NOT_RUN))]
 
 
-def launched_once(commands: list[str]) -> list[Any]:
-    """Returns `(command, whether it is launched)`. `make test` launches the first command of each recipe and forks the
-    others, because test_forking.py launches each config. `make test-full` launches all of them."""
-    cases: list[Any] = []
+def cases(commands: list[str], others: list[str]) -> list[Any]:
+    """Returns `(command, whether it is launched)`.
+
+    `make test` launches the first command of each recipe and forks the others, because test_forking.py launches each
+    config. Of the other pages it forks the first command of each recipe. `make test-full` launches all of them.
+    """
+    found: list[Any] = []
     seen = set()
-    for command in commands:
+    for command in dict.fromkeys([*commands, *others]):
         recipe = re.match(r"accelerate launch .*(recipes/\w+\.py)", command)
-        if recipe is None or recipe[1] not in seen:
-            cases.append((command, True))
-        else:
-            cases += [(command, False), pytest.param(command, True, marks=pytest.mark.full)]
+        is_new, is_first = recipe is None or recipe[1] not in seen, command in commands
         seen.add(recipe and recipe[1])
-    return cases
+        if is_new or is_first:
+            found.append((command, is_new and (is_first or recipe is None)))
+        if not found or found[-1] != (command, True):
+            found.append(pytest.param(command, True, marks=pytest.mark.full))
+    return found
 
 
 PAGES = {path.name: commands_of(path.read_text()) for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-FIRST = PAGES.pop("README.md") + PAGES.pop("recipes.md")
+FIRST, OF_RECIPES = PAGES.pop("README.md"), PAGES.pop("recipes.md")
 for page in ("your-model.md", "several-models.md"):  # test_your_model.py and test_two_models.py follow them
     PAGES.pop(page)
-COMMANDS = launched_once(list(dict.fromkeys(FIRST)))
+COMMANDS = cases(FIRST, OF_RECIPES)
 # Only in `make test-full`, because test_one_result.py runs their configs, too.
 COMMANDS += [pytest.param(command, True, marks=pytest.mark.full) for page in PAGES.values() for command in page]
 

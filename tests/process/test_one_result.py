@@ -96,7 +96,14 @@ def test_processes_and_accumulation_only_divide_the_batch(
 
 @pytest.mark.parametrize(
     "config",
-    ["fsdp2", "fsdp2_tensor_parallel", "hsdp", "deepspeed_zero1", "deepspeed_zero3", "deepspeed_zero3_offload"],
+    [
+        "fsdp2_tensor_parallel",
+        "deepspeed_zero3",
+        *(
+            pytest.param(config, marks=pytest.mark.full)
+            for config in ("fsdp2", "hsdp", "deepspeed_zero1", "deepspeed_zero3_offload")
+        ),
+    ],
 )
 def test_accumulation_when_sharded(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
     script, arguments = RECIPES["mnist mlp" if config in DIVIDED else "mnist cnn"]
@@ -111,8 +118,8 @@ ONE_MACHINE = "--num_machines 1 --machine_rank 0 --rdzv_backend static"
     ("config", "recipe", "options", "flags"),
     [
         *((config, recipe, "", "") for config in BF16_CONFIGS for recipe in BF16_RECIPES),
-        ("hsdp", "transformer", "", "--micro_batch_size 2"),
-        ("tensor_parallel", "transformer", "", "--micro_batch_size 8"),
+        pytest.param("hsdp", "transformer", "", "--micro_batch_size 2", marks=pytest.mark.full),
+        pytest.param("tensor_parallel", "transformer", "", "--micro_batch_size 8", marks=pytest.mark.full),
         ("fsdp2_tensor_parallel", "transformer", "", "--micro_batch_size 4"),
         pytest.param("fsdp2_sequence_parallel", "transformer", "", "--micro_batch_size 4", marks=pytest.mark.full),
         ("pipeline_parallel", "transformer", "", "--pipeline_stages 2"),

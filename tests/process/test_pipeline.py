@@ -19,7 +19,7 @@ FOUR_LAYERS = f"{ARGUMENTS} --num_layers 4"
 @pytest.mark.parametrize(
     ("arguments", "flags", "num_processes", "expected"),
     [
-        (ARGUMENTS, "--pipeline_stages 2 --pipeline_schedule gpipe", 4, "DDP 2 × pipeline of 2 stages"),
+        (ARGUMENTS, "--pipeline_stages 2", 4, "DDP 2 × pipeline of 2 stages"),
         (FOUR_LAYERS, "--pipeline_stages 3 --micro_batch_size 2", 3, "pipeline of 3 stages"),
         pytest.param(ARGUMENTS, "--pipeline_stages 2 --compile", 2, "pipeline of 2 stages", marks=pytest.mark.full),
     ],

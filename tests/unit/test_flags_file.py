@@ -32,12 +32,12 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
         "profile: false\n"
         "micro_batch_size: null\n"
         "eval_every:\n"
-        "pipeline_schedule: '1f1b'\n",
+        "export_dtype: 'float32'\n",
     )
     assert (config.batch_size, config.max_steps, config.learning_rate, config.lr_schedule) == (128, 20, 1e-3, "cosine")
     assert (config.data, config.output_dir) == ("007", Path("some where"))
     assert (config.compile, config.tf32, config.profile) == (True, True, False)
-    assert (config.micro_batch_size, config.eval_every, config.pipeline_schedule) == (None, None, "1f1b")
+    assert (config.micro_batch_size, config.eval_every, config.export_dtype) == (None, None, "float32")
 
 
 def test_command_line_wins(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from support.runs import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory
 
-OFTEN = [("ddp", 2), ("fsdp2", 2)]
+OFTEN = [("fsdp2", 2)]
 
 
 def tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -86,7 +86,7 @@ def test_a_plan_that_does_not_fit_names_what_does(
             "recipes/mnist.py --config ddp --num_processes 7",
             "--batch_size 64 is not divisible by 7 data-parallel ranks",
         ),
-        ("recipes/mnist.py --config tensor_parallel", "ConvNet has no tp_plan"),
+        pytest.param("recipes/mnist.py --config tensor_parallel", "ConvNet has no tp_plan", marks=pytest.mark.full),
         (
             "recipes/mnist.py --config ddp --num_processes 3 --num_machines 2",
             "3 processes do not divide into 2 machines",
@@ -95,7 +95,7 @@ def test_a_plan_that_does_not_fit_names_what_does(
         ("recipes/mnist.py --hardware none.json", "none.json: "),
         ("recipes/mnist.py --config ddp --set bf16", "--set bf16: type KEY=VALUE"),
         ("recipes/nothing.py", "recipes/nothing.py: no such recipe"),
-        ("recipes/mnist.py --config ddp -- --epoch 3", "--epoch"),
+        pytest.param("recipes/mnist.py --config ddp -- --epoch 3", "--epoch", marks=pytest.mark.full),
     ],
 )
 def test_mistakes_get_one_line(
