@@ -42,10 +42,7 @@ def at_fit(
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", __spec__.name, function, "meta" * on_meta, str(result)]
         command += [str(script or ""), *flags, "--output_dir", str(Path(folder) / "run")]
-        around = environment(script) | (variables or {})
-        # Weights without values are for a process that forks, and the children of one with threads wait for them.
-        around |= {"OMP_NUM_THREADS": "1"} if on_meta else {}
-        run = subprocess.run(command, env=around, capture_output=True, text=True)
+        run = subprocess.run(command, env=environment(script) | (variables or {}), capture_output=True, text=True)
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
             raise UsageError(f"{script or 'the loop'} does not get to its call of fit: {lines[-1]}")
@@ -82,9 +79,9 @@ def _main(function: str, weights: str, result: str, script: str, *flags: str) ->
     vars(common)["fit"] = vars(loop)["fit"] = answer
     vars(common)["start"] = start
     sys.argv = [script, *flags]
-    from accelerate_recipes.plan.fakes import weights_on_meta  # here, because it imports torch
-
     if weights:
+        from accelerate_recipes.plan.fakes import weights_on_meta  # here, because it imports torch
+
         building.enter_context(weights_on_meta())
     runpy.run_path(script, run_name="__main__")
 

@@ -111,7 +111,8 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
         for case, (path, _) in zip(cases, written):
             question = {"config": str(path), "stages": case.stages, "flags": case.flags, "gpu": asdict(gpu)}
             questions += [question, *([question | {"last": True}] if case.stages > 1 else [])]
-        answers = _at_fit(script, flags, {QUESTION: json.dumps(questions)})
+        # dry.py forks, and the children of a process with threads would wait for these.
+        answers = _at_fit(script, flags, {QUESTION: json.dumps(questions), "OMP_NUM_THREADS": "1"})
     ends = [[answers.pop(0) for _ in range(1 + (case.stages > 1))] for case in cases]
     return [
         _plan(of_case, gpu) | {"config": case.config.stem, "settings": sizes}

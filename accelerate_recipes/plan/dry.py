@@ -84,7 +84,13 @@ def _measured(
     train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
     plan = Plan.of(config, layout, len(train_set), keywords.get("schedule"), keywords.get("sampler"))
     run = DryRun(plan, forward_step, keywords.get("batch_loss"), Gpu(**question["gpu"]), question.get("last", False))
-    return _facts(plan, layout, keywords) | run.measured(model, optimizer, train_set)
+    offloads = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    answer = run.measured(model, optimizer, train_set)
+    if offloads:  # to the CPU's memory: a GPU holds what is gathered
+        parts = {name: answer[name] for name in ("weights", "gradients", "optimizer")}
+        answer |= dict.fromkeys(parts, 0)
+        answer["peak"] = max(answer["peak"] - sum(parts.values()), answer["forward"])
+    return _facts(plan, layout, keywords) | answer
 
 
 def _facts(plan: Any, layout: Any, keywords: dict[str, Any]) -> dict[str, Any]:

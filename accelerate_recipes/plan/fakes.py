@@ -74,6 +74,7 @@ def processes(number: int, rank: int) -> Iterator[None]:
             (_fsdp_param, "_chunk_with_empty", _Chunks),
             (nn.parallel, "DistributedDataParallel", Replica),
             (nn.Module, "to", lambda module, *_, **__: module),
+            (Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
         ):
             stack.enter_context(patched(owner, name, value))
         if masks := sys.modules.get("transformers.masking_utils"):  # it takes tensors without data for tracing
