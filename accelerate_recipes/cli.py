@@ -151,7 +151,7 @@ def plan(
         list[str] | None, typer.Option("--set", help="KEY=VALUE for the config, such as mixed_precision=bf16")
     ] = None,
     gpu: Annotated[str, typer.Option(help="a name in hardware.json: h100, h200, a100, ...")] = "h100",
-    memory: Annotated[float | None, typer.Option(help="memory of a GPU in GB (default: the GPU's)", min=1)] = None,
+    memory: Annotated[float | None, typer.Option(help="memory of a GPU in GB (default: the GPU's)")] = None,
     hardware: Annotated[Path | None, typer.Option(help="JSON file with the rates of your machines")] = None,
     scaling: Annotated[bool, typer.Option("--scaling", help="also with more GPUs, up to 8,192")] = False,
     hours: Annotated[float | None, typer.Option(help="name the cheapest that ends in so many hours")] = None,

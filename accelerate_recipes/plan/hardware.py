@@ -70,7 +70,7 @@ def read(name: str, memory_gb: float | None = None, table: Path | None = None) -
         table: a JSON file in the form of hardware.json; None: that file.
 
     Raises:
-        UsageError: no such GPU or file.
+        UsageError: no such GPU or file, or too little memory.
     """
     try:
         content: dict[str, Any] = json.loads((table or TABLE).read_text(encoding="utf-8"))
@@ -84,4 +84,6 @@ def read(name: str, memory_gb: float | None = None, table: Path | None = None) -
         gpu = Gpu(name=name, **rates, **shares)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--hardware {table}: {error}: copy the form of {TABLE}") from None
+    if memory_gb is not None and memory_gb <= gpu.reserved_gb:
+        raise UsageError(f"--memory {memory_gb:g}: {gpu.reserved_gb:g} GB of a GPU are not for tensors: type more")
     return gpu if memory_gb is None else replace(gpu, memory_gb=memory_gb)

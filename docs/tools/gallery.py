@@ -56,8 +56,8 @@ def printed(folder: Path) -> str:
     """What a run prints, without most of its steps, as a block of Markdown."""
     lines = (folder / PRINTED).read_text().replace("outputs/gallery/", "outputs/").strip().splitlines()
     steps = [number for number, line in enumerate(lines) if line.startswith("step ")]
-    if len(steps) > 4:
-        lines[steps[2] : steps[-1]] = ["…"]
+    if len(steps) > 5:
+        lines[steps[2] : steps[-2]] = ["…"]
     if len(lines) > LONGEST:
         lines[LONGEST // 2 : -LONGEST // 2] = ["…"]
     rows = [row for line in lines for row in wrap(line, WIDEST, subsequent_indent="    ") or [""]]
