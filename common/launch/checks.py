@@ -76,6 +76,12 @@ def check_flags_of_the_loop(layout: Layout, config: RunConfig) -> None:
         )
 
 
+def check_precision(layout: Layout, config: RunConfig) -> None:
+    """A precision of which nothing is tested."""
+    if layout.precision not in ("float32", "bf16", "fp16"):
+        raise UsageError(f"mixed_precision: {layout.precision} is not supported: type mixed_precision: bf16 there")
+
+
 def check_fsdp(layout: Layout, config: RunConfig) -> None:
     """FSDP1, or weights to move from a GPU that is not there."""
     if not is_true("ACCELERATE_USE_FSDP"):
@@ -212,6 +218,7 @@ CHECKS = (
     check_launcher,
     check_device,
     check_flags_of_the_loop,
+    check_precision,
     check_fsdp,
     check_mesh,
     check_stages,

@@ -217,7 +217,7 @@ class Recorder:
             shown += [f"learning_rate {_short(record['learning_rate'])}"]
             shown += [f"{_short(record[f'{unit}_per_second'])} {unit}/s", f"{tqdm.format_interval(seconds_left)} left"]
         if self._bar is not None and seconds_left is not None:
-            self._bar.set_postfix_str(", ".join(shown[:-1]))  # the bar has the time that is left
+            self._bar.set_postfix_str(f"{shown[0]}, {shown[-2]}")  # the bar has the time that is left
             return
         line = "  ".join([f"step {record['step']}/{self.plan.num_steps}", *shown])
         print(line, flush=True) if self._bar is None else self._bar.write(line)

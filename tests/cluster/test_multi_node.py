@@ -296,6 +296,7 @@ def test_link_that_is_cut_ends_both_sides_and_a_restart_resumes(
     assert_equal_to_the_last_bit(again[0], made_once("ddp", DISTURBED, arguments))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (Debian: apt-get install openmpi-bin)")
 def test_mpirun_starts_a_launcher_on_each_machine(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
     """Starts both on this machine, because mpirun needs ssh to reach other machines."""
@@ -353,7 +354,8 @@ def test_one_command_trains_on_all_hosts(
 
 
 @pytest.mark.parametrize(
-    ("fault", "exit_code"), [pytest.param("none", 75, marks=pytest.mark.full), ("kill", 1), ("lost", 75)]
+    ("fault", "exit_code"),
+    [*(pytest.param(*case, marks=pytest.mark.full) for case in (("none", 75), ("kill", 1))), ("lost", 75)],
 )
 def test_all_hosts_end_where_one_does(tmp_path: Path, hosts: Hosts, ssh: str, fault: str, exit_code: int) -> None:
     output_dir = tmp_path / "run"

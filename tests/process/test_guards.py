@@ -250,6 +250,12 @@ def test_fp16_that_does_not_work(tmp_path: Path, config: str, expected: str) -> 
     assert expected in refused(run)
 
 
+def test_precision_that_is_not_tested(tmp_path: Path) -> None:
+    env = {"ACCELERATE_MIXED_PRECISION": "fp8"}  # the launcher refuses it, unless a package for it is installed
+    run = execute([sys.executable, MNIST, "--output_dir", str(tmp_path / "run")], ROOT, tmp_path / "run", env)
+    assert refused(run) == "error: mixed_precision: fp8 is not supported: type mixed_precision: bf16 there"
+
+
 def test_batch_norm_is_pointed_out(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MISFIT, "--case batch_norm --max_steps 2")
     assert run.stdout.count("changes 2.running_mean, as BatchNorm does, and sees 32 of 64 samples at a time") == 1

@@ -69,6 +69,7 @@ def test_a_thousand_processes_and_more(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert rows[1]["seconds"] > rows[0]["seconds"] and rows[1]["efficiency"] < 1
 
 
+@pytest.mark.full
 def test_a_plan_that_does_not_fit_names_what_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

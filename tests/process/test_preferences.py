@@ -60,7 +60,8 @@ def test_adapters_and_losses(tmp_path: Path, reference: Callable[..., Run], base
         assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("config", ["fsdp2", pytest.param("pipeline_parallel", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("config", ["fsdp2", "pipeline_parallel"])
 def test_resumed_run_is_the_same(tmp_path: Path, config: str) -> None:
     flags = f"{SHORT} --save_every 3 --keep_checkpoints 9{FLAGS.get(config, '')}"
     whole = fork(tmp_path / "run", config, PREFERENCES, flags)

@@ -52,7 +52,7 @@ def test_introductory_example_prints_one_line_an_epoch(tmp_path: Path) -> None:
     arguments = "--data synthetic --num_samples 100 --num_features 10 --batch_size 100 --epochs 5 --log_every 1"
     arguments += " --learning_rate 0.01 --momentum 0 --lr_schedule constant"
     run = fork(tmp_path / "run", "ddp", LINEAR, arguments)
-    assert len(re.findall(r"^step [1-5]/5 ", run.stdout, re.MULTILINE)) == 5
+    assert len(re.findall(r"^step [1-5]/5  loss ", run.stdout, re.MULTILINE)) == 5
     assert run.column("epoch") == [1, 2, 3, 4, 5]
     # Gradient descent by hand on the weights 1 to 10 and the bias 1, in float64.
     table = make_linear(100, 10)
