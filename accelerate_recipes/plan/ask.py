@@ -44,7 +44,7 @@ class Case:
 
     def written(self, folder: Path) -> tuple[Path, dict[str, Any]]:
         """(a config file for this case, what it has other than the file given, beside the number of processes)."""
-        content: dict[str, Any] = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        content = _mapping(self.config)
         number = self.num_processes or content.get("num_processes") or 1
         machines = self.num_machines or content.get("num_machines") or 1
         if number % machines:
@@ -60,6 +60,17 @@ class Case:
         path = Path(tempfile.mkdtemp(dir=folder)) / self.config.name
         path.write_text(yaml.safe_dump(content), encoding="utf-8")
         return path, sizes
+
+
+def _mapping(config: Path) -> dict[str, Any]:
+    """The content of a config file. Raises UsageError for another file."""
+    try:
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        content = None
+    if not isinstance(content, dict):
+        raise UsageError(f"{config} is no config file of Accelerate: type the path of one, or a name such as ddp")
+    return content
 
 
 def _sizes(asked: dict[str, Any], settings: dict[str, Any], number: int, machines: int) -> dict[str, int]:
