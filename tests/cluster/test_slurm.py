@@ -170,6 +170,7 @@ def test_job_is_stopped_and_goes_on_by_itself(tmp_path: Path, cluster: Cluster, 
     assert_equal_to_the_last_bit(run, made_once("ddp", DISTURBED, ARGUMENTS))
 
 
+@pytest.mark.full
 def test_srun_starts_a_launcher_on_each_node(
     tmp_path: Path, cluster: Cluster, undisturbed: Callable[[str, str], Run]
 ) -> None:

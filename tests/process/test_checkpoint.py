@@ -143,8 +143,8 @@ RELAYS = {
 @pytest.mark.parametrize(
     ("relay", "others"),
     [
-        ("mnist mlp", "--ema_decay 0.9"),
         ("transformer", ""),
+        pytest.param("mnist mlp", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("text classification", "", marks=pytest.mark.full),
         pytest.param("embeddings", "", marks=pytest.mark.full),
         pytest.param("finetune", "", marks=pytest.mark.full),

@@ -48,10 +48,9 @@ def test_reference_is_kept(tmp_path: Path, base: Path, pairs: Path) -> None:
     assert first.column("train/reward_accuracy")[0] == first.column("train/reward_margin")[0] == 0
 
 
-@pytest.mark.parametrize(
-    "config", ["fsdp2", *(pytest.param(one, marks=pytest.mark.full) for one in ("deepspeed_zero3", "tensor_parallel"))]
-)
-@pytest.mark.parametrize("kind", ["dpo_norm", pytest.param("ipo", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("config", ["fsdp2", "deepspeed_zero3", "tensor_parallel"])
+@pytest.mark.parametrize("kind", ["dpo_norm", "ipo"])
 def test_adapters_and_losses(tmp_path: Path, reference: Callable[..., Run], base: Path, config: str, kind: str) -> None:
     flags = f"{SHORT} --loss {kind} --model_name_or_path {base} --lora_rank 4 --learning_rate 1e-2"
     expected = reference(PREFERENCES, flags)
