@@ -154,6 +154,7 @@ def plan(
     memory: Annotated[float | None, typer.Option(help="memory of a GPU in GB (default: the GPU's)")] = None,
     hardware: Annotated[Path | None, typer.Option(help="JSON file with the rates of your machines")] = None,
     scaling: Annotated[bool, typer.Option("--scaling", help="also with more GPUs, up to 8,192")] = False,
+    plot: Annotated[Path | None, typer.Option(help="with --scaling: an HTML page with the curves")] = None,
     hours: Annotated[float | None, typer.Option(help="name the cheapest that ends in so many hours")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -165,7 +166,7 @@ def plan(
     from accelerate_recipes.plan.hardware import read
 
     where = config or [], num_processes, num_machines, settings or [], read(gpu, memory, hardware)
-    sys.exit(plan(recipe, flags or [], *where, scaling, hours, as_json))
+    sys.exit(plan(recipe, flags or [], *where, scaling, hours, plot, as_json))
 
 
 @app.command()

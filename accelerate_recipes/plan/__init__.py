@@ -9,7 +9,7 @@ from accelerate_recipes.catalog import find_config, find_recipe
 from accelerate_recipes.console import print_json
 from accelerate_recipes.doctor.asked import without_stages
 from accelerate_recipes.errors import UsageError
-from accelerate_recipes.plan import show
+from accelerate_recipes.plan import plot, show
 from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scaled
 from accelerate_recipes.plan.hardware import Gpu
 
@@ -24,6 +24,7 @@ def plan(
     gpu: Gpu,
     scaling: bool,
     hours: float | None,
+    page: Path | None,
     as_json: bool,
 ) -> int:
     """Prints a plan for one config, or a table for several.
@@ -37,14 +38,16 @@ def plan(
         gpu: to plan for.
         scaling: also with more GPUs.
         hours: the most that the run may take; the cheapest row is named.
+        page: for a plot of the scaling.
         as_json: print JSON, and nothing else.
 
     Returns:
         The exit code: 1 if no config fits, else 0.
 
     Raises:
-        UsageError: no such recipe or config, or the only config is refused.
+        UsageError: no such recipe or config, the only config is refused, or no plot can be written.
     """
+    plot.check(page, scaling)
     script = script if script.is_file() else find_recipe(str(script))
     flags, stages = without_stages(flags)
     changes = dict(_setting(text) for text in settings)
@@ -75,6 +78,8 @@ def plan(
     if is_one and (near or not fitting):
         show.show_fitting(near, "fits, too" if fitting else "fits with")
     show.show_scaling(rows)
+    if page is not None:
+        plot.write(page, rows, script.stem)
     if fitting and (hours is not None or not is_one):
         each = [(one["config"], one) for one in fitting]
         show.show_cheapest([*each, *((config, row) for config, steps in rows.items() for row in steps)], hours)

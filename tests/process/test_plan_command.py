@@ -94,6 +94,7 @@ def test_a_plan_that_does_not_fit_names_what_does(
         ),
         ("recipes/mnist.py --gpu h1000", "--gpu h1000: type one of b200, h200, h100"),
         ("recipes/mnist.py --config pyproject.toml", "pyproject.toml is no config file of Accelerate"),
+        ("recipes/mnist.py --plot plan.html", "--plot draws scaling curves: type --scaling, too"),
         ("recipes/mnist.py --memory 1", "--memory 1: 2.5 GB of a GPU are not for tensors: type more"),
         ("recipes/mnist.py --hardware none.json", "none.json: "),
         ("recipes/mnist.py --config ddp --set bf16", "--set bf16: type KEY=VALUE"),
@@ -117,4 +118,6 @@ def test_a_recipe_of_ones_own_that_looks_at_its_weights(tmp_path: Path, monkeypa
     script.write_text(
         text.replace("    fit(", "    assert model.weight.sum().item() == model.weight.sum().item()\n    fit(")
     )
-    assert tool(monkeypatch, str(script), "--config", "ddp", "--json") == 0
+    page = tmp_path / "plan.html"
+    assert tool(monkeypatch, str(script), "--config", "ddp", "--scaling", "--plot", str(page)) == 0
+    assert '"name":"ddp"' in page.read_text()
