@@ -154,13 +154,12 @@ def _timed(answer: dict[str, Any], gpu: Gpu) -> dict[str, Any]:
     per_machine = answer["num_processes"] // answer["num_machines"]
     seconds, waits = seconds_of_step(answer, gpu)
     sent, more = num_sent(answer["first"], per_machine), num_sent(answer["more"], per_machine)
-    passes = 0 if answer["is_whole"] else answer["accumulation"] - 1
     return (
         answer
         | {
             "seconds": seconds,
             "waits": waits,
-            "sent": {where: sent[where] + passes * (more[where] - sent[where]) for where in sent},
+            "sent": {where: sent[where] + answer["passes"] * (more[where] - sent[where]) for where in sent},
             "fits": answer["peak"] <= gpu.usable,
         }
         | rates(answer, seconds, answer["num_processes"], gpu)
@@ -174,8 +173,7 @@ def seconds_of_step(answer: dict[str, Any], gpu: Gpu, num_processes: int | None 
     if wanted > before and answer["num_machines"] == 1:
         per_machine = max(per_machine, PER_MACHINE)
     times = [step_seconds(grown(answer[name], before, wanted), gpu, per_machine) for name in ("first", "more")]
-    passes = 0 if answer["is_whole"] else answer["accumulation"] - 1
-    seconds, waits = (first + passes * (more - first) for first, more in zip(*times))
+    seconds, waits = (first + answer["passes"] * (more - first) for first, more in zip(*times))
     # Stages wait for the first and the last micro-batch: the bubble.
     bubble = 1 + (answer["stages"] - 1) / answer["accumulation"] if answer["stages"] > 1 else 1
     return seconds * bubble, waits + seconds * (bubble - 1)

@@ -70,6 +70,7 @@ def _measured(
     **keywords: Any,
 ) -> dict[str, Any]:
     from common.data.batches import checked_datasets
+    from common.environment import is_true
     from common.layout import Layout
     from common.plan import Plan
 
@@ -84,7 +85,7 @@ def _measured(
     train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
     plan = Plan.of(config, layout, len(train_set), keywords.get("schedule"), keywords.get("sampler"))
     run = DryRun(plan, forward_step, keywords.get("batch_loss"), Gpu(**question["gpu"]), question.get("last", False))
-    offloads = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    offloads = is_true("FSDP_OFFLOAD_PARAMS")
     answer = run.measured(model, optimizer, train_set)
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
         parts = {name: answer[name] for name in ("weights", "gradients", "optimizer")}

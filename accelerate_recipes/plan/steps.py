@@ -117,6 +117,7 @@ class DryRun:
         more, peak, more_flops = (
             tracker.noted(lambda: engine.step(2, batches, False)) if len(one) < len(batches) else (first, peak, flops)
         )
+        passes = plan.accumulation - len(one)  # of a step, beside those of `first`; each does what `more` adds to it
         held, forward = tracker.held, 0
         if plan.layout.stages == 1:
             values = tracker.noted(lambda: engine.forward_step(engine.model, batches[0]))
@@ -131,8 +132,8 @@ class DryRun:
             "peak": peak,
             "first": first,
             "more": more,
-            "flops": flops + (plan.accumulation - len(one)) * (more_flops - flops),
-            "is_whole": self._needs_all,
+            "flops": flops + passes * (more_flops - flops),
+            "passes": passes,
         }
 
 

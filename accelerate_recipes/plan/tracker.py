@@ -127,9 +127,8 @@ class Tracker(TorchDispatchMode):
         if packet in (ATTENTION, ATTENTION_BACKWARD):  # torch does not count those of the CPU
             is_backward = packet is ATTENTION_BACKWARD
             query, key = args[1:3] if is_backward else args[:2]
-            causal = kwargs.get(
-                "is_causal", args[7 if is_backward else 4] if len(args) > (7 if is_backward else 4) else 0
-            )
+            place = 7 if is_backward else 4
+            causal = kwargs.get("is_causal", len(args) > place and args[place])
             batch, heads, length, width = query.shape
             forward = 4.0 * batch * heads * length * key.shape[2] * width * (0.5 if causal else 1)
             return forward * 2.5 if is_backward else forward

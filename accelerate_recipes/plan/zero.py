@@ -37,12 +37,12 @@ def divided(one: dict[str, Any]) -> dict[str, Any]:
         "gradients": gradients,
         "optimizer": state,
         "peak": weights + state + buffers,
-        "first": _sent(one["first"], stage, values, width, number, reduces=True),
-        "more": _sent(one["more"], stage, values, width, number, reduces=True),
+        "first": _sent(one["first"], stage, values, width, number),
+        "more": _sent(one["more"], stage, values, width, number),
     }
 
 
-def _sent(events: list[Any], stage: int, values: int, width: int, number: int, reduces: bool) -> list[Any]:
+def _sent(events: list[Any], stage: int, values: int, width: int, number: int) -> list[Any]:
     """The events of a step, with ZeRO's collectives: 2 Ψ values for stages 1 and 2, 3 Ψ for stage 3."""
     group, seconds = [0, number, 1], sum(event[1] for event in events if event[0] == "compute")
     if stage < 3:

@@ -92,33 +92,24 @@ def change(**entries: object) -> Callable[[Path], None]:
     [
         (TRANSFORMER, "model.safetensors", cut_off, "no causal model there (Error while deserializing header"),
         (FINETUNE, "config.json", lambda path: path.write_text("{"), "is not a valid JSON file"),
-        pytest.param(
-            TRANSFORMER,
-            "config.json",
-            change(model_type="nothing"),
-            "no causal model there (The checkpoint you are try",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            FINETUNE,
-            "config.json",
-            change(hidden_size=96),
-            "weights do not fit config.json, such as model.",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            CLASSIFICATION,
-            "model.safetensors",
-            cut_off,
-            "no encoder there (Error while deserializing header",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            CLASSIFICATION,
-            "config.json",
-            change(hidden_size=96),
-            "weights do not fit config.json, such as bert.",
-            marks=pytest.mark.full,
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (
+                    TRANSFORMER,
+                    "config.json",
+                    change(model_type="nothing"),
+                    "no causal model there (The checkpoint you are try",
+                ),
+                (FINETUNE, "config.json", change(hidden_size=96), "weights do not fit config.json, such as model."),
+                (CLASSIFICATION, "model.safetensors", cut_off, "no encoder there (Error while deserializing header"),
+                (
+                    CLASSIFICATION,
+                    "config.json",
+                    change(hidden_size=96),
+                    "weights do not fit config.json, such as bert.",
+                ),
+            )
         ),
     ],
 )
