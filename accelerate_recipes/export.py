@@ -85,13 +85,13 @@ def _opened(checkpoint: Path) -> "Reader":
 
 
 def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
-    """Writes the model. Returns the folder of its small files, which an older checkpoint lacks."""
+    """Writes the model. Returns the folder of its small files, which may be missing."""
     import torch
 
     from common.checkpoint.export import replaced, write_weights
     from common.checkpoint.format import MODEL_FILES
 
-    wanted = reader.content.get("export_dtype") if dtype == "auto" else dtype
+    wanted = reader.content["export_dtype"] if dtype == "auto" else dtype
     files, base = reader.folder.resolve().parent / MODEL_FILES, reader.content["identity"].get("base")
     adapter: Any = None
     if base is not None:

@@ -1,21 +1,17 @@
-"""The command line of a recipe: its flags, and a file of flags, which may be the run card of an earlier run."""
+"""The command line of a recipe: its flags."""
 
 import argparse
 import dataclasses
 import difflib
-import json
 import os
 import sys
 import types
 import typing
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
-from .config import RunConfig, check_value, declaration, script_name
+from .config import RunConfig, declaration, script_name
 from .errors import UsageError
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
@@ -34,10 +30,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
         UsageError: an unknown flag, or a value of the wrong type or out of range.
         SystemExit: with code 0 after `--help`.
     """
-    parser = _Parser(config_class)
-    given = parser.parse(sys.argv[1:] if arguments is None else arguments)
-    in_file = parser.parse_file(given["flags"]) if given.get("flags") else {}
-    config = config_class(**(in_file | given))
+    config = config_class(**_Parser(config_class).parse(sys.argv[1:] if arguments is None else arguments))
     config.validate()
     return config
 
@@ -50,21 +43,11 @@ GROUPS = {
         *("weight_decay", "max_grad_norm", "ema_decay", "early_stopping_patience", "seed"),
     ),
     "saving": (
-        *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save", "stop_on_save_error"),
+        *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save"),
         *("resume_from_checkpoint", "metric_for_best_model", "export_dtype"),
     ),
-    "records": (
-        *("log_every", "eval_every", "evaluate_only", "save_predictions"),
-        *("report_to", "profile", "flags"),
-    ),
-    "machine": (
-        "pipeline_stages",
-        "compile",
-        "deterministic",
-        "tf32",
-        "check_steps",
-        "hang_timeout",
-    ),
+    "records": ("log_every", "eval_every", "evaluate_only", "save_predictions", "report_to"),
+    "machine": ("pipeline_stages", "compile", "deterministic", "tf32", "check_steps", "hang_timeout"),
 }
 OF_THE_LAUNCHER = [
     "--config_file",
@@ -75,33 +58,6 @@ OF_THE_LAUNCHER = [
     "--num_machines",
     "--num_processes",
 ]
-# Entries of a run card that `--flags` leaves out: they belong to one run and do not change what it computes. Older run
-# cards have "repeat".
-NOT_REPEATED = (
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only"),
-    *("repeat", "flags"),
-)
-
-
-def _entries(path: str) -> list[tuple[str, yaml.Node]]:
-    """(key, value) of each flag in a YAML file, or in a run card, whose JSON is YAML, too. Raises UsageError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        with suppress(ValueError):  # JSON's escapes of an emoji are not YAML's
-            text = json.dumps(json.loads(text), ensure_ascii=False)
-        root = yaml.compose(text, yaml.SafeLoader)
-    except OSError as error:
-        raise UsageError(f"cannot be read ({error.strerror}): type the path of a YAML file") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" in line {mark.line + 1}" if mark else ""
-        raise UsageError(f"no YAML{place}: expected one flag a line, such as batch_size: 128") from None
-    if not isinstance(root, yaml.MappingNode) or not all(isinstance(key, yaml.ScalarNode) for key, _ in root.value):
-        raise UsageError("expected one flag a line, such as batch_size: 128")
-    entries = {key.value: value for key, value in root.value}
-    if isinstance(config := entries.get("config"), yaml.MappingNode):
-        return [(key.value, value) for key, value in config.value if key.value not in NOT_REPEATED]
-    return [(key.value, value) for key, value in root.value]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,39 +90,6 @@ class _Parser(argparse.ArgumentParser):
                 self.print_help()
             raise SystemExit(0)
         return vars(values)
-
-    def parse_file(self, path: str) -> dict[str, Any]:
-        """The flags in a file. Raises UsageError with the name of the file."""
-        words: dict[str, str] = {}
-        try:
-            for key, node in _entries(path):
-                name = key.replace("-", "_")
-                if name in words:
-                    raise UsageError(f"{name} is in the file twice: remove one")
-                words[name] = self._word(name, node)
-            values = self.parse([word for word in words.values() if word])
-            for name, value in values.items():
-                check_value(self.config_class, name, value)
-        except UsageError as error:
-            raise UsageError(f"--flags {path}: {error}") from None
-        return values
-
-    def _word(self, name: str, node: yaml.Node) -> str:
-        """An entry of a YAML file as on the command line. The text is the file's: YAML would read 1e-3 as text and 010
-        as 8. Empty for null."""
-        if name in ("flags", "help"):
-            self.error(f"--{name} belongs on the command line")
-        if name not in {field.name for field in dataclasses.fields(self.config_class)}:
-            self._refuse(f"--{name}")
-        if not isinstance(node, yaml.ScalarNode):
-            self.error(f"--{name}: expected one value, got a list or a mapping")
-        if node.tag == "tag:yaml.org,2002:null":
-            return ""
-        if declaration(self.config_class, name)[0] is not bool:
-            return f"--{name}={node.value}"
-        if node.tag != "tag:yaml.org,2002:bool":
-            self.error(f"--{name}: expected true or false, got '{node.value}'")
-        return f"--{name}" if yaml.SafeLoader.bool_values[node.value.lower()] else f"--no_{name}"
 
     def _refuse(self, word: str) -> typing.NoReturn:
         """Raises UsageError for a word that is no flag."""

@@ -65,7 +65,6 @@ class RunConfig:
     async_save: bool = flag(
         False, "write checkpoints during the next steps; training waits only for a copy into CPU memory"
     )
-    stop_on_save_error: bool = flag(False, "end the run if a checkpoint cannot be written")
     resume_from_checkpoint: str | None = flag(
         None, "'latest' (the newest in output_dir; a fresh start if there is none) or the path of a checkpoint"
     )
@@ -101,12 +100,6 @@ class RunConfig:
     compile: bool = flag(False, "compile the model with torch.compile: slower start, faster steps")
     deterministic: bool = flag(False, "use only deterministic kernels: slower, the same bits in each run on a GPU")
     tf32: bool = flag(False, "let GPUs round the inputs of float32 matrix products to 10 bits: faster, less exact")
-    profile: bool = flag(False, "trace 3 steps with torch's profiler, to <output_dir>/profile/")
-    flags: str | None = flag(
-        None,
-        "YAML file of flags, one a line (batch_size: 128), or the run card (run.json) of a run to repeat; flags given "
-        "here override them",
-    )
 
     def __post_init__(self) -> None:
         self.output_dir = Path(self.output_dir or f"outputs/{script_name()}")

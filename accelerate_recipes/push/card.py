@@ -35,7 +35,7 @@ def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
         _usage(model, name),
         "## Command",
         f"```bash\n{card.get('launch_command', card['command'])}\n```",
-        "All flags of the run, for `--flags`:",
+        "All flags of the run:",
         f"```yaml\n{_flags(config)}```",
         "## How it ran",
         _how_it_ran(card),

@@ -108,13 +108,9 @@ def _commands(runs: Sequence[Run]) -> str:
         if command is None:
             parts.append(f"<p>{escape(run.name)}: the run card does not say how the run was started.</p>")
             continue
-        parts.append(f"<p>{escape(run.name)}, which was started as <code>{escape(str(run.card['command']))}</code></p>")
+        parts.append(f"<p>{escape(run.name)}</p>")
         parts.append(f"<pre>{escape(command)}</pre>")
-    text = (
-        '<p class="muted">The run card does not name the file of the config: the command has the one of this project '
-        "for the same parallelism and precision. If the run had another one, put that in its place.</p>"
-    )
-    return _section("Repeat a run", "\n".join(parts) + text)
+    return _section("Repeat a run", "\n".join(parts))
 
 
 def _settings(runs: Sequence[Run]) -> str:

@@ -6,16 +6,12 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate_recipes import bundle
-from accelerate_recipes.report.runs import CARD, Curve, Run
+from accelerate_recipes.report.runs import Curve, Run
 
 # As --metric_for_best_model has it.
 LOWER_IS_BETTER = ("loss", "perplexity", "error")
-# Flags that belong to one run and do not change what it computes. `--flags run.json` leaves them out, too.
-NOT_COMPARED = (
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only"),
-    *("repeat", "flags"),
-)
+# Flags that belong to one run and do not change what it computes.
+NOT_COMPARED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only")
 _FACTS = {
     "parallelism": "parallelism",
     "precision": "precision",
@@ -25,22 +21,6 @@ _FACTS = {
     "gradient_accumulation_steps": "forward passes per optimizer step",
     "num_steps": "planned optimizer steps",
     "git_commit": "git commit",
-}
-# The project's config for what the run card says. For other sizes of HSDP and tensor parallelism there is none.
-_CONFIG_OF = {
-    "no parallelism": "single",
-    "DDP": "ddp",
-    "FSDP2": "fsdp2",
-    "HSDP 2 × 2": "hsdp",
-    "TP 2": "tensor_parallel",
-    "FSDP2 2 × TP 2": "fsdp2_tensor_parallel",
-    "2 × FSDP2 2 × TP 2": "hsdp_tensor_parallel",
-    "SP 2": "sequence_parallel",
-    "FSDP2 × SP 2": "fsdp2_sequence_parallel",
-    "DeepSpeed ZeRO-1": "deepspeed_zero1",
-    "DeepSpeed ZeRO-2": "deepspeed_zero2",
-    "DeepSpeed ZeRO-3": "deepspeed_zero3",
-    "DeepSpeed ZeRO-3 with CPU offload": "deepspeed_zero3_offload",
 }
 
 
@@ -97,28 +77,11 @@ def _text(value: Any) -> str:
 
 
 def repeat(run: Run) -> str | None:
-    """The command that repeats a run; None if the run card does not say how it was started.
-
-    The run card does not hold the launcher's config. The command has the project's config for the same parallelism
-    and precision, or CONFIG.yaml where there is none.
-    """
-    script = re.match(r".*?\.py(?=\s|$)", str(run.card.get("command", "")))
-    if script is None or script[0].endswith("ipykernel_launcher.py"):  # a notebook
+    """The command that repeats a run, in another folder; None if the run card does not say how it was started."""
+    command = run.card.get("launch_command")
+    if not isinstance(command, str) or "ipykernel_launcher" in command:  # a notebook
         return None
-    kind, precision = str(run.card.get("parallelism")), str(run.card.get("precision"))
-    stem = "pipeline_parallel" if "pipeline" in kind else _CONFIG_OF.get(kind)
-    words = ["accelerate", "launch", "--config_file"]
-    if stem is None:
-        words.append("CONFIG.yaml")
-    elif precision == "float32":
-        words.append(f"accelerate_configs/{stem}.yaml")
-    elif (bundle.CONFIGS / f"{stem}_{precision}.yaml").exists():
-        words.append(f"accelerate_configs/{stem}_{precision}.yaml")
-    else:
-        words += [f"accelerate_configs/{stem}.yaml", "--mixed_precision", precision]
-    words += ["--num_processes", str(run.card.get("num_processes", 1)), script[0]]
-    words += ["--flags", str(run.folder / CARD), "--output_dir", f"{run.folder}_again"]
-    return shlex.join(words)
+    return f"{command} --output_dir {shlex.quote(f'{run.folder}_again')}"
 
 
 def as_json(runs: Sequence[Run]) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from ..files import give_usual_mode, replace_folder
 from ..parallel.engine import Engine
 from ..parallel.parts import kept_tensors
 from ..records.run_card import read_card
-from .format import check_same_model
-from .tensor_file import bytes_of, write_tensors
+from .format import check_same_model, write_tensors
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 MAX_FILE_BYTES = 5_000_000_000
@@ -124,7 +123,7 @@ def write_weights(
         A checksum of the weights.
 
     Raises:
-        OSError: the files cannot be written.
+        SafetensorError: the files cannot be written.
         ValueError: safetensors files cannot hold a type.
     """
     held, sizes, checksum = dict[str, Tensor](), [0], 0
@@ -165,7 +164,8 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
 
 def _checksum(name: str, tensor: Tensor) -> int:
     """Of name, type and bytes; it finds accidents, not forgeries. That of a model is the sum, in any order."""
-    return zlib.crc32(bytes_of(tensor), zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()))
+    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(content, zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()))
 
 
 def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:

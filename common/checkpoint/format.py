@@ -7,42 +7,40 @@ shape and dtype of each tensor, and which range of the tensor each file holds.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import xxhash
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from ..errors import UsageError
+from ..files import give_usual_mode
 from ..parallel.optimizer_state import NUMBERS
 from ..parallel.parts import kept_tensors
 from ..state import TrainState
 
 FORMAT = "accelerate-recipes checkpoint, version 3"
-# {format: the digest of a file in its manifest}. The newer one is as fast as memory; both find accidents.
-DIGESTS: dict[str, Any] = {
-    "accelerate-recipes checkpoint, version 2": ("sha256", hashlib.sha256),
-    FORMAT: ("xxh3_128", xxhash.xxh3_128),
-}
 MANIFEST = "manifest.json"
 MODEL_FILES = "model_files"  # beside the checkpoints: what an exported model has beside its weights
 
-# The entries of a manifest, in the words of `misfit`. An older checkpoint may lack those with a question mark.
+# The entries of a manifest, in the words of `misfit`.
 ENTRIES = {
     "layout": {"processes": int, "shares": int, "stages": int},
     "identity": {},
-    "schedule?": str,
-    "own_flags?": {str: str},
-    "export_dtype?": str,
+    "schedule": str,
+    "own_flags": {str: str},
+    "export_dtype": str,
     "state": get_type_hints(TrainState) | {"num_steps": int, "seconds": float},
     "trainer": {
         "num_averaged": int,
         "loss_scale": {str: float},
-        "optimizer?": {"groups?": [{}], "numbers?": {str: tuple(NUMBERS)}},
+        "optimizer": {"groups": [{}], "numbers": {str: tuple(NUMBERS)}},
     },
-    "has_state?": bool,
-    "files": {str: {"size": int}},  # and the digest
+    "has_state": bool,
+    "files": {str: {"size": int, "xxh3_128": str}},  # the digest is as fast as memory, and finds accidents
     "tensors": {str: {"shape": [int], "dtype": str, "parts": [{"file": str, "offsets": [int], "sizes": [int]}]}},
 }
 
@@ -55,6 +53,36 @@ class WriteError(Exception):
     """The checkpoint could not be written; the message is the reason, the same in all processes."""
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: dict[str, str] | None = None) -> str:
+    """Writes tensors to a safetensors file, without flushing it.
+
+    Args:
+        path: of the file.
+        tensors: contiguous and on the CPU; they may share memory.
+        facts: the file's "__metadata__".
+
+    Returns:
+        The xxh3-128 digest of the file.
+
+    Raises:
+        SafetensorError: the file cannot be written.
+        ValueError: safetensors files cannot hold a type.
+    """
+    storages: set[int] = set()
+    apart: dict[str, Tensor] = {}  # `save_file` refuses tensors that share memory, such as tied weights
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    try:
+        save_file(apart, path, facts)
+    except KeyError as error:
+        raise ValueError(f"safetensors files cannot hold {error}") from None
+    give_usual_mode(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
 def digest_of_json(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -65,7 +93,7 @@ def misfit(value: Any, kind: Any, name: str = MANIFEST) -> str | None:
     Args:
         value: from JSON; its dicts may have more entries.
         kind: a type (an `int` is at least 0, a `float` may be an int), [kind of each item], {name: kind},
-            {str: kind of each entry}, or a tuple of the possible values. An entry "name?" may be missing.
+            {str: kind of each entry}, or a tuple of the possible values.
         name: of the value.
     """
     if isinstance(kind, UnionType):
@@ -82,8 +110,7 @@ def misfit(value: Any, kind: Any, name: str = MANIFEST) -> str | None:
     elif str in kind:
         entries = [(key, item, kind[str]) for key, item in value.items()]
     else:
-        required = {key.removesuffix("?"): inner for key, inner in kind.items() if key[-1] != "?" or key[:-1] in value}
-        entries = [(key, value.get(key), inner) for key, inner in required.items()]
+        entries = [(key, value.get(key), inner) for key, inner in kind.items()]
     return next(filter(None, (misfit(item, inner, f"{name}: {key}") for key, item, inner in entries)), None)
 
 

@@ -45,7 +45,7 @@ class Checkpoint:
     def state(self) -> TrainState:
         """The saved state of the run."""
         content = self.reader.content["state"]
-        return TrainState(**{name: content.get(name) for name in TrainState().state_dict()})
+        return TrainState(**{name: content[name] for name in TrainState().state_dict()})
 
     def load_weights(self, model: nn.Module) -> None:
         """Loads the weights into the bare module, before `prepare`; weights that are on disk are now those of the
@@ -67,7 +67,7 @@ class Checkpoint:
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads the state of the optimizer of a bare module."""
         load_optimizer(optimizer, kept_tensors(model), self.reader)
-        Numbers(optimizer).load_state_dict(self.reader.content["trainer"].get("optimizer", {}))
+        Numbers(optimizer).load_state_dict(self.reader.content["trainer"]["optimizer"])
 
     def load_rest(self, engine: Engine, unrecorded: Unrecorded, group: CpuGroup) -> None:
         """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and
@@ -77,14 +77,14 @@ class Checkpoint:
         engine.load_parts(self.reader)
         engine.load_state_dict(content["trainer"])
         accelerator, here = engine.accelerator, shared_by(engine.plan.layout)
-        there = {name: content["layout"][name] for name in here}  # an older checkpoint may have more entries
+        there = content["layout"]
         accelerator.print(f"resumed from {self.path}")
         if self.state.step > engine.plan.num_steps:
             accelerator.print(f"it has {self.state.step} steps, this run {engine.plan.num_steps}: it trains no more")
-        if content.get("schedule", curve(engine.plan)) != curve(engine.plan):
+        if content["schedule"] != curve(engine.plan):
             accelerator.print("the learning rate follows another curve than in the checkpoint")
         for name, value in own_flags(engine.plan).items():
-            if (before := content.get("own_flags", {}).get(name, value)) != value:
+            if (before := content["own_flags"].get(name, value)) != value:
                 accelerator.print(f"the checkpoint's run had --{name} {before}, this run has {value}")
         have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
@@ -152,10 +152,6 @@ def find_checkpoint(
         at = checkpoint_name(reader.content["state"]["step"])
         if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:
             raise DamagedError(f"{MANIFEST} is that of {at}")
-        if reader.content["identity"].get("exact_dropout"):
-            raise UsageError(
-                f"{path} was made with --exact_dropout: resume it with version 0.1.0, the last that has it"
-            )
         for name, there, here in differences(identity, reader.content["identity"]):
             raise UsageError(f"{path} was made with {name} {there}, this run has {here}")
         _check_tensors(reader, averaged=trained if plan.config.ema_decay else [])
@@ -200,7 +196,7 @@ def newest(output_dir: Path, open_checked: Callable[[Path], Opened], group: CpuG
 def _check_tensors(reader: Reader, averaged: list[str]) -> None:
     """Raises DamagedError if a tensor of a process, an average of these weights, or all slots are missing, or if the
     layout is impossible."""
-    if reader.content.get("has_state") and not any(name.startswith("optimizer.") for name in reader.tensors):
+    if reader.content["has_state"] and not any(name.startswith("optimizer.") for name in reader.tensors):
         raise DamagedError("the state of the optimizer is missing")
     processes, shares, stages = (reader.content["layout"][name] for name in ("processes", "shares", "stages"))
     if min(processes, shares, stages) < 1 or processes % (shares * stages):

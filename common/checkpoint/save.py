@@ -62,12 +62,11 @@ class Saver:
             thread.shutdown()
 
     def save(self, state: TrainState, unrecorded: Unrecorded) -> None:
-        """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`.
+        """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`. A save
+        that fails prints one line, and the run goes on.
 
         Raises:
             UsageError: the optimizer keeps something that a checkpoint does not hold.
-            RunError: with `--stop_on_save_error`, the checkpoint could not be written; with `--async_save`,
-                the one before it. Without `--stop_on_save_error`, a failed save only prints one line.
         """
         self.finish()
         self._engine.numbers.check_complete()
@@ -100,7 +99,7 @@ class Saver:
 
     def finish(self) -> Path | None:
         """Waits for the save in progress. Returns the newest checkpoint; None if it could not be written, or
-        before the first save. Raises RunError like `save`."""
+        before the first save."""
         return self._newest()
 
     def _write(self, shard: Shard, content: dict[str, Any]) -> Path | None:
@@ -112,12 +111,10 @@ class Saver:
             with self._watch.save():
                 write(path, shard, content, group)
         except WriteError as error:
-            line = f"the checkpoint of step {step} could not be written ({error})"
-            if config.stop_on_save_error:
-                raise RunError(
-                    f"{line}: earlier ones are complete; free disk space and type --resume_from_checkpoint latest"
-                ) from None
-            self._engine.accelerator.print(f"{line}: earlier ones are complete, the run goes on")
+            self._engine.accelerator.print(
+                f"the checkpoint of step {step} could not be written ({error}): earlier ones are complete, the run "
+                "goes on"
+            )
             return None
         if group.rank == 0:
             oldest = self._own(path, step)[: -config.keep_checkpoints]

@@ -14,9 +14,8 @@ from torch import Tensor
 from ..cpu_group import CpuGroup
 from ..files import flush
 from ..parallel.parts import Part
-from .format import DIGESTS, FORMAT, MANIFEST, WriteError, digest_of_json
+from .format import FORMAT, MANIFEST, WriteError, digest_of_json, write_tensors
 from .reader import check_coverage
-from .tensor_file import write_tensors
 
 UNFINISHED = "unfinished_"
 
@@ -145,7 +144,7 @@ def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
         entries[part.name] = {"shape": part.shape, "dtype": dtype, "parts": [position]}
     digest = write_tensors(path, {part.name: tensor for part, tensor in shard})
     flush(path)
-    file = {"size": path.stat().st_size, DIGESTS[FORMAT][0]: digest}
+    file = {"size": path.stat().st_size, "xxh3_128": digest}
     return {"files": {path.name: file}, "tensors": entries}
 
 

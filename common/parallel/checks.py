@@ -1,8 +1,6 @@
 """What a layout cannot train, as far as it shows before a step. A run raises the first refusal; `accelerate-recipes
 doctor` asks for all of them."""
 
-import os
-
 import torch
 from torch import Tensor, nn
 
@@ -97,11 +95,4 @@ def check_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
         deepspeed.check_section(plan)
 
 
-def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A class of experts that the model lacks, in DeepSpeed's section."""
-    if plan.layout.kind == Kind.DEEPSPEED:
-        experts = os.environ.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
-        fsdp.check_named(experts, model, "deepspeed_moe_layer_cls_names", "or type the class of the model's experts")
-
-
-CHECKS = (check_optimizer, check_weights, check_layers, check_deepspeed, check_experts)
+CHECKS = (check_optimizer, check_weights, check_layers, check_deepspeed)

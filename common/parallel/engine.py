@@ -180,7 +180,7 @@ class Engine(ABC):
         if self.ema is not None:
             self.ema.num_updates = state["num_averaged"]
         self._load_loss_scale(state["loss_scale"])
-        self.numbers.load_state_dict(state.get("optimizer", {}))
+        self.numbers.load_state_dict(state["optimizer"])
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """{name: parameter or buffer} of the module, with the same parameter objects as the optimizer."""

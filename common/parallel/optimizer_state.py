@@ -41,12 +41,12 @@ class Numbers:
 
     def load_state_dict(self, content: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`, after the tensors."""
-        groups = content.get("groups", [])
+        groups = content["groups"]
         for index, group in enumerate(self.optimizer.param_groups):
             at = group.get("split_from", index)
             group.update(groups[at] if at < len(groups) else {})
         for state in self.optimizer.state.values():
-            for slot, kind in content.get("numbers", {}).items():
+            for slot, kind in content["numbers"].items():
                 if isinstance(state.get(slot), Tensor):
                     state[slot] = NUMBERS[kind](state[slot].item())
 

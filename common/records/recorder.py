@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +22,6 @@ from ..state import TrainState
 from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
-from .profile import profile
 from .run_card import attempts, git_commit, launch_command, read_card
 from .trackers import finish_trackers, start_trackers
 from .unrecorded import Unrecorded
@@ -46,7 +45,7 @@ class Recorder:
         unrecorded: the steps since the last training record.
 
     Raises (on entering):
-        UsageError: a tracker does not start, records cannot be written, or too few steps for `--profile`.
+        UsageError: a tracker does not start, or records cannot be written.
     """
 
     def __init__(
@@ -74,16 +73,6 @@ class Recorder:
         self._started = self._resumed = time.perf_counter()
         self._first_step, resumes = self.state.step, bool(self.plan.config.resume_from_checkpoint)
         self._attempt, self._earlier_attempts = attempts(self.output_dir.path, resumes)
-        with ExitStack() as entered:
-            # First, because it may raise UsageError; `_start` moves an earlier run's files.
-            self._profile_step = entered.enter_context(
-                profile(self.accelerator, self.plan, self.plan.num_steps - self.state.step)
-            )
-            self._start()
-            self._exits = entered.pop_all()
-        return self
-
-    def _start(self) -> None:
         if self.accelerator.is_main_process:
             self._facts: dict[str, Any] = {
                 "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
@@ -105,28 +94,27 @@ class Recorder:
             self.output_dir.card = read_card(self.output_dir.path)
         terminal = self.accelerator.is_main_process and sys.stderr.isatty()
         self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step") if terminal else None
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            if error is None and self.unrecorded.num_taken:  # a loop that was copied, and left by break
-                self.training()
-            if self._bar is not None:
-                self._bar.close()
-            if self.accelerator.is_main_process:
-                self._num_lost = self._metrics.close()
-                if error is None:
-                    self.output_dir.write_card(self._card(0))
-                    self.output_dir.remove_previous()
-                    self._say_goodbye()
-                else:
-                    self.output_dir.card = self._card(None)  # OutputDir adds how the run failed
-                metrics = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}
-                times = {"wall_seconds": self._wall_seconds, "skipped_steps": self.state.num_skipped}
-                finish_trackers(self.accelerator, metrics | times, self.last_metrics.get("step"))
-        finally:
-            self._exits.__exit__(kind, error, traceback)
+        if error is None and self.unrecorded.num_taken:  # a loop that was copied, and left by break
+            self.training()
+        if self._bar is not None:
+            self._bar.close()
+        if not self.accelerator.is_main_process:
+            return
+        self._num_lost = self._metrics.close()
+        if error is None:
+            self.output_dir.write_card(self._card(0))
+            self.output_dir.remove_previous()
+            self._say_goodbye()
+        else:
+            self.output_dir.card = self._card(None)  # OutputDir adds how the run failed
+        metrics = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}
+        times = {"wall_seconds": self._wall_seconds, "skipped_steps": self.state.num_skipped}
+        finish_trackers(self.accelerator, metrics | times, self.last_metrics.get("step"))
 
     def add(self, learning_rate: float, result: StepResult) -> None:
         """Adds one optimizer step."""
@@ -135,7 +123,6 @@ class Recorder:
         self.unrecorded.add(result)
         if self._bar is not None:
             self._bar.update()
-        self._profile_step()
 
     def training(self) -> None:
         """Writes a training record of the steps since the last one."""

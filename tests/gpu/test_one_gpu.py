@@ -177,9 +177,19 @@ def test_process_that_waits_on_the_gpu_for_a_lost_peer_ends(tmp_path: Path, on_g
 
 @pytest.mark.needs_gpu
 def test_attention_runs_flash_kernels_and_no_others(tmp_path: Path, on_gpu: Env) -> None:
-    flags = RECIPES["transformer"][1] + " --profile --hidden_size 128 --num_heads 2"
-    run = start(tmp_path / "run", on_gpu, "single", TRANSFORMER, flags, "--mixed_precision bf16")
-    trace = json.loads((run.output_dir / "profile" / "rank_0.json").read_text())
+    script, file = tmp_path / "traced.py", tmp_path / "trace.json"
+    script.write_text(
+        "import runpy, torch\n"
+        "with torch.profiler.profile() as profiler:\n"
+        "    try:\n"
+        f"        runpy.run_path({str(ROOT / TRANSFORMER)!r}, run_name='__main__')\n"
+        "    except SystemExit as end:\n"
+        "        assert not end.code\n"
+        f"profiler.export_chrome_trace({str(file)!r})\n"
+    )
+    flags = RECIPES["transformer"][1] + " --max_steps 3 --sample_tokens 0 --hidden_size 128 --num_heads 2"
+    start(tmp_path / "run", on_gpu, "single", script, flags, "--mixed_precision bf16")
+    trace = json.loads(file.read_text())
     names = {event["name"] for event in trace["traceEvents"] if "attention" in event.get("name", "")}
     assert any("flash_attention" in name or "cudnn_attention" in name for name in names), names
     assert not any("efficient_attention" in name or "attention_math" in name for name in names), names

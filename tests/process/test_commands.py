@@ -75,7 +75,6 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     (tmp_path / "path" / "to" / "pairs.jsonl").write_text("\n".join([json.dumps(pair)] * 40))
     for name in ("file.txt", "tinyshakespeare.txt"):
         (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
-    (tmp_path / "path" / "to" / "run.yaml").write_text("batch_size: 32\nmax_steps: 20\n")
     if "--predict" in command or "--evaluate_only" in command:
         picture = Image.new("L", (60, 80), "white")
         picture.paste(0, (25, 10, 35, 70))

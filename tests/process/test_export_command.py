@@ -2,12 +2,14 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from accelerate_recipes.cli import main
 from support.launching import execute, fork
 from support.recipes import FINETUNE, MNIST, TRANSFORMER
 from support.runs import ROOT, Run
@@ -22,6 +24,19 @@ LORA = f"{SHORT} --max_length 96 --batch_size 8 --num_answers 0 --lora_rank 4"
 def export(checkpoint: Path, folder: Path, *flags: str) -> Run:
     command = [sys.executable, "-m", "accelerate_recipes", "export", str(checkpoint), str(folder), *flags]
     return execute(command, ROOT, folder)
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    """tool(checkpoint, folder, flags) -> the same without a process, whose imports take seconds."""
+
+    def export(checkpoint: Path, folder: Path, *flags: str) -> Run:
+        monkeypatch.setattr(sys, "argv", ["accelerate-recipes", "export", str(checkpoint), str(folder), *flags])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Run(int(ended.value.code or 0), *capsys.readouterr(), folder)
+
+    return export
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -55,9 +70,9 @@ def test_model_of_a_checkpoint(tmp_path: Path, config: str, recipe: str, flags: 
     assert all((earlier[name] == last[name]) == (not name.endswith(".safetensors")) for name in last)
 
 
-def test_type_and_mistakes(tmp_path: Path) -> None:
+def test_type_and_mistakes(tmp_path: Path, tool: Callable[..., Run]) -> None:
     run = fork(tmp_path / "run", "single", TRANSFORMER, TIED)
-    assert export(run.output_dir, tmp_path / "half", "--dtype", "float16").exit_code == 0
+    assert tool(run.output_dir, tmp_path / "half", "--dtype", "float16").exit_code == 0
     assert {weight.dtype for weight in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.float16}
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
 
@@ -69,8 +84,8 @@ def test_type_and_mistakes(tmp_path: Path) -> None:
         (run.output_dir, "half", "is not empty: type another folder"),
         (checkpoint, "new", "is not a complete checkpoint (shard_00000.safetensors has "),
     ):
-        refused = export(path, tmp_path / folder)
+        refused = tool(path, tmp_path / folder)
         assert refused.exit_code == 2 and line in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
     assert not (tmp_path / "new").exists()
-    made = export(run.output_dir, tmp_path / "new", "--json")
+    made = tool(run.output_dir, tmp_path / "new", "--json")
     assert json.loads(made.stdout)["step"] == 2 and f"{checkpoint} is not a complete checkpoint" in made.stderr

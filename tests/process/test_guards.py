@@ -144,11 +144,6 @@ def changed(tmp_path: Path, config: str, **changes: object) -> Path:
             {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
             "names LlamaDecoderLayer, but the model",
         ),
-        (
-            "deepspeed_zero3",
-            {"deepspeed_moe_layer_cls_names": "MixtralSparseMoeBlock"},
-            "names MixtralSparseMoeBlock, but",
-        ),
         ("fsdp2", {"fsdp_version": 1}, "asks for FSDP1"),
         ("fsdp2", {"fsdp_offload_params": True}, "fsdp_offload_params: true in the config file needs a GPU"),
         ("deepspeed_zero2", {"zero_stage": 5}, "zero_stage: 5 in the config file"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -57,34 +58,13 @@ def test_wandb_offline_has_the_run(tmp_path: Path) -> None:
     assert all(name in content for name in (b"batch_size", b"train/loss", b"summary/eval/r2"))
 
 
-def test_profile_traces_three_steps_of_each_process(tmp_path: Path) -> None:
-    run = fork(tmp_path / "run", "ddp", LINEAR, "--max_steps 8 --profile")
-    for rank in range(2):
-        trace = json.loads((run.output_dir / "profile" / f"rank_{rank}.json").read_text())
-        names = [event.get("name", "") for event in trace["traceEvents"]]
-        assert {name for name in names if name.startswith("ProfilerStep#")} == {f"ProfilerStep#{k}" for k in (3, 4, 5)}
-        assert "aten::linear" in names and any("allreduce" in name for name in names)
-
-
-def test_too_few_steps_for_a_trace_lose_nothing(tmp_path: Path) -> None:
-    first = fork(tmp_path / "run", "single", LINEAR, "--max_steps 3")
-    second = fork(tmp_path / "run", "single", LINEAR, "--max_steps 3 --profile --overwrite_output_dir", succeeds=False)
-    assert "error: --profile needs 6 steps, this run has 3: type a larger --max_steps" in second.stderr
-    assert second.card == first.card and second.weights.keys() == {"weight", "bias"}
-
-
-def test_run_card_repeats_the_run(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("seed: 9\nlearning_rate: 2e-2\nmicro-batch-size: 16\n")
-    arguments = f"{SHORT} --seed 3 --momentum 0 --flags {tmp_path / 'run.yaml'}"
-    first = fork(tmp_path / "first", "ddp", LINEAR, arguments)
-    config = first.card["config"]
-    assert (config["seed"], config["learning_rate"], config["micro_batch_size"]) == (3, 0.02, 16)
-    (tmp_path / "run.yaml").unlink()  # the run card holds all flags
-    again = fork(tmp_path / "again", "ddp", LINEAR, f"--flags {first.output_dir / 'run.json'}")
+def test_run_card_has_the_command_that_repeats_the_run(tmp_path: Path) -> None:
+    command = "accelerate launch --config_file accelerate_configs/ddp.yaml --main_process_port 0 recipes/"
+    command += f"linear_regression.py {SHORT} --seed 3 --micro_batch_size 16 --output_dir '{tmp_path / 'my run'}'"
+    first = execute(shlex.split(command), ROOT, tmp_path / "my run")
+    assert first.exit_code == 0 and first.card["launch_command"] == command
+    again = fork(tmp_path / "again", "ddp", LINEAR, f"{SHORT} --seed 3 --micro_batch_size 16")
     assert losses(again) == losses(first) and len(losses(first)) == 4
-    assert again.card["gradient_accumulation_steps"] == 2
-    other = fork(tmp_path / "other", "ddp", LINEAR, f"--flags {first.output_dir / 'run.json'} --seed 4")
-    assert losses(other) != losses(first)  # a flag wins over the run card
 
 
 def losses(run: Run) -> list[float]:
