@@ -103,7 +103,7 @@ def started(config: str, output_dir: Path, arguments: str, **variables: str) -> 
     ("config", "signal_name", "variables"),
     [
         ("single", "SIGTERM", {}),
-        ("ddp", "SIGTERM", {}),
+        pytest.param("ddp", "SIGTERM", {}, marks=pytest.mark.full),
         pytest.param("ddp", "SIGINT", {}, marks=pytest.mark.full),
         ("ddp", "SIGUSR1", {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"}),
     ],
@@ -184,12 +184,11 @@ def test_process_that_waits_for_a_lost_peer_ends(tmp_path: Path, fault: str, exp
     assert run.card["status"] == "failed" and run.card["error"].startswith(expected)
 
 
-@pytest.mark.xdist_group("hangs")  # a group starts before single tests: one of these waits for 40 s
 @pytest.mark.parametrize(
     ("config", "fault", "expected"),
     [
         ("ddp", "hang", r"process 1 did not arrive, it is at .*/disturbed\.py:\d+ \(strike\)"),
-        ("fsdp2", "stop", r"process 1 does not answer"),
+        pytest.param("fsdp2", "stop", r"process 1 does not answer", marks=pytest.mark.full),  # torchrun waits for 30 s
         pytest.param("single", "hang", r"process 0 did not arrive, it is at .*/disturbed\.py", marks=pytest.mark.full),
     ],
 )
