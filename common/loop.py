@@ -106,7 +106,7 @@ def fit(
             engine = prepare(setup)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, first.facts)
-        checkpoint.load_rest(engine, recorder.unrecorded, group)
+        checkpoint.load_rest(engine, recorder.unrecorded)
         evaluation = Evaluation(engine, eval_sets, summarize, examples, state, watch, export)
         with recorder, Saver(engine, this_run, group, watch, export) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run

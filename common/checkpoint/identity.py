@@ -1,4 +1,4 @@
-"""The settings that a resumed run must share with its checkpoint, and how its processes share the samples."""
+"""The settings that a resumed run must share with its checkpoint, and those that it may change."""
 
 import hashlib
 from dataclasses import asdict, fields
@@ -12,22 +12,10 @@ from ..layout import Layout
 from ..plan import Plan
 
 
-def shared_by(layout: Layout) -> dict[str, int]:
-    """How the processes share the samples: the numbers of processes, of data-parallel ranks ("shares") and of pipeline
-    stages."""
-    return {"processes": layout.num_processes, "shares": layout.data_parallel_size, "stages": layout.stages}
-
-
-def num_replicas(shared: dict[str, int]) -> int:
-    """The number of processes that count the same loss: the size of a tensor-parallel group."""
-    return shared["processes"] // (shared["shares"] * shared["stages"])
-
-
-def described(shared: dict[str, int]) -> str:
-    """For the terminal, for example "4 processes in 2 groups"."""
-    processes, shares = shared["processes"], shared["shares"]
-    groups = f" in {shares} group{'s' * (shares > 1)}" if shares < processes else ""
-    return f"{processes} process{'es' * (processes > 1)}{groups}"
+def described(layout: Layout) -> str:
+    """For the terminal, for example "2 processes (FSDP2)"."""
+    processes = layout.num_processes
+    return f"{processes} process{'es' * (processes > 1)} ({layout})"
 
 
 def identity(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..cpu_group import CpuGroup
 from ..errors import UsageError
@@ -21,7 +20,7 @@ from ..records.output_dir import checkpoint_name, checkpoints, starts_over
 from ..records.unrecorded import Unrecorded
 from ..state import TrainState
 from .format import MANIFEST, DamagedError, check_same_model
-from .identity import curve, described, differences, num_replicas, own_flags, shared_by
+from .identity import curve, described, differences, own_flags
 from .reader import Reader
 
 Opened = TypeVar("Opened")
@@ -44,8 +43,7 @@ class Checkpoint:
     @property
     def state(self) -> TrainState:
         """The saved state of the run."""
-        content = self.reader.content["state"]
-        return TrainState(**{name: content[name] for name in TrainState().state_dict()})
+        return TrainState(**self.reader.content["state"])
 
     def load_weights(self, model: nn.Module) -> None:
         """Loads the weights into the bare module, before `prepare`; weights that are on disk are now those of the
@@ -69,15 +67,14 @@ class Checkpoint:
         load_optimizer(optimizer, kept_tensors(model), self.reader)
         Numbers(optimizer).load_state_dict(self.reader.content["trainer"]["optimizer"])
 
-    def load_rest(self, engine: Engine, unrecorded: Unrecorded, group: CpuGroup) -> None:
-        """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and
-        each process's sums since the last record."""
+    def load_rest(self, engine: Engine, unrecorded: Unrecorded) -> None:
+        """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and the
+        sums since the last record."""
         content = self.reader.content
-        unrecorded.load_state_dict(content["state"])
+        unrecorded.load_state_dict(content["unrecorded"])
         engine.load_parts(self.reader)
         engine.load_state_dict(content["trainer"])
-        accelerator, here = engine.accelerator, shared_by(engine.plan.layout)
-        there = content["layout"]
+        accelerator, here = engine.accelerator, described(engine.plan.layout)
         accelerator.print(f"resumed from {self.path}")
         if self.state.step > engine.plan.num_steps:
             accelerator.print(f"it has {self.state.step} steps, this run {engine.plan.num_steps}: it trains no more")
@@ -90,26 +87,9 @@ class Checkpoint:
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
         if have_state and anew:  # normal for a weight that no forward pass has used
             accelerator.print(f"it has no optimizer state for {', '.join(anew)}: that state starts anew")
-        if there == here:
-            self._load_process(group.rank, unrecorded, accelerator.device)
-        else:
-            if group.rank == 0:  # rank 0 takes all sums, scaled so that old and new samples count equally
-                factor = num_replicas(here) / num_replicas(there)
-                for rank in range(there["processes"]):
-                    self._load_process(rank, unrecorded, accelerator.device, factor)
-            accelerator.print(f"it was saved by {described(there)} and goes on in {described(here)}")
+        if content["layout"] != here:
+            accelerator.print(f"it was saved by {content['layout']} and goes on in {here}")
         self.reader.close()
-
-    def _load_process(self, rank: int, unrecorded: Unrecorded, device: torch.device, factor: float = 1.0) -> None:
-        unrecorded.losses += list(self._of_process(rank, "losses").to(device) * factor)
-        unrecorded.weights += (self._of_process(rank, "weights") * factor).tolist()
-        prefix = f"process_{rank:05d}.metrics."
-        names = [key.removeprefix(prefix) for key in self.reader.tensors if key.startswith(prefix)]
-        sums = {name: self._of_process(rank, f"metrics.{name}").to(device) * factor for name in names}
-        unrecorded.metrics += [sums] if sums else []
-
-    def _of_process(self, rank: int, name: str) -> Tensor:
-        return self.reader.tensor(f"process_{rank:05d}.{name}")
 
 
 class FreshStart:
@@ -128,7 +108,7 @@ class FreshStart:
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keeps the optimizer as it is."""
 
-    def load_rest(self, engine: Engine, unrecorded: Unrecorded, group: CpuGroup) -> None:
+    def load_rest(self, engine: Engine, unrecorded: Unrecorded) -> None:
         """Keeps everything as it is."""
 
 
@@ -154,7 +134,6 @@ def find_checkpoint(
             raise DamagedError(f"{MANIFEST} is that of {at}")
         for name, there, here in differences(identity, reader.content["identity"]):
             raise UsageError(f"{path} was made with {name} {there}, this run has {here}")
-        _check_tensors(reader, averaged=trained if plan.config.ema_decay else [])
         return Checkpoint(path, reader, trained)
 
     if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
@@ -191,19 +170,3 @@ def newest(output_dir: Path, open_checked: Callable[[Path], Opened], group: CpuG
     if paths:
         raise UsageError(f"no checkpoint in {output_dir} is complete: type --overwrite_output_dir to start over")
     return None
-
-
-def _check_tensors(reader: Reader, averaged: list[str]) -> None:
-    """Raises DamagedError if a tensor of a process, an average of these weights, or all slots are missing, or if the
-    layout is impossible."""
-    if reader.content["has_state"] and not any(name.startswith("optimizer.") for name in reader.tensors):
-        raise DamagedError("the state of the optimizer is missing")
-    processes, shares, stages = (reader.content["layout"][name] for name in ("processes", "shares", "stages"))
-    if min(processes, shares, stages) < 1 or processes % (shares * stages):
-        raise DamagedError(f"{MANIFEST} has an impossible layout")
-    of_processes = (f"process_{rank:05d}.{name}" for rank in range(processes) for name in ("losses", "weights"))
-    # If the weight is missing too, the checkpoint is of another model: load_weights reports that.
-    averages = (f"average.{name}" for name in averaged if f"model.{name}" in reader.tensors)
-    for name in chain(of_processes, averages):
-        if name not in reader.tensors:
-            raise DamagedError(f"{name} is missing")

@@ -7,20 +7,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from ..cpu_group import CpuGroup
 from ..errors import RunError, first_line
 from ..parallel.engine import Engine
-from ..parallel.parts import Part
 from ..records.output_dir import checkpoint_name, checkpoints
 from ..records.unrecorded import Unrecorded
 from ..state import TrainState
 from ..stopping.watch import Watch
 from .export import export_dtype, write_model_files
 from .format import MODEL_FILES, DamagedError, WriteError
-from .identity import curve, differences, own_flags, shared_by
+from .identity import curve, described, differences, own_flags
 from .reader import Reader
 from .writer import Shard, own_shard, remove, write
 
@@ -70,27 +68,20 @@ class Saver:
         """
         self.finish()
         self._engine.numbers.check_complete()
-        held = self._engine.parts()
+        held, layout = self._engine.parts(), self._engine.plan.layout
         dtype = export_dtype(self._engine.plan.config.export_dtype, self._engine.module)
         content = {
-            "layout": shared_by(self._engine.plan.layout),
+            "layout": described(layout),
             "identity": self._identity,
             "schedule": curve(self._engine.plan),
             "own_flags": own_flags(self._engine.plan),
             "export_dtype": str(dtype or "kept").removeprefix("torch."),
-            "state": state.state_dict() | unrecorded.state_dict(),
+            "state": state.state_dict(),
+            "unrecorded": unrecorded.state_dict(self._engine.accelerator, layout),
             "trainer": self._engine.state_dict(),
-            "has_state": any(part.name.startswith("optimizer.") for part in held),
         }
-        own = {
-            "losses": torch.stack(unrecorded.losses) if unrecorded.losses else torch.zeros(0),
-            "weights": torch.tensor([float(weight) for weight in unrecorded.weights], dtype=torch.float64),
-            **{f"metrics.{name}": total for name, total in unrecorded.metric_sums().items()},
-        }
-        rank = self._group.rank
-        parts = [Part.whole(f"process_{rank:05d}.{name}", tensor, (rank,)) for name, tensor in own.items()]
         self._write_model_files()
-        shard = own_shard(held + parts, rank, self._buffers)
+        shard = own_shard(held, self._group.rank, self._buffers)
         if self._writer is not None:
             self._newest = self._writer.submit(self._write, shard, content).result
         else:

@@ -24,7 +24,7 @@ from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
 from .run_card import attempts, git_commit, launch_command, read_card
 from .trackers import finish_trackers, start_trackers
-from .unrecorded import Unrecorded
+from .unrecorded import WEIGHT, Unrecorded
 
 
 class Recorder:
@@ -127,19 +127,14 @@ class Recorder:
     def training(self) -> None:
         """Writes a training record of the steps since the last one."""
         state, steps = self.state, self.unrecorded
-        # In float64, because it holds token counts exactly.
-        weight = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
-        for step_weight in steps.weights:
-            weight += step_weight
-        metrics = steps.metric_sums()
-        sums = torch.stack([weight, torch.stack(steps.losses).double().sum(), *metrics.values()])
-        weight_sum, *totals = self.accelerator.reduce(sums, "sum").tolist()
+        sums = steps.sums(self.accelerator, self.plan.layout)
+        weight = sums.pop(WEIGHT) or math.nan
         self._count_seconds()
         samples_per_second = steps.num_taken * self.plan.config.batch_size / steps.seconds
         record = {
             "step": state.step,
             "epoch": round(state.step / self.plan.steps_per_epoch, 4),
-            **{f"train/{name}": total / (weight_sum or math.nan) for name, total in zip(("loss", *metrics), totals)},
+            **{f"train/{name}": total / weight for name, total in sums.items()},
             "learning_rate": self._learning_rate,
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "samples_per_second": round(samples_per_second, 1),

@@ -1,25 +1,29 @@
 """The sums over the optimizer steps that no training record holds yet."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
+from ..layout import Layout
 from ..parallel.engine import StepResult
+
+WEIGHT = "weight of the samples"  # stands beside the names of metrics
 
 
 @dataclass
 class Unrecorded:
-    """What happened in this process since the last training record. Checkpoints hold it.
+    """What happened since the last training record. Checkpoints hold its sums.
 
     Attributes:
         num_taken: optimizer steps.
         seconds: their training time.
-        losses: for each micro-batch, the sum of weight × loss, 0-dim.
-        weights: for each step, the sum of the weights of the samples.
-        metrics: for each micro-batch, the other metrics times the weights; sums after a resume.
+        losses: for each micro-batch of this process, the sum of weight × loss, 0-dim.
+        weights: for each step, the sum of the weights of this process's samples.
+        metrics: for each micro-batch, the other metrics times the weights.
+        earlier: the sums of the steps before a resume, over all processes.
     """
 
     num_taken: int = 0
@@ -27,6 +31,7 @@ class Unrecorded:
     losses: list[Tensor] = field(default_factory=list)
     weights: list[Tensor | float] = field(default_factory=list)
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
+    earlier: dict[str, float] = field(default_factory=dict)
 
     def add(self, result: StepResult) -> None:
         """Adds an optimizer step, without its time."""
@@ -35,16 +40,27 @@ class Unrecorded:
         self.weights.append(result.weight)
         self.metrics += result.metrics
 
-    def metric_sums(self) -> dict[str, Tensor]:
-        """{metric: its sum over this process's samples, 0-dim float64}."""
-        names = dict.fromkeys(name for values in self.metrics for name in values)
-        totals = {name: [values[name].double().sum() for values in self.metrics if name in values] for name in names}
-        return {name: torch.stack(sums).sum() for name, sums in totals.items()}
+    def sums(self, accelerator: Accelerator, layout: Layout) -> dict[str, float]:
+        """{metric: its sum over the samples of all processes}, with that of their weights. A collective.
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is the same in all processes, for JSON. The keys are those of checkpoints."""
-        return {"num_steps": self.num_taken, "seconds": self.seconds}
+        In float64 a sum of float32 numbers is mostly exact: it does not depend on how the samples were divided.
+        """
+        weight, zero = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        for step_weight in self.weights:
+            weight += step_weight
+        own = {WEIGHT: weight, "loss": torch.stack(self.losses).double().sum() if self.losses else zero}
+        for name in dict.fromkeys(name for values in self.metrics for name in values):
+            own[name] = torch.stack([values[name].double().sum() for values in self.metrics if name in values]).sum()
+        names = [*dict.fromkeys([*own, *self.earlier])]
+        totals = accelerator.reduce(torch.stack([own.get(name, zero) for name in names]), "sum").tolist()
+        copies = layout.tensor * layout.sequence  # the processes that count a sample
+        return {name: total / copies + self.earlier.get(name, 0.0) for name, total in zip(names, totals)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
-        self.num_taken, self.seconds = state["num_steps"], state["seconds"]
+    def state_dict(self, accelerator: Accelerator, layout: Layout) -> dict[str, Any]:
+        """For JSON, the same in all processes. A collective."""
+        sums = self.sums(accelerator, layout) if self.num_taken else {}
+        return {"num_taken": self.num_taken, "seconds": self.seconds, "sums": sums}
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        """Restores the result of `state_dict`, under any layout."""
+        self.num_taken, self.seconds, self.earlier = content["num_taken"], content["seconds"], content["sums"]

@@ -5,13 +5,12 @@ from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy
 import torch
 from PIL import Image, ImageOps
 
-from ..checkpoint.format import misfit
 from ..errors import UsageError
 from .images import Images
 
@@ -19,10 +18,6 @@ NUM_LOOKED_AT = 1000  # training images, about
 SHARE_OF_ONE_KIND = 0.95  # of the training images must have a dark edge, or a light one, to call the set so
 LARGEST = 256  # pixels; a larger picture is reduced first: single specks must not count as drawing
 LEAST_CONTRAST = 0.1
-SMALLEST_SIDE = 4  # pixels; no network of ours takes smaller images
-LARGEST_SIDE = 8192  # pixels; a larger size in config.json would only fill the memory
-_BACKGROUNDS = ("dark", "light", "mixed")
-_ENTRIES = {"network": str, "image_shape": [int], "classes": [str], "background": _BACKGROUNDS, "extent": float}
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,11 @@ class ImageFormat:
         """What `write` wrote. Raises UsageError if there is no model, or not one of an image classifier with one of
         these networks."""
         path = output_dir / "model" / "config.json"
-        with suppress(OSError, ValueError, RecursionError):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # such as the config.json of another recipe
             entries = json.loads(path.read_text())
-            if _is_valid(entries) and entries["network"] in networks:
-                return cls(**entries | {"image_shape": tuple(entries["image_shape"])})
+            form = cls(**entries | {"image_shape": tuple(entries["image_shape"])})
+            if form.network in networks:
+                return form
         if not any(path.parent.glob("*.safetensors")):
             raise UsageError(
                 f"no model in {path.parent}: train first (the same command without --predict), or type the "
@@ -78,15 +74,6 @@ class ImageFormat:
             f"{path} does not describe an image classifier: train again with --overwrite_output_dir, or type the "
             "--output_dir of a run of this recipe"
         )
-
-
-def _is_valid(entries: Any) -> bool:
-    """Whether these are the fields of an `ImageFormat`, with possible values."""
-    if misfit(entries, _ENTRIES) or entries.keys() != _ENTRIES.keys() or len(entries["image_shape"]) != 3:
-        return False
-    channels, *sides = entries["image_shape"]
-    is_possible = channels == 1 or (channels == 3 and entries["background"] == "mixed")
-    return is_possible and min(sides) >= SMALLEST_SIDE and max(sides) <= LARGEST_SIDE and 0 < entries["extent"] <= 1
 
 
 def read_picture(path: str | Path, form: ImageFormat) -> tuple[torch.Tensor, str]:

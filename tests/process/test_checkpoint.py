@@ -1,7 +1,6 @@
 """Promise: a run that was killed at any moment resumes to the result of an undisturbed run, under any config. Nothing
 is overwritten without a flag."""
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from common.checkpoint.reader import Reader
 from common.cpu_group import CpuGroup
 from support.launching import fork, launch
-from support.manifests import changed, rewrite
+from support.manifests import rewrite
 from support.recipes import CASES, COURSE, DISTURBED, FLAGS, LATEST, MNIST, RECIPES
 from support.runs import ROOT, Run, assert_equal_to_the_last_bit, largest_difference, refused, weight_distance
 
@@ -182,7 +181,7 @@ def test_state_of_several_parameter_groups_is_saved(tmp_path: Path, config: str)
 def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
     path = undisturbed("ddp", COURSE).output_dir / "checkpoints" / "step_00000012"
     run = fork(tmp_path / "run", "single", DISTURBED, f"{COURSE} --resume_from_checkpoint {path}")
-    assert "it was saved by 2 processes and goes on in 1 process\n" in run.stdout
+    assert "it was saved by 2 processes (DDP) and goes on in 1 process (no parallelism)\n" in run.stdout
     assert run.column("learning_rate") == undisturbed("ddp", COURSE).column("learning_rate")[-1:]
 
 
@@ -346,57 +345,18 @@ def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbe
     assert "no checkpoint in" in line and "is complete: type --overwrite_output_dir" in line
 
 
-def without(*names: str) -> Callable[[dict], dict]:
-    """Returns a change that removes the tensors with these prefixes from a manifest."""
-
-    def change(manifest: dict) -> dict:
-        for name in [name for name in manifest["tensors"] if name.startswith(names)]:
-            del manifest["tensors"][name]
-        return manifest
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (without("optimizer.body.weight."), "exp_avg, which does not match manifest.json"),
-        (without("optimizer."), "the state of the optimizer is missing"),
-        (without("average.body.bias"), "average.body.bias is missing"),
-        (without("process_00000.losses"), "process_00000.losses is missing"),
-        (lambda manifest: changed(manifest, ("state", "step"), "8"), "state: step is missing or not valid"),
-        (lambda manifest: changed(manifest, ("layout", "shares"), 0), "impossible layout"),
-    ],
-)
-def test_checkpoint_that_lacks_what_a_run_goes_on_with(
-    tmp_path: Path, made_once: Callable[..., Run], change: Callable[[dict], dict], expected: str
-) -> None:
-    """The manifest has the right checksum."""
-    flags = "--max_steps 8 --save_every 4 --ema_decay 0.9"
-    undisturbed = made_once("single", CASES, flags)
-    shutil.copytree(undisturbed.output_dir, tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoints" / "step_00000008"
-    (tmp_path / "run" / "run.json").unlink()  # with it, the run would be done
-    rewrite(newest, change)
-    if "is missing" in expected:
-        strip(newest)
-    line = refused(
-        fork(tmp_path / "run", "single", CASES, f"{flags} --resume_from_checkpoint {newest}", succeeds=False)
-    )
-    assert "is not a complete checkpoint" in line and expected in line
-    run = fork(tmp_path / "run", "single", CASES, f"{flags} {LATEST}")
-    assert expected in run.stdout and "taking the one before it" in run.stdout
-    assert_equal_to_the_last_bit(run, undisturbed)
-
-
-def strip(checkpoint: Path) -> None:
-    """Removes the tensors that the manifest does not list from the file, too."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
+def strip(checkpoint: Path, prefix: str) -> None:
+    """Removes the tensors whose names begin so from the only file of a checkpoint, and from its manifest."""
     (file,) = checkpoint.glob("shard_*")
-    kept = {name: tensor for name, tensor in load_file(file).items() if name in manifest["tensors"]}
+    kept = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(prefix)}
     save_file(kept, file)
     entry = {"size": file.stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest(file.read_bytes())}
-    rewrite(checkpoint, lambda manifest: changed(manifest, ("files", file.name), entry))
+
+    def change(manifest: dict) -> dict:
+        tensors = {name: manifest["tensors"][name] for name in kept}
+        return manifest | {"files": {file.name: entry}, "tensors": tensors}
+
+    rewrite(checkpoint, change)
 
 
 def test_weight_without_state_of_the_optimizer_is_named(tmp_path: Path, made_once: Callable[..., Run]) -> None:
@@ -405,8 +365,7 @@ def test_weight_without_state_of_the_optimizer_is_named(tmp_path: Path, made_onc
     shutil.copytree(made_once("single", CASES, flags).output_dir, tmp_path / "run")
     (tmp_path / "run" / "run.json").unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000008")
-    rewrite(tmp_path / "run" / "checkpoints" / "step_00000004", without("optimizer.body.weight."))
-    strip(tmp_path / "run" / "checkpoints" / "step_00000004")
+    strip(tmp_path / "run" / "checkpoints" / "step_00000004", "optimizer.body.weight.")
     run = fork(tmp_path / "run", "single", CASES, f"{flags} {LATEST}")
     assert "it has no optimizer state for body.weight: that state starts anew" in run.stdout
 

@@ -33,39 +33,6 @@ def grey(pixels: numpy.ndarray) -> Image.Image:
     return Image.fromarray(pixels.astype(numpy.uint8))
 
 
-@pytest.mark.parametrize("name", ["network", "image_shape", "classes", "background", "extent"])
-def test_altered_format_is_refused(tmp_path: Path, name: str) -> None:
-    """config.json with an entry that is missing, or has another type or an impossible value."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").touch()
-    form = ImageFormat("cnn", (1, 12, 10), ["cat", "dog"], "dark", 0.5)
-    path, entries = tmp_path / "model" / "config.json", asdict(form)
-    values = [
-        None,
-        "",
-        -1,
-        0,
-        10**30,
-        1.5,
-        [],
-        [[1]],
-        {"a": 1},
-        [2, 12, 10],
-        [3, 12, 10],
-        [1, 0, 10],
-        [1, 3, 3],
-        [1, 10, 10**5],
-    ]
-    form.write(tmp_path / "model")
-    assert ImageFormat.read(tmp_path, ["cnn"]) == form
-    texts = [json.dumps(entries | {name: value}) for value in values if (name, value) != ("classes", [])]
-    texts += [json.dumps({key: value for key, value in entries.items() if key != name}), "[" * 100_000, "[]", "3", ""]
-    for text in texts:
-        path.write_text(text)
-        with pytest.raises(UsageError, match="does not describe an image classifier"):
-            ImageFormat.read(tmp_path, ["cnn"])
-
-
 def test_format_of_a_dataset() -> None:
     form = ImageFormat.of(images(10), "cnn")
     assert form == ImageFormat("cnn", (1, 12, 10), ["cat", "dog"], "dark", 0.5)
@@ -84,7 +51,8 @@ def test_format_is_kept_with_the_model(tmp_path: Path) -> None:
         ImageFormat.read(tmp_path, ["cnn"])
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").touch()
-    for content in (None, "{", "[]", '{"architectures": ["LlamaForCausalLM"]}'):
+    other = asdict(form) | {"network": "vit"}
+    for content in (None, "{", "[]", '{"architectures": ["LlamaForCausalLM"]}', json.dumps(other)):
         if content:
             (tmp_path / "model" / "config.json").write_text(content)
         with pytest.raises(UsageError, match=r"config\.json does not describe an image classifier: train again"):
