@@ -110,6 +110,7 @@ class Reader:
                 with path.open("rb") as file:
                     if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != expected["xxh3_128"]:
                         raise DamagedError(f"{name} was altered")
+                self._opened(name)
         except OSError as error:
             raise _damage_or_failure(path, error) from None
 
