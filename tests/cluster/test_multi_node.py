@@ -375,6 +375,7 @@ def test_all_hosts_end_where_one_does(tmp_path: Path, hosts: Hosts, ssh: str, fa
     assert (len(run.checkpoints), run.card["exit_code"]) == (0 if fault == "kill" else 1, exit_code)
 
 
+@pytest.mark.full
 def test_network_is_measured_between_all_and_between_pairs(tmp_path: Path, hosts: Hosts) -> None:
     arguments = "--max_megabytes 1 --repetitions 3"
     commands = [accelerate_launch(machine, "multi_node_ddp", "launchers/network.py", arguments) for machine in (0, 1)]

@@ -49,6 +49,8 @@ def test_every_config_and_recipe_is_tested() -> None:
 # {recipe: the configs of `make test`}. The others divide its model like that of a recipe before it. `make test-full`
 # runs all.
 OFTEN = {
+    "mnist cnn": ("ddp", "fsdp2", "hsdp", "deepspeed_zero3"),
+    "linear regression": ("ddp", "fsdp2", "deepspeed_zero1"),
     "text classification": ("ddp", "tensor_parallel", "deepspeed_zero3"),
     "embeddings": ("ddp",),
     "finetune": ("ddp", "fsdp2", "pipeline_parallel", "sequence_parallel"),
