@@ -13,11 +13,9 @@ from torch import nn
 from torch.utils.data import Subset
 
 from .checkpoint.export import export_model, load_exported
-from .config import RunConfig
 from .cpu_group import CpuGroup
-from .data.batches import Collated, CollateFn, ForwardStep, MapDataset, batches, checked_datasets, resident
+from .data.batches import Collated, ForwardStep, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
-from .layout import Layout
 from .parallel.batch_loss import WEIGHT, BatchLoss, gathered, put
 from .parallel.checks import check_trainable
 from .parallel.engine import Engine, is_metric
@@ -179,44 +177,6 @@ def evaluate_exported(
         text = json.dumps({"metrics": finite, "config": asdict(config)}, indent=2, default=str)
         (config.output_dir / "evaluation.json").write_text(text + "\n")
     return metrics
-
-
-def values_of(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    forward_step: ForwardStep,
-    datasets: Mapping[str, MapDataset],
-    config: RunConfig,
-    collate_fn: CollateFn | None = None,
-) -> dict[str, Examples]:
-    """What `forward_step` returns for each sample of datasets, in their order, in all processes, under any config.
-
-    For numbers that a run needs before it trains, such as the log-probabilities of a reference. Model and optimizer are
-    used up: build others for `fit`, and keep no reference to these.
-
-    Args:
-        optimizer: of the class and over the weights as for `fit`. It takes no step.
-        datasets: {name: map-style dataset}; "train" is that of `fit`.
-
-    Raises:
-        UsageError: like `fit`.
-    """
-    train_set, sets = checked_datasets(datasets["train"], datasets, collate_fn)
-    plan = Plan.of(config, Layout.asked(config), len(train_set))
-    check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
-    check_trainable(model, optimizer, plan)
-    freeze_what_is_not_trained(accelerator, model, optimizer)
-    engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
-    found: dict[str, Examples] = {}
-    for name, dataset in sets.items():
-        results = evaluate_set(
-            accelerator, engine.model, engine.forward_step, dataset, plan, poll=lambda: False, keeps=True
-        )
-        assert results is not None
-        found[name] = results[1]
-    accelerator.free_memory()
-    return found
 
 
 @torch.no_grad()

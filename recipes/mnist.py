@@ -112,13 +112,12 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def predict(picture: str, config: Config) -> None:
-    """Prints the class that the exported model gives a picture, and what was done with the picture first."""
+    """Prints the class that the exported model gives a picture."""
     form = ImageFormat.read(config.output_dir, NETWORKS)
-    image, steps = read_picture(picture, form)
     model = NETWORKS[form.network](form.image_shape, len(form.classes)).eval()
     load_exported(config.output_dir, model)
-    probability, label = model(image.unsqueeze(0))[0].softmax(-1).max(-1)
-    print_once(f"{picture}: {form.classes[label]} with {probability:.1%} ({steps})")
+    probability, label = model(read_picture(picture, form).unsqueeze(0))[0].softmax(-1).max(-1)
+    print_once(f"{picture}: {form.classes[label]} with {probability:.1%}")
 
 
 def main(config: Config) -> None:

@@ -1,6 +1,6 @@
 """Pairs of answers, of which one is preferred, and the log-probabilities that a reference gives them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,15 @@ from torch.utils.data import Dataset
 
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
-from ..data.batches import Batch, CollateFn
+from ..data.batches import Batch, CollateFn, ForwardStep, MapDataset, checked_datasets
 from ..environment import print_once
 from ..errors import UsageError
-from ..evaluation import values_of
+from ..evaluation import Examples, evaluate_set
 from ..layout import Layout
+from ..parallel.checks import check_trainable
+from ..parallel.guards import check_same_start, freeze_what_is_not_trained
+from ..parallel.prepare import Setup, prepare
+from ..plan import Plan
 from .cache import cache_folder, write_once
 from .causal_lm import IGNORED, trained_places
 from .chats import HELD_OUT, Chats, Messages, answers_by_rules, by_rules, encode, shifted
@@ -200,7 +204,7 @@ def add_reference(
         print_once(f"computing the reference's log-probabilities of {sum(map(len, sets)):,} pairs")
         reference = build()
         data = accelerator, reference, optimizer_of(reference), _reference_step, named, config, collate_fn
-        found = values_of(*data)
+        found = _values_of(*data)
         return {name: torch.stack([one["chosen"], one["rejected"]], 1).float() for name, one in found.items()}
 
     named = dict(zip(("train", "eval"), sets))
@@ -224,3 +228,40 @@ def add_reference(
 def _reference_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     chosen, rejected = log_probabilities(model, batch)[0].unbind(1)
     return {"loss": -chosen, "chosen": chosen, "rejected": rejected}  # a loss must be there; it is not used
+
+
+def _values_of(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    forward_step: ForwardStep,
+    datasets: Mapping[str, MapDataset],
+    config: RunConfig,
+    collate_fn: CollateFn,
+) -> dict[str, Examples]:
+    """What `forward_step` returns for each sample of datasets, in their order, in all processes, under any config.
+
+    Model and optimizer are used up: build others for `fit`, and keep no reference to these.
+
+    Args:
+        optimizer: of the class and over the weights as for `fit`. It takes no step.
+        datasets: {name: map-style dataset}; "train" is that of `fit`.
+
+    Raises:
+        UsageError: like `fit`.
+    """
+    train_set, sets = checked_datasets(datasets["train"], datasets, collate_fn)
+    plan = Plan.of(config, Layout.asked(config), len(train_set))
+    check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
+    check_trainable(model, optimizer, plan)
+    freeze_what_is_not_trained(accelerator, model, optimizer)
+    engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
+    found: dict[str, Examples] = {}
+    for name, dataset in sets.items():
+        results = evaluate_set(
+            accelerator, engine.model, engine.forward_step, dataset, plan, poll=lambda: False, keeps=True
+        )
+        assert results is not None
+        found[name] = results[1]
+    accelerator.free_memory()
+    return found
