@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from common import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
 from common.data import Batch
 from common.tasks.diffusion import DiT, write_grid
-from common.tasks.images import Images, load_images
+from common.tasks.images import ImageDataset, load_images
 
 NUM_COMPARED = 10_000  # training images, about
 
@@ -62,7 +62,7 @@ class NoisyImages(Dataset):
     Drawn in `forward_step`, they would belong to the micro-batch.
     """
 
-    def __init__(self, images: Images, class_dropout: float):
+    def __init__(self, images: ImageDataset, class_dropout: float):
         self.images, self.class_dropout = images, class_dropout
 
     def __len__(self) -> int:
@@ -98,20 +98,20 @@ def generate(model: nn.Module, noise: Tensor, labels: Tensor, no_label: int, con
     return (images.clamp(-1, 1) + 1) / 2
 
 
-def share_recognised(pictures: Tensor, labels: Tensor, images: Images) -> float:
+def share_recognised(pictures: Tensor, labels: Tensor, images: ImageDataset) -> float:
     """The share of pictures whose nearest image, among about NUM_COMPARED of these, has their label."""
     known = images.__getitems__(list(range(0, len(images), max(1, len(images) // NUM_COMPARED))))
     nearest = torch.cdist(pictures.flatten(1), known["image"].flatten(1)).argmin(1)
     return (known["label"][nearest] == labels).float().mean().item()
 
 
-def build(config: Config, images: Images) -> DiT:
+def build(config: Config, images: ImageDataset) -> DiT:
     """The model for these images. Raises UsageError for sizes that do not divide."""
     sizes = config.patch_size, config.hidden_size, config.num_layers, config.num_heads
     return DiT(images.image_shape, images.num_classes, *sizes)
 
 
-def write_pictures(config: Config, images: Images, device: torch.device) -> None:
+def write_pictures(config: Config, images: ImageDataset, device: torch.device) -> None:
     """Writes pictures by the exported model, a column for each class. Prints how many show their class."""
     model = build(config, images)
     load_exported(config.output_dir, model)

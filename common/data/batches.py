@@ -30,10 +30,12 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class RowDataset(Dataset):
-    """A dataset that reads the samples of a batch in one call. It must not draw random numbers.
+class InMemoryDataset(Dataset):
+    """A dataset whose samples are rows of tensors in memory. A batch is one indexing operation per tensor. It must not
+    draw random numbers.
 
-    Without `--num_workers`, `batches` calls `rows` on the CPU, and `transform` on the model's device.
+    Without `--num_workers`, `batches` calls `rows` where the tensors are, and `transform` on the model's device. On a
+    GPU it moves small datasets there as a whole, and large ones batch by batch.
     """
 
     @abstractmethod
@@ -52,13 +54,6 @@ class RowDataset(Dataset):
 
     def __getitems__(self, ids: list[int]) -> Batch:
         return self.transform(self.rows(torch.tensor(ids)))
-
-
-class InMemoryDataset(RowDataset):
-    """A dataset whose samples are rows of tensors in memory. A batch is one indexing operation per tensor.
-
-    On a GPU, `batches` moves small datasets there as a whole, and large ones batch by batch, before `transform`.
-    """
 
     def to(self, device: torch.device) -> Self:
         """A copy with its tensors on the device."""
@@ -162,20 +157,20 @@ def batches(
 
 def resident(dataset: Any, device: torch.device) -> Any:
     """The dataset on the device if it is small and in memory; else the dataset itself."""
-    is_in_memory = isinstance(dataset, InMemoryDataset) and _reads_rows(dataset)
-    if device.type == "cpu" or not is_in_memory or dataset.num_bytes > MAX_BYTES_ON_DEVICE:
+    if device.type == "cpu" or not _reads_rows(dataset) or dataset.num_bytes > MAX_BYTES_ON_DEVICE:
         return dataset
     return dataset.to(device)
 
 
-def _reads_rows(dataset: Any) -> TypeGuard[RowDataset]:
+def _reads_rows(dataset: Any) -> TypeGuard[InMemoryDataset]:
     """Whether `rows` and `transform` are all that makes a sample: a subclass may have overridden its indexing."""
     kind, names = type(dataset), ("__getitem__", "__getitems__")
-    return isinstance(dataset, RowDataset) and all(getattr(kind, name) is getattr(RowDataset, name) for name in names)
+    is_own = all(getattr(kind, name, None) is getattr(InMemoryDataset, name) for name in names)
+    return isinstance(dataset, InMemoryDataset) and is_own
 
 
-def _from_rows(dataset: RowDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:
-    is_resident = isinstance(dataset, InMemoryDataset) and dataset.device.type != "cpu"
+def _from_rows(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:
+    is_resident = dataset.device.type != "cpu"
     for ids in sample_ids:
         ids = _sent(ids, device) if is_resident else ids
         yield dataset.transform(_moved(dataset.rows(ids), device))

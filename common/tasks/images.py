@@ -10,8 +10,8 @@ import numpy
 import psutil
 import torch
 
-from ..data.batches import Batch, InMemoryDataset, RowDataset
-from ..environment import local_world_size, print_once
+from ..data.batches import Batch, InMemoryDataset
+from ..environment import local_world_size
 from ..errors import UsageError, first_line
 from .embedded import sklearn_file
 from .sources import hold_out, load_splits
@@ -54,44 +54,10 @@ class ImageDataset(InMemoryDataset):
         return batch | {"image": batch["image"].float().div_(255)}
 
 
-class ImageFiles(RowDataset):
-    """Images that are decoded when they are read. The samples and the attributes are those of `ImageDataset`.
-
-    Args:
-        files: a column of a `datasets.Dataset` with images that are not decoded.
-        labels: of all rows of `files`.
-        ids: the rows that belong to this set, in its order.
-        image_shape: of all images.
-        classes: their names.
-    """
-
-    transform = ImageDataset.transform
-
-    def __init__(self, files: Any, labels: torch.Tensor, ids: torch.Tensor, image_shape: Shape, classes: list[str]):
-        self.files, self.labels, self.ids, self.image_shape = files, labels, ids, image_shape
-        self.num_classes, self.classes = len(classes), classes
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def part(self, ids: torch.Tensor) -> "ImageFiles":
-        """The images of these ids, as a set."""
-        return ImageFiles(self.files, self.labels, self.ids[ids], self.image_shape, self.classes)
-
-    def rows(self, ids: torch.Tensor) -> Batch:
-        """Raises UsageError for an image of another size, or that cannot be decoded."""
-        numbers = self.ids[ids]
-        images = _decoded(self.files, numbers.tolist())
-        return {"image": _stacked(images, numbers.tolist(), self.image_shape), "label": self.labels[numbers]}
-
-
-Images = ImageDataset | ImageFiles
-
-
-def load_images(data: str, max_samples: int | None = None) -> tuple[Images, Images]:
+def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset, ImageDataset]:
     """Loads an image-classification dataset.
 
-    Images that would fill more than half of the free memory are decoded when they are read, all others at the start.
+    All images are decoded at the start, and stay in memory.
 
     Args:
         data: "digits" (scikit-learn's 1,797 handwritten digits of 8 x 8); a folder with the four
@@ -104,7 +70,8 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[Images, Imag
         the same samples for every seed of the run.
 
     Raises:
-        UsageError: no data, damaged files, images of different sizes, or no network.
+        UsageError: no data, damaged files, images of different sizes or more than half of the free memory, or no
+            network.
     """
     folder = Path(data).expanduser()
     if max_samples is not None and (data == "digits" or _idx_folder(folder)):
@@ -120,12 +87,12 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[Images, Imag
     return _load_table(data, max_samples)
 
 
-def _divided(whole: Images) -> tuple[Images, Images]:
+def _divided(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
     rest, held_out = hold_out(len(whole), HELD_OUT)
     return whole.part(rest), whole.part(held_out)
 
 
-def _load_digits() -> tuple[Images, Images]:
+def _load_digits() -> tuple[ImageDataset, ImageDataset]:
     # The file that sklearn.datasets.load_digits reads. Importing sklearn would take 1.6 s. A row has
     # 64 pixels from 0 to 16, then the digit.
     with gzip.open(sklearn_file("digits.csv.gz"), "rt") as file:
@@ -145,7 +112,7 @@ def _idx_folder(folder: Path) -> Path | None:
     return next((place for place in (folder, folder / "MNIST" / "raw") if any(place.glob("*-idx?-ubyte*"))), None)
 
 
-def _load_folder(folder: Path, max_samples: int | None) -> tuple[Images, Images]:
+def _load_folder(folder: Path, max_samples: int | None) -> tuple[ImageDataset, ImageDataset]:
     if place := _idx_folder(folder):
         train, test = (_read_idx_pair(place, images, labels) for images, labels in _IDX_FILES.values())
         if train[0].shape[1:] != test[0].shape[1:]:
@@ -197,29 +164,25 @@ def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
     return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=header_size).copy()).view(shape)
 
 
-def _load_table(data: str, max_samples: int | None) -> tuple[Images, Images]:
+def _load_table(data: str, max_samples: int | None) -> tuple[ImageDataset, ImageDataset]:
     """Loads a dataset of the Hub, or a folder in the same layout."""
     splits = [columns(data, split) for split in load_splits(data, ADVICE, max_samples)]
     num_images = sum(len(files) for files, _, _ in splits)
     feature = splits[0][2]
     classes = class_names(feature, 1 + max(int(labels.max()) for _, labels, _ in splits))
-    first = _decoded(splits[0][0], [0])
-    num_bytes = first[0].size * num_images * local_world_size()  # each process would hold all images
-    parts: list[Images]
-    if num_bytes <= psutil.virtual_memory().available // 2:
-        images = [_all_decoded(files) for files, _, _ in splits]
-        shape = _shape([image for part in images for image in part])
-        parts = [
-            ImageDataset(_stacked(part, range(len(part)), shape), labels, len(classes), classes)
-            for part, (_, labels, _) in zip(images, splits)
-        ]
-    else:
-        print_once(
-            f"the images of {data} would fill the memory: each is decoded when it is read; --num_workers N lets N more "
-            "processes for each decode them"
+    size = _decoded(splits[0][0], [0])[0].size * num_images * local_world_size()  # each process holds all images
+    if size > psutil.virtual_memory().available // 2:
+        raise UsageError(
+            f"--data {data}: its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes): "
+            "type --max_samples with a smaller number"
         )
-        shape = _shape(first)
-        parts = [ImageFiles(files, labels, torch.arange(len(files)), shape, classes) for files, labels, _ in splits]
+    images = [_all_decoded(files) for files, _, _ in splits]
+    has_colour = any(image.ndim == 3 for part in images for image in part)
+    shape = 3 if has_colour else 1, *images[0][0].shape[:2]
+    parts = [
+        ImageDataset(_stacked(part, shape), labels, len(classes), classes)
+        for part, (_, labels, _) in zip(images, splits)
+    ]
     return _divided(parts[0]) if len(parts) == 1 else (parts[0], parts[1])
 
 
@@ -273,24 +236,14 @@ def _decoded(files: Any, rows: Sequence[int]) -> list[numpy.ndarray]:
     return images
 
 
-def _shape(images: list[numpy.ndarray]) -> Shape:
-    """All are in colour if one is."""
-    return 3 if any(image.ndim == 3 for image in images) else 1, *images[0].shape[:2]
-
-
-def _stacked(images: list[numpy.ndarray], rows: Sequence[int], shape: Shape) -> torch.Tensor:
-    """uint8 of shape (n, channels, height, width). Raises UsageError for an image of another shape."""
+def _stacked(images: list[numpy.ndarray], shape: Shape) -> torch.Tensor:
+    """uint8 of shape (n, channels, height, width). Raises UsageError for an image of another size."""
     channels, height, width = shape
-    for row, image in zip(rows, images):
+    for row, image in enumerate(images):
         if image.shape[:2] != (height, width):
             raise UsageError(
                 f"the first image of the data is {height} x {width}, that in row {row} is {image.shape[0]} x "
                 f"{image.shape[1]}: expected one size; resize them first"
-            )
-        if image.ndim == 3 and channels == 1:
-            raise UsageError(
-                f"the first image of the data is grey, that in row {row} is in colour: convert all to one kind first, "
-                "as they do not fit into memory"
             )
     if channels == 3:
         images = [numpy.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image for image in images]

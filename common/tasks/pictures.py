@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import UsageError
-from .images import Images
+from .images import ImageDataset
 
 NUM_LOOKED_AT = 1000  # training images, about
 
@@ -34,7 +34,7 @@ class ImageFormat:
     background: str
 
     @classmethod
-    def of(cls, train_set: Images, network: str) -> Self:
+    def of(cls, train_set: ImageDataset, network: str) -> Self:
         """The format of the images of a training set."""
         every = max(1, len(train_set) // NUM_LOOKED_AT)
         images = train_set.rows(torch.arange(0, len(train_set), every))["image"][:, 0].numpy()

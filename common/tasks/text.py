@@ -245,10 +245,6 @@ def _batches(pieces: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _tokens(text: _Text, tokenizer: Any) -> Tensor:
-    return _encoded(["".join(text.pieces())], tokenizer)
-
-
 def mapped(file: Path) -> Tensor:
     """The tokens in a file, whose name ends with their type. To write to them is an error of the system."""
     kind = numpy.dtype(file.suffix[1:])
