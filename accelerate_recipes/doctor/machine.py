@@ -4,25 +4,26 @@ import os
 import platform
 import resource
 import shutil
-import time
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+from accelerate_recipes.bundle import ROOT
+
 GIB = 2**30
-NVIDIA = Path("/dev/nvidiactl")
 # Devices of NVIDIA's accelerators (also under WSL), AMD's, Intel's and Ascend's. Without them there is nothing to ask
 # torch for, and its import takes seconds.
-ACCELERATORS = (NVIDIA, Path("/dev/dxg"), Path("/dev/kfd"), Path("/dev/dri"), Path("/dev/davinci_manager"))
-# The packages that a run uses, and those that must fit torch to the digit.
+ACCELERATORS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
+# The packages that a run uses, and those of which Accelerate needs one for fp8.
 PACKAGES = (
     *("accelerate-recipes", "torch", "accelerate", "transformers", "safetensors", "datasets", "numpy", "deepspeed"),
-    *("torchvision", "torchaudio", "torchao", "transformer-engine", "msamp", "megatron-core"),
+    *("torchao", "transformer-engine", "msamp"),
 )
 
 
@@ -40,20 +41,6 @@ class GPU:
     has_bf16: bool = True
 
 
-@dataclass(frozen=True)
-class Lock:
-    """A lock file in torch's folder of compiled extensions.
-
-    Attributes:
-        age: in seconds.
-        is_held: whether a process of this machine has the file open.
-    """
-
-    path: Path
-    age: float
-    is_held: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """The facts of a machine. Sizes are in bytes.
@@ -64,12 +51,9 @@ class Machine:
         shared_memory: of /dev/shm; None where there is none.
         gpus: all that torch can use.
         why_no_gpu: why torch cannot use an NVIDIA GPU that is there.
-        has_infiniband: whether there is a network adapter for RDMA.
-        open_files, locked_memory: limits of a process; None: unlimited.
+        open_files: limit of a process; None: unlimited.
         compiler, ninja, mpirun: paths; None where not found.
         versions: {package: version} of those of `PACKAGES` that are installed.
-        requirements: {package: its own requirements, such as "torch>=2.0"}.
-        locks: in torch's folder of compiled extensions.
         default_config: Accelerate's default config file.
         default_values: its content.
     """
@@ -81,15 +65,11 @@ class Machine:
     shared_memory: int | None
     gpus: tuple[GPU, ...] = ()
     why_no_gpu: str | None = None
-    has_infiniband: bool = False
     open_files: int | None = None
-    locked_memory: int | None = None
     compiler: str | None
     ninja: str | None
     mpirun: str | None = None
     versions: dict[str, str]
-    requirements: dict[str, list[str]] = field(default_factory=dict)
-    locks: tuple[Lock, ...] = ()
     default_config: Path | None = None
     default_values: dict[str, Any] = field(default_factory=dict)
 
@@ -113,7 +93,6 @@ def look() -> Machine:
     """The facts of this machine. Takes about 0.1 s, or the time to import torch if there is a driver of a GPU."""
     memory, free_memory = _memory()
     gpus, why_no_gpu = _gpus()
-    versions, requirements = _packages()
     default_config = _default_config()
     shared = Path("/dev/shm")
     return Machine(
@@ -124,15 +103,11 @@ def look() -> Machine:
         shared_memory=shutil.disk_usage(shared).total if shared.is_dir() else None,
         gpus=gpus,
         why_no_gpu=why_no_gpu,
-        has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
-        open_files=_limit(resource.RLIMIT_NOFILE),
-        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        open_files=_open_files(),
         compiler=shutil.which(os.environ.get("CXX", "c++")),
         ninja=shutil.which("ninja"),
         mpirun=shutil.which("mpirun") or shutil.which("mpiexec"),
-        versions=versions,
-        requirements=requirements,
-        locks=_locks(),
+        versions=_versions(),
         default_config=default_config,
         default_values=_values(default_config) if default_config else {},
     )
@@ -142,8 +117,8 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def _limit(kind: int) -> int | None:
-    soft, _ = resource.getrlimit(kind)
+def _open_files() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
@@ -168,31 +143,22 @@ def _gpus() -> tuple[tuple[GPU, ...], str | None]:
 
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
-        return (), _why_no_gpu() if NVIDIA.exists() else None
+        sys.path.insert(0, str(ROOT))
+        from common.environment import why_no_gpu
+
+        return (), why_no_gpu()
     found = [torch.get_device_module().get_device_properties(i) for i in range(torch.accelerator.device_count())]
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return tuple(GPU(one.name, one.total_memory, not is_nvidia or one.major >= 8) for one in found), None
 
 
-def _why_no_gpu() -> str:
-    import torch
-
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # AssertionError: a build for the CPU
-        return str(error).splitlines()[0]
-    return "torch finds no device"
-
-
-def _packages() -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The versions and the requirements of the installed packages of `PACKAGES`."""
+def _versions() -> dict[str, str]:
+    """The versions of the installed packages of `PACKAGES`."""
     versions: dict[str, str] = {}
-    requirements: dict[str, list[str]] = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            package = distribution(name)
-            versions[name], requirements[name] = package.version, package.requires or []
-    return versions, requirements
+            versions[name] = version(name)
+    return versions
 
 
 def _cache() -> Path:
@@ -211,24 +177,3 @@ def _values(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _locks() -> tuple[Lock, ...]:
-    """The lock files of torch's builds of extensions. The recipes' own folder is left out: a run removes old ones."""
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(chosen) if chosen else _cache() / "torch_extensions"
-    paths = [path for path in (*root.glob("*/lock"), *root.glob("*/*/lock")) if path.is_file()]
-    paths = [path for path in paths if not path.relative_to(root).parts[0].startswith("accelerate_recipes_")]
-    held = _open_files() if paths else set()
-    return tuple(Lock(path, time.time() - path.stat().st_mtime, str(path.resolve()) in held) for path in paths)
-
-
-def _open_files() -> set[str]:
-    """The files that the processes of this machine have open, as far as this user may see."""
-    found: set[str] = set()
-    for process in psutil.process_iter():
-        try:
-            found |= {file.path for file in process.open_files()}
-        except psutil.Error:
-            continue
-    return found

@@ -73,11 +73,6 @@ class MetricsFile:
         self._waiting.clear()
 
 
-def read_records(output_dir: Path) -> list[dict[str, Any]]:
-    """The records in an output_dir."""
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_bytes().splitlines()]
-
-
 def _kept(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[bytes]:
     if not path.exists():
         return []

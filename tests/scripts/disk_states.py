@@ -14,6 +14,7 @@ From NUM_STATES of these states, drawn at random (0: all), a run resumes. Prints
 states. Following ALICE (Pillai et al. 2014) and CrashMonkey (Mohan et al. 2018).
 """
 
+import json
 import os
 import random
 import shutil
@@ -41,7 +42,6 @@ from common.data import Batch
 from common.errors import RunError
 from common.layout import Layout
 from common.plan import Plan
-from common.records.metrics_file import read_records
 from common.records.output_dir import OutputDir
 
 Tree = dict[str, bytes | None]  # {path in the folder: content; None for a folder}
@@ -244,7 +244,8 @@ def untrue(label: str, tree: Tree, folder: Path, configs: dict[str, Config], sav
         yield f"it goes on from step {step} with the weight {weight} of another run"
     if step < saved:
         yield f"it goes on from step {step}, but step {saved} was saved"
-    records = read_records(folder) if (folder / "metrics.jsonl").exists() else []
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.open()] if path.exists() else []
     missing = set(range(1, step + 1)) - {record["step"] for record in records}
     if missing and not is_earlier:
         yield f"it goes on from step {step} without the records of {sorted(missing)}"

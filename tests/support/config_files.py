@@ -13,7 +13,7 @@ import yaml
 from accelerate_recipes.doctor import asked, rules
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import Rule
-from accelerate_recipes.doctor.machine import GPU, Lock, Machine
+from accelerate_recipes.doctor.machine import GPU, Machine
 from support.runs import ROOT
 
 FILES = ROOT / "tests" / "support" / "doctor"
@@ -25,7 +25,6 @@ SERVER = Machine(
     shared_memory=256 * 2**30,
     gpus=(GPU("NVIDIA A100", 80 * 2**30),) * 8,
     open_files=1024,
-    locked_memory=8 * 2**20,
     compiler="/usr/bin/c++",
     ninja="/usr/bin/ninja",
     mpirun="/usr/bin/mpirun",
@@ -55,8 +54,6 @@ def machine_with(changes: dict[str, Any]) -> Machine:
     changes = dict(changes)
     if "gpus" in changes:
         changes["gpus"] = tuple(GPU(**gpu) for gpu in changes["gpus"])
-    if "locks" in changes:
-        changes["locks"] = tuple(Lock(**lock | {"path": Path(lock["path"])}) for lock in changes["locks"])
     return replace(SERVER, **changes)
 
 

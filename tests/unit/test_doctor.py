@@ -5,7 +5,6 @@ first lines are the findings.
 """
 
 import json
-import os
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DistributedType
-from torch.utils.file_baton import FileBaton
 
 from accelerate_recipes.doctor import check, cure, machine, rules
 from accelerate_recipes.doctor.config import Config, read
@@ -24,6 +22,7 @@ from accelerate_recipes.doctor.finding import findings
 from accelerate_recipes.doctor.machine import Machine, look
 from accelerate_recipes.doctor.rules import keys, launching
 from accelerate_recipes.errors import UsageError
+from common import environment
 from support.config_files import (
     BAD,
     FILES,
@@ -46,8 +45,7 @@ CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
 def no_gpu_and_empty_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes this machine one whose only findings are those of the test."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("HF_HOME", "TORCH_EXTENSIONS_DIR"):
-        monkeypatch.setenv(name, str(tmp_path_factory.mktemp(name)))
+    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.mktemp("home")))
 
 
 @pytest.mark.parametrize("kind", RULES)
@@ -149,29 +147,11 @@ def ddp(num_processes: int, **changes: Any) -> Config:
     return Config(Path("config.yaml"), values, SERVER)
 
 
-def test_a_lock_is_stale_when_its_build_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    for name in ("cpu_adam", "accelerate_recipes_1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "lock").touch()
-    path = tmp_path / "cpu_adam" / "lock"
-    path.unlink()
-    build = FileBaton(str(path))
-    assert build.try_acquire() and build.fd is not None
-    os.utime(path, (0, 0))
-    assert look().locks[0].is_held and not findings(rules.MACHINE, look())
-    os.close(build.fd)  # as the system does when it kills the process
-    (found,) = findings(rules.MACHINE, look())
-    assert found.type == f"rm {path}"
-    os.utime(path)
-    assert not findings(rules.MACHINE, look())
-
-
 def test_a_gpu_that_torch_cannot_use_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.accelerator.is_available():
         pytest.skip("torch can use the accelerator of this machine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(machine, "NVIDIA", tmp_path)  # as if the device were there
+    monkeypatch.setattr(environment, "NVIDIA_DRIVER", tmp_path)  # as if the device were there
     monkeypatch.setattr(machine, "ACCELERATORS", (tmp_path,))
     (found,) = findings(rules.MACHINE, look())
     assert found.what.startswith(f"torch {version('torch')} cannot use this machine's GPU: ")

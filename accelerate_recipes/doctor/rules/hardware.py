@@ -78,20 +78,6 @@ def open_files(config: Config) -> Iterator[Finding]:
         )
 
 
-def locked_memory(config: Config) -> Iterator[Finding]:
-    """A limit of locked memory on a machine with RDMA, in a run on several machines.
-
-    Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-    """
-    machine = config.machine
-    if config.num_machines > 1 and machine.gpus and machine.has_infiniband and machine.locked_memory is not None:
-        yield Finding(
-            f"a process may lock {machine.locked_memory // 1024} KiB of memory, on a machine with InfiniBand",
-            "NCCL locks the memory that the network reads; where it cannot, the run fails at its first collective",
-            "ulimit -l unlimited (docker run --ulimit memlock=-1)",
-        )
-
-
 def shared_memory_of_workers(config: Config, recipe: dict[str, int]) -> Iterator[Finding]:
     """Less shared memory than the batches take that data-loading processes hold ready. The recipe: its num_workers, its
     micro_batch_size, and the sample_bytes of the tensors of a sample."""
@@ -109,6 +95,6 @@ def shared_memory_of_workers(config: Config, recipe: dict[str, int]) -> Iterator
         )
 
 
-RULES = (processes, bf16, packages, memory, open_files, locked_memory)
+RULES = (processes, bf16, packages, memory, open_files)
 # With a recipe, too.
 RULES_OF_A_RECIPE = (shared_memory_of_workers,)

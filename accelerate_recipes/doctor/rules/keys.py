@@ -123,18 +123,6 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
         )
 
 
-def keys_of_tpus(config: Config) -> Iterator[Finding]:
-    """Keys that only TPUs have, with a value, under another distributed_type."""
-    defaults: tuple = (None, False, "no", "main", "", [], [""])
-    keys = [key for key in sorted(OF_TPUS) if config.values.get(key) not in defaults]
-    if keys and config.kind in KINDS and config.kind != "XLA":
-        yield Finding(
-            f"{_have(keys)} no effect, because distributed_type is {config.kind}",
-            "Accelerate reads these keys on TPUs alone",
-            *map(Edit, keys),
-        )
-
-
 def flags_of_the_command_line(config: Config) -> Iterator[Finding]:
     """A key whose value Accelerate 1.15 takes from its command line, even if the flag is not typed there."""
     for key, default in OF_THE_COMMAND_LINE.items():
@@ -205,7 +193,4 @@ def _meant(key: str, value: Any, section: str) -> list[Edit]:
     return [Edit(name, value, "" if known is TOP else section) for name in near]
 
 
-RULES = (
-    *(unknown_keys, unknown_section_keys, ignored_sections, keys_of_tpus, flags_of_the_command_line, cpu_alone),
-    one_machine,
-)
+RULES = (*(unknown_keys, unknown_section_keys, ignored_sections, flags_of_the_command_line, cpu_alone, one_machine),)

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from accelerate_recipes.doctor.finding import Finding
 from accelerate_recipes.doctor.machine import Machine
 
-BUILD_S = 600  # a build of DeepSpeed's extensions takes a minute, on a busy machine several
 SMALL_SHARED_MEMORY = 64 * 2**20  # what Docker gives a container by default
 
 
@@ -24,41 +21,6 @@ def unusable_gpu(machine: Machine) -> Iterator[Finding]:
         "every run would be a rehearsal on the CPU",
         advice,
     )
-
-
-def versions(machine: Machine) -> Iterator[Finding]:
-    """Installed packages that do not fit together: one of them says itself that it needs another version."""
-    for package, requirements in machine.requirements.items():
-        for text in requirements:
-            try:
-                requirement = Requirement(text)
-            except InvalidRequirement:  # of a package that is older than the rules for them
-                continue
-            name = requirement.name.lower().replace("_", "-")
-            version = machine.versions.get(name)
-            marker = requirement.marker
-            applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in ("data", "deepspeed"))
-            if version is None or not applies or requirement.specifier.contains(version, prereleases=True):
-                continue
-            yield Finding(
-                f"{name} {version} does not fit {package} {machine.versions[package]}, which needs {name}"
-                f"{requirement.specifier}",
-                "other versions have other functions and other file formats: runs fail at the first import, or later",
-                f"pip install '{name}{requirement.specifier}'",
-            )
-
-
-def stale_lock(machine: Machine) -> Iterator[Finding]:
-    """A lock that a killed build left in torch's folder of compiled extensions."""
-    for lock in machine.locks:
-        if lock.age > BUILD_S and not lock.is_held:
-            yield Finding(
-                f"{lock.path} is the lock of a build that has ended: it is {lock.age / 60:.0f} minutes old, and no "
-                "process has it open",
-                "torch waits for this file to disappear, for ever and without a message, whenever a process needs the "
-                "extension",
-                f"rm {lock.path}",
-            )
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
@@ -88,6 +50,6 @@ def unasked_config(machine: Machine) -> Iterator[Finding]:
     )
 
 
-RULES = (unusable_gpu, versions, stale_lock, shared_memory)
+RULES = (unusable_gpu, shared_memory)
 # With a named config, Accelerate does not read its default file.
 RULES_WITHOUT_CONFIG = (unasked_config,)
