@@ -107,7 +107,7 @@ class RunConfig:
     def validate(self) -> None:
         """Raises UsageError for a value out of range."""
         for field in dataclasses.fields(self):
-            check_value(type(self), field.name, getattr(self, field.name))
+            _check(type(self), field.name, getattr(self, field.name))
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             raise UsageError("--early_stopping_patience needs a metric: type --metric_for_best_model loss")
 
@@ -117,7 +117,7 @@ def script_name() -> str:
     return Path(sys.argv[0]).stem or "recipe"
 
 
-def check_value(config_class: type, name: str, value: Any) -> None:
+def _check(config_class: type, name: str, value: Any) -> None:
     """Raises UsageError if the value of a field is no choice or out of range."""
     hint, metadata = declaration(config_class, name)
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else (value,)

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import Subset
 
 from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
-from .data.batches import Collated, ForwardStep, MapDataset, batches, resident
+from .data.batches import Collated, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
 from .parallel.batch_loss import WEIGHT, BatchLoss, gathered, put
 from .parallel.checks import check_trainable
@@ -22,7 +21,6 @@ from .parallel.engine import Engine, is_metric
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.on_disk import fill
 from .parallel.prepare import Setup, prepare
-from .plan import Plan
 from .records.predictions import write_predictions
 from .records.recorder import Recorder
 from .seeds import EVALUATION, seed_forward
@@ -105,16 +103,7 @@ class Evaluation:
         engine, config = self.engine, self.engine.plan.config
         keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
-            results = evaluate_set(
-                engine.accelerator,
-                engine.model,
-                engine.forward_step,
-                eval_set,
-                engine.plan,
-                poll,
-                keeps,
-                engine.batch_loss,
-            )
+            results = evaluate_set(engine, eval_set, poll, keeps)
             if results is None:
                 return None
             means, values = results
@@ -181,14 +170,7 @@ def evaluate_exported(
 
 @torch.no_grad()
 def evaluate_set(
-    accelerator: Accelerator,
-    model: nn.Module,
-    forward_step: ForwardStep,
-    eval_set: MapDataset,
-    plan: Plan,
-    poll: Callable[[], bool],
-    keeps: bool,
-    batch_loss: BatchLoss | None = None,
+    engine: Engine, eval_set: MapDataset, poll: Callable[[], bool], keeps: bool
 ) -> tuple[Metrics, Examples] | None:
     """(means over an evaluation set, the values of each sample if it `keeps` them); None if `poll` ended it.
 
@@ -196,7 +178,8 @@ def evaluate_set(
     The last passes are padded with samples that are not counted. `poll` is called before each pass, and must return the
     same in all processes. If the values are kept, integers, such as class ids, have no mean. With a `batch_loss`, they
     are kept, and the means are those of its metrics."""
-    size, num_samples, device = plan.micro_batch_size, len(eval_set), accelerator.device
+    model, plan, batch_loss, device = engine.model, engine.plan, engine.batch_loss, engine.accelerator.device
+    size, num_samples = plan.micro_batch_size, len(eval_set)
     num_passes = -(-num_samples // (size * plan.layout.data_parallel_size))
     # Ids past the end are padding.
     starts = [plan.row(index) * size for index in range(num_passes)]
@@ -211,7 +194,7 @@ def evaluate_set(
             return None
         num_real = min(max(num_samples - starts[index], 0), size)
         seed_forward(plan.config.seed, EVALUATION, plan.row(index), device)
-        values = forward_step(model, batch)
+        values = engine.forward_step(model, batch)
         weight = batch.get("weight", torch.ones(size, device=device)).double()
         if keeps or batch_loss is not None:
             put(kept, index, num_passes, values | {WEIGHT: weight})
@@ -221,10 +204,10 @@ def evaluate_set(
                 if is_metric(value) or (not keeps and value.ndim == 1):
                     sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight[:num_real]).sum()
     _set_training(model, True)
-    examples = {name: gathered(accelerator, plan.layout, rows)[:num_samples] for name, rows in kept.items()}
+    examples = {name: gathered(engine.accelerator, plan.layout, rows)[:num_samples] for name, rows in kept.items()}
     weight = examples.pop(WEIGHT, total)
     if batch_loss is None:
-        *totals, total = accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
+        *totals, total = engine.accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
     else:
         metrics = _in_batches(batch_loss, examples, plan.config.batch_size)
         examples |= metrics

@@ -258,9 +258,7 @@ def _values_of(
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
     found: dict[str, Examples] = {}
     for name, dataset in sets.items():
-        results = evaluate_set(
-            accelerator, engine.model, engine.forward_step, dataset, plan, poll=lambda: False, keeps=True
-        )
+        results = evaluate_set(engine, dataset, poll=lambda: False, keeps=True)
         assert results is not None
         found[name] = results[1]
     accelerator.free_memory()

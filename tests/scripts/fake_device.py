@@ -173,7 +173,7 @@ def measure(fault: str, accelerator: Any, model: Any, optimizer: Any, step: Any,
             result = engine.step(number, [next(stream)], wants_norm=True)
             _Pending(number, False, [*result.losses, result.grad_norm], CpuGroup(0), device)  # type: ignore[list-item]
         found, waits.places = waits.places, Counter()
-        evaluate_set(accelerator, engine.model, engine.forward_step, eval_set, plan, lambda: False, "examples" in more)
+        evaluate_set(engine, eval_set, lambda: False, "examples" in more)
     print(json.dumps({"step": found, "evaluation": waits.places}), flush=True)
     raise SystemExit
 

@@ -11,6 +11,7 @@ from common import RunConfig, fit, flag, run, start
 from common.data import Batch
 from common.evaluation import evaluate_set
 from common.layout import Layout
+from common.parallel.prepare import Setup, prepare
 from common.plan import Plan
 
 
@@ -50,10 +51,12 @@ def main(config: Config) -> None:
     (Path(config.output_dir) / f"train_ids_{rank}.txt").write_text(" ".join(map(str, train_set.fetched)))
 
     plan = Plan.of(config, Layout.asked(config), 50)
-    model = nn.Linear(1, 1).to(accelerator.device)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)
+    engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
     for size in map(int, config.eval_sizes.split(",")):
         eval_set = Recording(size)
-        metrics, _ = evaluate_set(accelerator, model, forward_step, eval_set, plan, lambda: False, keeps=False)
+        metrics, _ = evaluate_set(engine, eval_set, lambda: False, keeps=False)
         accelerator.print(f"evaluated {size} {metrics['id']!r} {metrics['id_squared']!r}")
         (Path(config.output_dir) / f"num_fetched_{size}_{rank}.txt").write_text(str(len(eval_set.fetched)))
 
