@@ -5,7 +5,6 @@
 
 import json
 import os
-from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.launched import INHERITED, launched
 
 Answer = dict[str, Any]
-# Variable with the config file, whether there is a GPU, the stages, and flags for what the file should say.
+# Variable with the config file, whether there is a GPU, and flags for what the file should say.
 QUESTION = "ACCELERATE_RECIPES_QUESTION"
 
 
@@ -31,21 +30,12 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     Raises:
         UsageError: the recipe ended before it called `fit`.
     """
-    flags, stages = without_stages(flags)
-    return at_fit(script, flags, f"{__name__}:refusals", question(config, stages))
+    return at_fit(script, flags, f"{__name__}:refusals", question(config))
 
 
-def without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
-    """The flags without `--pipeline_stages`, and its value: one process, in which the recipe runs, is no pipeline."""
-    parser = ArgumentParser("accelerate-recipes", SUPPRESS, add_help=False, allow_abbrev=False)
-    parser.add_argument("--pipeline_stages", "--pipeline-stages", type=int, default=1)
-    known, rest = parser.parse_known_args(flags)
-    return rest, known.pipeline_stages
-
-
-def question(config: Config, stages: int = 1) -> dict[str, str]:
+def question(config: Config) -> dict[str, str]:
     """The variable that `refusals` reads."""
-    return {QUESTION: json.dumps([str(config.path), bool(config.machine.gpus), stages, config.likely_flags])}
+    return {QUESTION: json.dumps([str(config.path), bool(config.machine.gpus), config.likely_flags])}
 
 
 def refusals(
@@ -71,8 +61,8 @@ def refusals(
     from common.parallel import checks as parallel
     from common.plan import Plan
 
-    path, has_gpu, stages, likely = json.loads(os.environ[QUESTION])
-    flags = replace(config or RunConfig(), pipeline_stages=stages)
+    path, has_gpu, likely = json.loads(os.environ[QUESTION])
+    flags = config or RunConfig()
     lines: list[str] = []
     facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
     for name in [name for name in os.environ if INHERITED.match(name) and name != QUESTION]:

@@ -1,5 +1,6 @@
 """accelerate-recipes plan: what a run will take on a cluster, before anything is spent."""
 
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 from accelerate_recipes import bundle
 from accelerate_recipes.catalog import find_config, find_recipe
 from accelerate_recipes.console import print_json
-from accelerate_recipes.doctor.asked import without_stages
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.plan import plot, show
 from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scaled
@@ -49,7 +49,7 @@ def plan(
     """
     plot.check(page, scaling)
     script = script if script.is_file() else find_recipe(str(script))
-    flags, stages = without_stages(flags)
+    flags, stages = _without_stages(flags)
     changes = dict(_setting(text) for text in settings)
     paths = [find_config(name) for name in configs] or _of_one_machine()
     cases = [
@@ -84,6 +84,14 @@ def plan(
         each = [(one["config"], one) for one in fitting]
         show.show_cheapest([*each, *((config, row) for config, steps in rows.items() for row in steps)], hours)
     return 0 if fitting else 1
+
+
+def _without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
+    """The flags without `--pipeline_stages`, and its value."""
+    parser = ArgumentParser("accelerate-recipes", SUPPRESS, add_help=False, allow_abbrev=False)
+    parser.add_argument("--pipeline_stages", "--pipeline-stages", type=int, default=1)
+    known, rest = parser.parse_known_args(flags)
+    return rest, known.pipeline_stages
 
 
 def _of_one_machine() -> list[Path]:

@@ -133,7 +133,7 @@ def _set_variables(config: Path) -> None:
 def _asked(question: dict[str, Any]) -> Iterator[None]:
     """The doctor's question, with the variables as before afterwards."""
     before = dict(os.environ)
-    os.environ[asked.QUESTION] = json.dumps([question["config"], True, question["stages"], []])
+    os.environ[asked.QUESTION] = json.dumps([question["config"], True, []])
     try:
         yield
     finally:
