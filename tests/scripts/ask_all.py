@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,9 +11,11 @@ from accelerate_recipes.doctor import asked
 
 
 def answers(*given: Any, **keywords: Any) -> dict[str, list[str]]:
+    *data, config = given[:7]  # of `fit`
     lines = {}
     for path in bundle.configs():
         stages = 2 if path.stem == "pipeline_parallel" else 1
-        with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, stages, []])}):
-            lines[path.stem] = asked.refusals(*given, **keywords)["lines"]
+        with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, []])}):
+            flags = replace(config, pipeline_stages=stages)
+            lines[path.stem] = asked.refusals(*data, flags, *given[7:], **keywords)["lines"]
     return lines
