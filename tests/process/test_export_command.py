@@ -43,14 +43,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-FULL = ["ddp", "tensor_parallel", "deepspeed_zero3"]
+FULL = ["ddp", "tensor_parallel", "deepspeed_zero2", "deepspeed_zero3"]
 
 
 @pytest.mark.parametrize(
     ("config", "recipe", "flags"),
     [
         ("fsdp2", MNIST, f"{SHORT} --ema_decay 0.5"),
-        ("deepspeed_zero2", TRANSFORMER, TIED),
         *(pytest.param(config, TRANSFORMER, TIED, marks=pytest.mark.full) for config in FULL),
         pytest.param("pipeline_parallel", TRANSFORMER, f"{TIED} --pipeline_stages 2", marks=pytest.mark.full),
         pytest.param("ddp", MNIST, f"{SHORT} --async_save --export_dtype bfloat16", marks=pytest.mark.full),

@@ -119,7 +119,11 @@ ONE_MACHINE = "--num_machines 1 --machine_rank 0 --rdzv_backend static"
 @pytest.mark.parametrize(
     ("config", "recipe", "options", "flags"),
     [
-        *((config, recipe, "", "") for config in BF16_CONFIGS for recipe in BF16_RECIPES),
+        *(
+            pytest.param(config, recipe, "", "", marks=[] if recipe == "transformer" else pytest.mark.full)
+            for config in BF16_CONFIGS
+            for recipe in BF16_RECIPES
+        ),
         pytest.param("hsdp", "transformer", "", "--micro_batch_size 2", marks=pytest.mark.full),
         pytest.param("tensor_parallel", "transformer", "", "--micro_batch_size 8", marks=pytest.mark.full),
         ("fsdp2_tensor_parallel", "transformer", "", "--micro_batch_size 4"),

@@ -111,6 +111,7 @@ def test_mistakes_get_one_line(
     assert line in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
+@pytest.mark.full
 def test_a_recipe_of_ones_own_that_looks_at_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "recipes" / "linear_regression.py").read_text()
     assert text.count("    fit(") == 1
