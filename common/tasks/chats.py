@@ -58,7 +58,7 @@ class Chats:
     def check_trained(self, data: str) -> "Chats":
         """Returns itself. Raises UsageError if no token is trained."""
         if not any(self._num_trained):
-            roles = sorted({one["role"] for one in self.messages(0)})
+            roles = sorted({message["role"] for message in self.messages(0)})
             raise UsageError(
                 f"--data {data}: no token is trained: expected messages of the role assistant, found "
                 f"{', '.join(roles)}; or type a larger --max_length"
@@ -181,7 +181,7 @@ def load_chats(
             raise UsageError("--max_samples reads a data set of the Hub or a file: type --data, too")
         cut = len(chats) // HELD_OUT
         return _of_list(chats[cut:], tokenizer, max_length), _of_list(chats[:cut], tokenizer, max_length)
-    parts = [_of_split(data, one, tokenizer, max_length, column) for one in load_splits(data, ADVICE, max_samples)]
+    parts = [_of_split(data, split, tokenizer, max_length, column) for split in load_splits(data, ADVICE, max_samples)]
     if len(parts) == 1:
         num_chats = len(parts[0])
         if num_chats < 2:
@@ -231,7 +231,9 @@ def encode(messages: Messages, tokenizer: Any, max_length: int, first: int = 0) 
     The model learns to write what the template puts after the beginning of each answer of the assistant, up to its end
     mark, but not in messages before number `first`. Raises UsageError.
     """
-    if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and message.get("role") for message in messages
+    ):
         raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
     if messages and messages[0]["role"] == "assistant":
         raise UsageError("it begins with an answer: remove it, or put a question before it")

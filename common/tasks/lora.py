@@ -93,7 +93,7 @@ def _layers(model: PreTrainedModel, targets: str) -> list[str]:
     head = model.get_output_embeddings()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
     names = [name.strip() for name in targets.split(",") if name.strip()]
-    unknown = [name for name in names if not any(one == name or one.endswith(f".{name}") for one in linear)]
+    unknown = [name for name in names if not any(path == name or path.endswith(f".{name}") for path in linear)]
     if unknown or not names:
         last = sorted({name.rpartition(".")[2] for name in linear})
         raise UsageError(

@@ -58,7 +58,7 @@ class PairDataset(Dataset):
         tokens, labels = zip(*both)
         sample = {"tokens": _columns(tokens, 0), "labels": _columns(labels, IGNORED)}
         if self.places:
-            sample["places"] = _columns([trained_places(one) for one in labels], -1)
+            sample["places"] = _columns([trained_places(side) for side in labels], -1)
         names = "reference_chosen", "reference_rejected"
         return sample | ({} if self.reference is None else dict(zip(names, self.reference[index])))
 
@@ -87,12 +87,12 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
     if data == "rules":
         if max_samples is not None:
             raise UsageError("--max_samples reads a data set of the Hub or a file: type --data, too")
-        chats = [one for pair in pairs_by_rules() for one in divided(pair)]
+        chats = [chat for pair in pairs_by_rules() for chat in divided(pair)]
         rows = [encode(messages, tokenizer, max_length, first) for messages, first in chats]
         cut = 2 * (len(chats) // 2 // HELD_OUT)
         train = Chats(rows[cut:], lambda index: chats[cut + index][0])
         return train, Chats(rows[:cut], lambda index: chats[index][0])
-    parts = [_of_split(data, one, tokenizer, max_length) for one in load_splits(data, ADVICE, max_samples)]
+    parts = [_of_split(data, split, tokenizer, max_length) for split in load_splits(data, ADVICE, max_samples)]
     if len(parts) == 1:
         num_pairs = len(parts[0]) // 2
         if num_pairs < 2:
@@ -204,8 +204,10 @@ def add_reference(
         print_once(f"computing the reference's log-probabilities of {sum(map(len, sets)):,} pairs")
         reference = build()
         data = accelerator, reference, optimizer_of(reference), _reference_step, named, config, collate_fn
-        found = _values_of(*data)
-        return {name: torch.stack([one["chosen"], one["rejected"]], 1).float() for name, one in found.items()}
+        return {
+            name: torch.stack([values["chosen"], values["rejected"]], 1).float()
+            for name, values in _values_of(*data).items()
+        }
 
     named = dict(zip(("train", "eval"), sets))
     if isinstance(sets[0].rows, list):  # embedded
@@ -213,7 +215,7 @@ def add_reference(
     else:
         adapter, precision = getattr(model, "peft_adapter", None), Layout.asked(config).precision
         weights = adapter.base_digest if adapter else digest_of_weights(model)
-        pairs = [one.rows._fingerprint for one in sets]
+        pairs = [pair_set.rows._fingerprint for pair_set in sets]
         folder = cache_folder("reference", VERSION, weights, model.config.to_json_string(), pairs, precision)
         file, group = folder / "reference.safetensors", CpuGroup()
         # The first process reads for all: other machines may have other files.
@@ -221,8 +223,8 @@ def add_reference(
         if found is None:
             found = compute()
             write_once(folder, "keeping them", lambda folder: save_file(found, folder / file.name))
-    for name, one in named.items():
-        one.reference = found[name]
+    for name, pair_set in named.items():
+        pair_set.reference = found[name]
 
 
 def _reference_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -105,7 +105,7 @@ def _left_on_disk(model: PreTrainedModel, name_or_path: str) -> bool:
         if key is not None and isinstance(weight, nn.Parameter):
             leave_on_disk(weight, folder, key)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    if any(one in folder.tensors and other in folder.tensors for one, other in tied.items()):
+    if any(name in folder.tensors and other in folder.tensors for name, other in tied.items()):
         return False  # they may differ
     try:
         _compute_buffers(model)
@@ -141,14 +141,15 @@ def runnable(model: PreTrainedModel) -> Iterator[None]:
         return
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or [None]
-    num_kept = 1 + max(types.index(one) for one in types)
-    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == config.num_hidden_layers]
-    layers = [(one, dict(one._modules)) for one in lists]
+    num_kept = 1 + max(types.index(kind) for kind in types)
+    num_layers = config.num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
+    own = [(layers, dict(layers._modules)) for layers in lists]
     try:
-        for one, own in layers:
-            one._modules = dict(list(own.items())[:num_kept])
+        for layers, modules in own:
+            layers._modules = dict(list(modules.items())[:num_kept])
         with made_up(model):
             yield
     finally:
-        for one, own in layers:
-            one._modules = own
+        for layers, modules in own:
+            layers._modules = modules
