@@ -164,9 +164,10 @@ def resident(dataset: Any, device: torch.device) -> Any:
 
 def _reads_rows(dataset: Any) -> TypeGuard[InMemoryDataset]:
     """Whether `rows` and `transform` are all that makes a sample: a subclass may have overridden its indexing."""
-    kind, names = type(dataset), ("__getitem__", "__getitems__")
-    is_own = all(getattr(kind, name, None) is getattr(InMemoryDataset, name) for name in names)
-    return isinstance(dataset, InMemoryDataset) and is_own
+    kind, own = type(dataset), InMemoryDataset
+    return isinstance(dataset, own) and all(
+        getattr(kind, name) is getattr(own, name) for name in ("__getitem__", "__getitems__")
+    )
 
 
 def _from_rows(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:

@@ -39,9 +39,7 @@ def wrapped_classes(model: nn.Module) -> list[str]:
         UsageError: the config file names a class that the model lacks, or FSDP cannot gather a shared weight.
     """
     named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    check_named(
-        named, model, "fsdp_transformer_layer_cls_to_wrap", "then the model's own list counts, _no_split_modules"
-    )
+    _check_named(named, model)
     embedding = embedding_of(model, "input")
     classes = named.split(",") if named else getattr(model, "_no_split_modules", None) or []
     layers = [module for module in model.modules() if type(module).__name__ in classes]
@@ -51,13 +49,13 @@ def wrapped_classes(model: nn.Module) -> list[str]:
     return kept
 
 
-def check_named(names: str | None, model: nn.Module, key: str, otherwise: str) -> None:
-    """Raises UsageError if a key of the config file names a class of layers that the model lacks."""
+def _check_named(names: str | None, model: nn.Module) -> None:
+    """Raises UsageError if the config file names a class of layers that the model lacks."""
     present = {type(module).__name__ for module in model.modules()}
     if missing := [name for name in names.split(",") if name not in present] if names else []:
         raise UsageError(
-            f"{key} names {missing[0]}, but the model's layers are {', '.join(sorted(present))}: remove the key, "
-            f"{otherwise}"
+            f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, but the model's layers are "
+            f"{', '.join(sorted(present))}: remove the key, then the model's own list counts, _no_split_modules"
         )
 
 
