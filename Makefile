@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train quick quick-tests test test-full ready extensions test-gpu benchmark-gpu gallery verified docs lint clean
+.PHONY: train quick quick-tests test test-full test-large ready extensions test-gpu benchmark-gpu gallery verified docs lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
 train: $(VENV)/trains
@@ -25,7 +25,12 @@ test: ready
 	$(PYTEST)
 
 test-full: ready
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not large"
+
+# Models of real size, one run at a time: an hour on two cores and 16 GiB. Writes docs/large.md.
+test-large: ready
+	pytest -m large tests/large
+	PYTHONPATH=tests python tests/large/matrix.py
 
 # DeepSpeed's extensions compile while lint runs, so that no test waits for them.
 ready: $(VENV)/installed

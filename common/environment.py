@@ -34,6 +34,11 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def num_cores() -> int:
+    """The number of cores of this machine that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def num_machines() -> int:
     """The number of machines of this run. torchrun counts one launcher as one machine."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))

@@ -14,13 +14,16 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from ..data.batches import Batch, ForwardStep, MapDataset, batches
+from ..environment import local_world_size, num_cores
+from ..norms import clip, norm_of
 from ..parallel.batch_loss import Values, first_pass
 from ..parallel.engine import weighted_sum
 from ..parallel.parts import is_divided, kept_tensors
-from ..parallel.prepare import Setup
+from ..parallel.prepare import Setup, choose_fused_kernels
 from ..seeds import UPDATE, kept_generators, seed_forward
 from .copies import NotChecked, borrowed, twins
 from .first_pass import FirstPass, evaluated
+from .sketch import Sketch
 
 MAX_SECONDS = 60.0
 Outputs = dict[str, tuple[tuple[int, ...], float]]  # {module: (shape, norm) of its output}
@@ -36,8 +39,8 @@ class Step:
         evaluated: what `forward_step` returned in evaluation, before the first step, for the first micro-batch.
         samples: {micro-batch: {name: a checksum for each sample}}.
         grad_norm: as in StepResult.
-        weights: {name: parameter or buffer after the step, on the CPU}; of one process alone.
-        parts: {(name of a weight, range): (sum, norm) of this process's part}; of several processes.
+        weights: {name: parameter or buffer after the step}; of one process alone.
+        parts: {(name of a weight, range): (a sum, norm) of this process's part}; of several processes.
         outputs: of the first micro-batch of the first step, in the main process.
     """
 
@@ -45,7 +48,7 @@ class Step:
     evaluated: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     samples: dict[int, dict[str, list[int]]] = field(default_factory=dict)
     grad_norm: float = math.nan
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Sketch] = field(default_factory=dict)
     parts: dict[Any, tuple[float, float]] = field(default_factory=dict)
     outputs: Outputs = field(default_factory=dict)
 
@@ -73,8 +76,9 @@ class Alone:
         model, optimizer = twins(self.setup.model, self.setup.optimizer)
         return replace(self, setup=replace(self.setup, model=model, optimizer=optimizer), first_pass=None)
 
-    def steps(self, numbers: range) -> dict[int, Step]:
-        """Takes the steps with these numbers. Model and optimizer are afterwards as they were before.
+    def steps(self, numbers: range, change: Callable[[nn.Module], Any] | None = None) -> dict[int, Step]:
+        """Takes the steps with these numbers, from weights that `change` may change. Model and optimizer are afterwards
+        as they were before.
 
         Raises:
             NotChecked: the steps would take more than a minute, or a signal asks the run to stop.
@@ -85,8 +89,17 @@ class Alone:
         self._deadline, self._fastest = time.monotonic() + self._longest, math.inf
         num_passes = 1 if self.setup.batch_loss is None else 2
         self._num_left = len(numbers) * plan.accumulation * plan.layout.data_parallel_size * num_passes
-        with kept_generators(device), borrowed(self.setup.model, self.setup.optimizer, device), self._in_precision():
+        with (
+            _all_threads(),
+            kept_generators(device),
+            borrowed(self.setup.model, self.setup.optimizer, device),
+            self._in_precision(),
+        ):
+            if change is not None:
+                change(self.setup.model)
             self.setup.model.train()
+            if device.type == "cpu":  # torch's own loop over the weights takes ten times as long
+                choose_fused_kernels(self.setup.accelerator, self.setup.optimizer)
             return {number: self._step(number) for number in numbers}
 
     def _step(self, number: int) -> Step:
@@ -108,7 +121,7 @@ class Alone:
             step.values[row], step.samples[row] = on_cpu(metrics), checksums(batch)
             total += float(batch["weight"].sum()) if "weight" in batch else plan.micro_batch_size
         step.grad_norm = self._update(number, total or 1.0)
-        step.weights = {name: tensor.detach().cpu().clone() for name, tensor in kept_tensors(model).items()}
+        step.weights = sketches(model)
         return step
 
     def _micro_batches(self, number: int) -> Iterator[Batch]:
@@ -153,9 +166,9 @@ class Alone:
         weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
         for weight in weights:
             weight.grad /= total
-        norm = nn.utils.get_total_norm([weight.grad for weight in weights])
+        norm = norm_of([weight.grad for weight in weights])
         if config.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(weights, config.max_grad_norm, norm)
+            clip([weight.grad for weight in weights], norm, config.max_grad_norm)
         seed_forward(config.seed, number, UPDATE, self.setup.accelerator.device)
         optimizer.step()
         optimizer.zero_grad()
@@ -186,6 +199,22 @@ class Alone:
             del model.forward
             if before is not None:
                 model.forward = before
+
+
+@contextmanager
+def _all_threads() -> Iterator[None]:
+    """Uses all cores in the `with` block: the other processes of this machine wait."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(min(num_threads * local_world_size(), num_cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def sketches(module: nn.Module) -> dict[str, Sketch]:
+    """{name: parameter or buffer that checkpoints hold}"""
+    return {name: Sketch.of(tensor) for name, tensor in kept_tensors(module).items()}
 
 
 def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:

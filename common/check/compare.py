@@ -12,6 +12,7 @@ from ..parallel.engine import Engine
 from ..parallel.parts import local, range_of
 from ..plan import Plan
 from .alone import Step
+from .sketch import Sketch
 
 TOLERANCE = 1e-5
 # ("value", its name), ("eval", its name), ("norm", ""), ("weight", its name), ("replica", name of a weight)
@@ -67,33 +68,24 @@ def _value_gaps(
     return gaps
 
 
-def weight_gap(name: str, weight: Tensor, expected: Tensor, initial: Tensor) -> Gap:
+def weight_gap(name: str, weight: Sketch, expected: Sketch, initial: Sketch) -> Gap:
     """The difference of a weight relative to its update since the first step, beyond what its type can hold."""
-    here, alone, first = map(exact, (weight, expected, initial))
-    rounding = sum(torch.finfo(tensor.dtype).eps for tensor in (weight, expected) if not is_whole_number(tensor))
-    slack = rounding * float(alone.norm())
-    update, distance = float((alone - first).norm()), float((here - alone).norm())
-    size = max(0.0, distance - slack) / max(update, slack, 1e-30)
+    slack = (weight.rounding + expected.rounding) * expected.norm
+    update, distance = (expected - initial).norm, (weight - expected).norm
+    excess = distance - slack
+    is_equal = excess <= 0 or not math.isfinite(expected.norm)  # a mask may hold infinities
+    size = 0.0 if is_equal else excess / max(update, slack, 1e-30)
     return Gap(size, f"the update of {name} differs by {size:.2g} of its size from that on one process")
 
 
-def exact(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, in a type that adds no rounding."""
-    return tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def is_whole_number(tensor: Tensor) -> bool:
-    """Whether the type has no rounding."""
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
 def fingerprints(engine: Engine) -> dict[Any, tuple[float, float]]:
-    """{(name of a weight, range): (sum, norm) of this process's part}, to compare with processes that hold the same."""
+    """{(name of a weight, range): (a sum, norm) of this process's part}, to compare with processes that hold the
+    same."""
     sums: dict[Any, tuple[float, float]] = {}
     for name, tensor in engine.saved_tensors().items():
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():  # buffers may differ
-            value = local(tensor).detach().double()
-            sums[name, range_of(tensor)] = (float(value.sum()), float(value.norm()))
+            sketch = Sketch.of(local(tensor))
+            sums[name, range_of(tensor)] = (float(sketch.sums.sum()), sketch.norm)
     return sums
 
 

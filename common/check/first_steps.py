@@ -18,11 +18,12 @@ from ..layout import Kind
 from ..parallel.engine import Engine, StepResult
 from ..parallel.prepare import Setup
 from .alone import Alone, Step, checksums, on_cpu, recorded_outputs
-from .compare import Gap, Key, exact, fingerprints, replica_gaps, step_gaps, weight_gap
+from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .copies import NotChecked
 from .first_pass import FirstPass, evaluated
 from .noise import without_noise
 from .reference import Reference, take_reference
+from .sketch import Sketch
 from .verdict import verdict
 
 
@@ -42,7 +43,8 @@ class FirstSteps:
         is_stopping: whether a signal asks this process to stop.
 
     Attributes:
-        facts: for the run card: how many steps are checked; whether the forward pass or a batch draws random numbers.
+        facts: for the run card: how many steps are checked, and how long that took; whether the forward pass or a batch
+            draws random numbers.
 
     Raises:
         UsageError: `forward_step` does not call the model.
@@ -61,7 +63,7 @@ class FirstSteps:
         self.numbers = range(self.first, min(self.first + config.check_steps, self.plan.num_steps))
         self._reference: Reference | None = None  # only the main process has one
         self._error: str | None = None  # of one process
-        self._rounding: dict[str, Tensor] = {}
+        self._rounding: dict[str, Sketch] = {}
         self._seconds = 0.0  # that the check took
         is_cut = self.plan.micro_batch_size < config.batch_size
         self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(train_set))
@@ -71,7 +73,10 @@ class FirstSteps:
         if self.numbers:
             with self._timed():
                 self._take_alone(alone, checkpoint)
-        self.facts = {"checked_steps": len(self.numbers), "draws": self._draws if self.numbers else None}
+        self.facts: dict[str, Any] = {
+            "checked_steps": len(self.numbers),
+            "draws": self._draws if self.numbers else None,
+        }
 
     def _take_alone(self, alone: Alone, checkpoint: Checkpoint | FreshStart) -> None:
         problem: type[Exception] | None = None
@@ -209,7 +214,7 @@ class FirstSteps:
         initial = {} if self._reference is None else self._reference.initial
         for name, weight in engine.each_full_weight():
             if name in initial:
-                self._rounding[name] = exact(weight) - exact(initial[name])
+                self._rounding[name] = Sketch.of(weight) - initial[name]
 
     def _compare(self, engine: Engine, number: int, own: Step) -> None:
         """Raises UsageError in all processes if step `number` is not that of one process."""
@@ -222,9 +227,10 @@ class FirstSteps:
         after, before = ({}, {}) if reference is None else (reference.steps[number].weights, reference.initial)
         for name, weight in engine.each_full_weight():
             if reference is not None and name not in first_pass.written:
-                weight = exact(weight) - self._rounding[name] if name in self._rounding else weight
-                gaps["weight", name] = weight_gap(name, weight, after[name], before[name])
-                updates[name] = float((exact(after[name]) - exact(before[name])).norm())
+                here = Sketch.of(weight)
+                here = here - self._rounding[name] if name in self._rounding else here
+                gaps["weight", name] = weight_gap(name, here, after[name], before[name])
+                updates[name] = (after[name] - before[name]).norm
         own.parts = fingerprints(engine)
         steps, lines = self.group.all_gather(own), None
         if reference is not None and math.isfinite(reference.steps[number].grad_norm):
@@ -246,6 +252,7 @@ class FirstSteps:
         self._seconds += time.monotonic() - started
 
     def _finish(self) -> None:
+        self.facts["check_seconds"] = round(self._seconds, 3)
         if self._seconds > 1:
             steps = f"{len(self.numbers)} step{'s' * (len(self.numbers) > 1)}"
             self.accelerator.print(f"checked {steps} against one process in {self._seconds:.1f} s")

@@ -1,18 +1,32 @@
 """What the main process does before `prepare`, while the model is whole: it takes the first steps alone."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 import torch
-from torch import Tensor
 
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..parallel.on_disk import held_whole
-from ..parallel.parts import kept_tensors
 from ..parallel.prepare import Setup
-from .alone import Alone, Step
+from .alone import Alone, Step, sketches
 from .copies import NotChecked, kept_optimizer
+from .sketch import Sketch
+
+
+@dataclass
+class Moved:
+    """The first steps of one process from weights that are moved a little.
+
+    Attributes:
+        steps: {number: what the step did}.
+        start: {name: weight from which they start}.
+        base: the steps from weights that are not moved.
+    """
+
+    steps: dict[int, Step]
+    start: dict[str, Sketch]
+    base: dict[int, Step]
 
 
 @dataclass
@@ -21,21 +35,20 @@ class Reference:
 
     Attributes:
         alone: repeats them, with copies of model and optimizer from before the first step.
+        initial: {name: parameter or buffer before the first step}.
         steps: {number: what the step did}.
+        moved: {rounding errors: the steps from weights that are moved by so many}.
     """
 
     alone: Alone
+    initial: dict[str, Sketch]
     steps: dict[int, Step]
+    moved: dict[int, Moved] = field(default_factory=dict)
 
     @property
     def setup(self) -> Setup:
         """The plan of the run, and the copies."""
         return self.alone.setup
-
-    @property
-    def initial(self) -> dict[str, Tensor]:
-        """{name: parameter or buffer before the first step}."""
-        return kept_tensors(self.setup.model)
 
 
 def take_reference(alone: Alone, checkpoint: Checkpoint | FreshStart, numbers: range) -> Reference:
@@ -50,7 +63,8 @@ def take_reference(alone: Alone, checkpoint: Checkpoint | FreshStart, numbers: r
     try:
         with held_whole(setup.model), kept_optimizer(setup.model, setup.optimizer):
             checkpoint.load_optimizer(setup.model, setup.optimizer)
-            return Reference(alone.twin(), alone.steps(numbers))
+            steps = alone.steps(numbers)
+            return Reference(alone.twin(), sketches(setup.model), steps)
     except (torch.OutOfMemoryError, MemoryError):
         raise NotChecked("one device has too little memory for the whole model") from None
 
@@ -61,10 +75,10 @@ def _check_possible(setup: Setup, is_resumed: bool) -> None:
     if plan.layout.precision == "fp16":
         raise NotChecked("fp16 skips steps")
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
-    # Weights, gradients and two slots of an optimizer; beside them a copy of the weights, and all after each step.
+    # A copy of the weights for the replays; on the CPU also the weights, gradients and two slots of an optimizer.
     room = psutil.virtual_memory().available
     num_loaded = 4 if is_resumed else 0  # the optimizer state of a checkpoint, twice
-    needed = num_bytes * (1 + num_loaded + plan.config.check_steps + (4 if device.type == "cpu" else 0))
+    needed = num_bytes * (1 + num_loaded + (4 if device.type == "cpu" else 0))
     on_device = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
     if needed > room or 4 * num_bytes > on_device:
         raise NotChecked(f"{4 * num_bytes / 2**30:.3g} GiB for the whole model on one device are too much")

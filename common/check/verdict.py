@@ -105,5 +105,8 @@ def _likely_cause(
             f"{optimizer} changes weights in another way in each process: let gradients alone decide",
         ),
     ]
-    shards = f"{optimizer} does not get each weight whole, or keeps weights beside param_groups and state: {elsewhere}"
+    shards = (
+        f"{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or forward_step "
+        f"takes gradients itself, as a penalty does: {elsewhere}"
+    )
     return next((text for condition, text in causes if condition), shards)

@@ -32,16 +32,13 @@ class WriteError(Exception):
     """The checkpoint could not be written; the message is the reason, the same in all processes."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: dict[str, str] | None = None) -> str:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: dict[str, str] | None = None) -> None:
     """Writes tensors to a safetensors file, without flushing it.
 
     Args:
         path: of the file.
         tensors: contiguous and on the CPU; they may share memory.
         facts: the file's "__metadata__".
-
-    Returns:
-        The xxh3-128 digest of the file.
 
     Raises:
         SafetensorError: the file cannot be written.
@@ -58,6 +55,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: dict[str, st
     except KeyError as error:
         raise ValueError(f"safetensors files cannot hold {error}") from None
     give_usual_mode(path)
+
+
+def digest_of_file(path: Path) -> str:
+    """The xxh3-128 digest."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 

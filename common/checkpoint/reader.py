@@ -1,19 +1,17 @@
 """Verifies and reads the files of a checkpoint."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
 from ..cpu_group import CpuGroup
 from ..errors import RunError
-from .format import FORMAT, MANIFEST, DamagedError, digest_of_json
+from .format import FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json
 
 
 class Reader:
@@ -107,9 +105,8 @@ class Reader:
             if (size := path.stat().st_size) != expected["size"]:
                 raise DamagedError(f"{name} has {size} bytes, expected {expected['size']}")
             if reads:
-                with path.open("rb") as file:
-                    if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != expected["xxh3_128"]:
-                        raise DamagedError(f"{name} was altered")
+                if digest_of_file(path) != expected["xxh3_128"]:
+                    raise DamagedError(f"{name} was altered")
                 self._opened(name)
         except OSError as error:
             raise _damage_or_failure(path, error) from None

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..cpu_group import CpuGroup
 from ..files import flush
 from ..parallel.parts import Part
-from .format import FORMAT, MANIFEST, WriteError, digest_of_json, write_tensors
+from .format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json, write_tensors
 from .reader import overlap
 
 UNFINISHED = "unfinished_"
@@ -142,9 +143,11 @@ def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
         position = {"file": path.name, "offsets": part.offsets, "sizes": part.sizes}
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries[part.name] = {"shape": part.shape, "dtype": dtype, "parts": [position]}
-    digest = write_tensors(path, {part.name: tensor for part, tensor in shard})
-    flush(path)
-    file = {"size": path.stat().st_size, "xxh3_128": digest}
+    write_tensors(path, {part.name: tensor for part, tensor in shard})
+    with ThreadPoolExecutor(1) as thread:  # the disk works while the processor takes the digest
+        flushing = thread.submit(flush, path)
+        file = {"size": path.stat().st_size, "xxh3_128": digest_of_file(path)}
+        flushing.result()
     return {"files": {path.name: file}, "tensors": entries}
 
 

@@ -28,6 +28,7 @@ from ..environment import (
     has_gpu,
     is_true,
     local_world_size,
+    num_cores,
     num_machines,
     user_chose_threads,
     uses_deepspeed,
@@ -147,8 +148,7 @@ def _set_num_threads() -> None:
     """Divides the cores among this machine's processes: launchers set one thread per process."""
     if user_chose_threads():
         return
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, num_cores // local_world_size()))
+    torch.set_num_threads(max(1, num_cores() // local_world_size()))
 
 
 def _prepare_rehearsal(timeout: timedelta, layout: Layout) -> None:

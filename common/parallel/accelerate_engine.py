@@ -2,23 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batches import Batch
+from ..norms import clip
 from .engine import Engine, StepResult
-from .parts import by_mesh, is_divided, local
+from .parts import local, norm_over_processes
 
 
 class AccelerateEngine(Engine):
     """Steps with the model and optimizer that Accelerate prepared."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self._by_mesh = by_mesh(weight for group in self.optimizer.param_groups for weight in group["params"])
 
     @property
     def module(self) -> nn.Module:
@@ -67,19 +62,11 @@ class AccelerateEngine(Engine):
     def _clip(self, max_norm: float) -> Tensor:
         """Clips the gradient of the whole model to `max_norm`, unless that is 0; returns the norm before clipping.
 
-        Like torch's `clip_grad_norm_`, but for several device meshes, and without its search for devices and types.
+        Like torch's `clip_grad_norm_`, but accurate for large weights, and for several device meshes.
         """
         self.accelerator.unscale_gradients(self.optimizer)
-        groups = [[weight.grad for weight in weights if weight.grad is not None] for weights in self._by_mesh]
-        norms = [_norm(gradients) for gradients in groups if gradients]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        gradients = [weight.grad for weight in self._updated_tensors() if weight.grad is not None]
+        norm = norm_over_processes(gradients)
         if max_norm:
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for gradients in groups:
-                torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+            clip([local(gradient) for gradient in gradients], norm, max_norm)
         return norm
-
-
-def _norm(gradients: list[Tensor]) -> Tensor:
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    return norm.full_tensor() if is_divided(norm) else norm

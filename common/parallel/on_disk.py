@@ -104,8 +104,9 @@ def filled(module: nn.Module, device: torch.device | str) -> Iterator[None]:
 
 
 def held_whole(module: nn.Module) -> AbstractContextManager[None]:
-    """Holds the whole weights for the `with` block."""
-    return _lent(module, lambda weight, origin: _read(weight, origin, "cpu"))
+    """Holds the whole weights for the `with` block, as maps of the files where these have their types: do not write
+    into them."""
+    return _lent(module, lambda weight, origin: origin[0].tensor(origin[1]).to(weight.dtype))
 
 
 def made_up(module: nn.Module) -> AbstractContextManager[None]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ..norms import norm_of
+
 if TYPE_CHECKING:  # the import takes 0.7 s
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -83,6 +85,31 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def local(tensor: Tensor) -> Tensor:
     """This process's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if is_divided(tensor) else tensor
+
+
+def norm_over_processes(tensors: list[Tensor]) -> Tensor:
+    """The L2 norm of all elements of tensors of which some are DTensors: 0-dim, the same in all processes."""
+    if not any(map(is_divided, tensors)):
+        return norm_of(tensors)
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    groups: dict[Any, list[Tensor]] = {}  # {(mesh, the placement of a sum over shards): shards}
+    for tensor in tensors:
+        if not is_divided(tensor):
+            groups.setdefault(None, []).append(tensor)
+            continue
+        if any(each.is_partial() for each in tensor.placements):  # a sum that is still to be taken
+            tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+        cuts, _ = _place(tensor)
+        key = tensor.device_mesh, tuple(Replicate() if along is None else Partial() for along in cuts)
+        groups.setdefault(key, []).append(tensor)
+    norms = []
+    for key, group in groups.items():
+        norm = norm_of([local(tensor) for tensor in group])
+        if key is not None:
+            norm = DTensor.from_local(norm.double().square(), *key, run_check=False).full_tensor().sqrt().float()
+        norms.append(norm)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def parts_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: bool = False) -> Iterator[Part]:

@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from ..data.batches import Batch, ForwardStep
 from ..errors import UsageError
+from ..norms import clip, norm_of
 from ..plan import Plan
 from .engine import Engine, StepResult, weighted_sum
 from .on_disk import fill
@@ -142,11 +143,11 @@ class Pipeline(nn.Module):
         """Clips the gradient of the whole model to `max_norm`; returns the norm before clipping."""
         weights = [weight for weight in self.model.parameters() if weight.grad is not None]
         counted = [weight.grad for weight in weights if not (self.is_last and weight is self.tied)]
-        own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self.device)
+        own = norm_of(counted) if counted else torch.zeros((), device=self.device)
         norms = [torch.empty_like(own) for _ in range(self.num_stages)]
         dist.all_gather(norms, own, group=self.group)  # not a sum: its order might differ between pipelines
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
+        clip([weight.grad for weight in weights], norm, max_norm)
         return norm
 
     def gathered(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -83,7 +83,7 @@ def _whole(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Op
     _compile_if_asked(model, plan)
     _let_ddp_send_state_alone(model)
     model, prepared = accelerator.prepare(model, optimizer)
-    _choose_fused_kernels(accelerator, optimizer)
+    choose_fused_kernels(accelerator, optimizer)
     return AccelerateEngine, model, prepared
 
 
@@ -106,7 +106,7 @@ def _fsdp2(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Op
     offloads = is_true("FSDP_OFFLOAD_PARAMS")
     with filled(model, "cpu" if offloads else accelerator.device), _found_by_name(model, optimizer):
         model, prepared = accelerator.prepare(model, optimizer)
-    _choose_fused_kernels(accelerator, optimizer)
+    choose_fused_kernels(accelerator, optimizer)
     return AccelerateEngine, model, prepared
 
 
@@ -139,7 +139,7 @@ def _pipeline(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
     pipeline = Pipeline(accelerator, model, optimizer, plan)
     _compile_if_asked(pipeline.stage, plan)
     prepared = accelerator.prepare_optimizer(optimizer)
-    _choose_fused_kernels(accelerator, optimizer)
+    choose_fused_kernels(accelerator, optimizer)
     return PipelineEngine, pipeline, prepared
 
 
@@ -164,7 +164,7 @@ def _tensor(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
             del config.distributed_config
         else:
             config.distributed_config = before
-    _choose_fused_kernels(accelerator, optimizer)
+    choose_fused_kernels(accelerator, optimizer)
     return AccelerateEngine, model, prepared
 
 
@@ -179,7 +179,7 @@ def _let_ddp_send_state_alone(model: nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
 
 
-def _choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
     """Lets an optimizer of torch update all weights in one kernel. Leaves the choice of the recipe, if it made one."""
     weights = [local(weight) for group in optimizer.param_groups for weight in group["params"]]
     chosen = any(optimizer.defaults.get(name) is not None for name in ("fused", "foreach"))

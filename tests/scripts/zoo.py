@@ -3,6 +3,7 @@
 zoo.py --model NAME --optimizer NAME
 """
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +21,8 @@ from common.data.batches import ForwardStep
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WIDTH, LENGTH, VOCABULARY = 16, 8, 32
+WIDTH = int(os.environ.get("ZOO_WIDTH", 16))  # tests/large sets it
+LENGTH, VOCABULARY = 8, 32
 
 
 class Samples(Dataset):

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.config import RunConfig
 from common.data.batches import Batch, batches
-from common.parallel.prepare import _choose_fused_kernels, _let_ddp_send_state_alone
+from common.parallel.prepare import _let_ddp_send_state_alone, choose_fused_kernels
 from common.tasks.images import ImageDataset
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
@@ -16,7 +16,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "nu
 
 def optimizer_of(kind: type, weights: list[nn.Parameter], **settings: object) -> torch.optim.Optimizer:
     optimizer = kind(weights, 0.1, **settings)
-    _choose_fused_kernels(Accelerator(cpu=True), optimizer)
+    choose_fused_kernels(Accelerator(cpu=True), optimizer)
     return optimizer
 
 

@@ -1,0 +1,237 @@
+"""Trains models of real size under each config, compares each with one process, and writes docs/large.md.
+
+    make test-large
+    PYTHONPATH=tests python tests/large/matrix.py --case llama --config fsdp2 --config tensor_parallel
+
+Each run takes three steps with the check of the first two. It must end with the loss, the norm of the gradient and the
+weights of one process, or with a line that says why not. Exit code 1 if one does neither. Results stay in
+docs/large.json, so that a part can be run again.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import yaml
+from models import CASES, Case, write_data
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from accelerate_recipes.verify.compare import Difference, compare, starts_alike  # noqa: E402
+from accelerate_recipes.verify.runs import Finished, Launch  # noqa: E402
+
+RESULTS, PAGE = ROOT / "docs" / "large.json", ROOT / "docs" / "large.md"
+CONFIGS = [
+    path.stem
+    for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+    if not path.stem.startswith(("multi_node", "single"))
+]
+# The first case runs under all configs, the others under one of each kind: together an hour on two cores.
+ALL_CONFIGS, KINDS = "llama", ["ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel"]
+STEPS = 3
+# Runs that differ, {case or config: why}. Any other one that differs is an error.
+KNOWN = {
+    "resnet": "BatchNorm sees the samples of a micro-batch",
+    "bert": "not explained yet; the first two steps are those of one process, but for noise",
+    "bert_pairs": "not explained yet; the first two steps are those of one process, but for noise",
+    "deepspeed_zero2_bf16": "DeepSpeed rounds to bf16 at other places than one process",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Attributes:
+        outcome: "same", "refused: " and the line, or "differs" or "failed: " and how, or "differs, as known: " and why.
+        seconds: of the whole command.
+        check_seconds: that the check of the first steps took.
+        step_seconds: of the fastest step.
+        peak_gb: the most memory of its own that one process held.
+        loss, gradient, weights: largest relative differences from one process.
+        made: date.
+        versions: of the packages.
+    """
+
+    outcome: str
+    seconds: float
+    check_seconds: float | None
+    step_seconds: float | None
+    peak_gb: float
+    loss: float | None
+    gradient: float | None
+    weights: float | None
+    made: str
+    versions: str
+
+
+class Peak(threading.Thread):
+    """Watches the memory of the processes that this one starts."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.gigabytes, self._ended = 0.0, threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.1):
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    memory = child.memory_info()
+                    self.gigabytes = max(self.gigabytes, (memory.rss - memory.shared) / 1e9)
+
+    def __enter__(self) -> "Peak":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self.join()
+
+
+def measured(launch: Launch, folder: Path, *flags: str) -> tuple[Finished, float, float]:
+    """(the run, its seconds, the peak memory of a process in GB)"""
+    started = time.monotonic()
+    with Peak() as peak:
+        run = launch.run(folder, *flags)
+    return run, time.monotonic() - started, peak.gigabytes
+
+
+def cell_of(run: Finished, seconds: float, peak: float, difference: Difference | None) -> Cell:
+    """What the table shows of a run; `difference` is that from one process."""
+    packages = ("torch", "accelerate", "transformers", "deepspeed")
+    made, versions = str(datetime.date.today()), ", ".join(f"{name} {version(name)}" for name in packages)
+    if difference is None:
+        outcome = f"refused: {run.refusal}" if run.refusal is not None else f"failed: {run.failure}"
+        return Cell(outcome, seconds, None, None, peak, None, None, None, made, versions)
+    outcome = "same" if difference.is_same else f"differs, first in {difference.tensor or difference.first_step}"
+    samples = run.card["config"]["batch_size"]
+    steps = [samples / record["samples_per_second"] for record in run.records if "samples_per_second" in record]
+    check, numbers = run.card.get("check_seconds"), (difference.loss, difference.gradient, difference.weights)
+    return Cell(outcome, seconds, check, min(steps, default=None), peak, *numbers, made, versions)
+
+
+def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str, Cell]:
+    """Runs a case in one process and under the configs. Prints a line for each."""
+    model = scratch / "model"
+    if case.write is not None:
+        case.write(model)
+    write_data(scratch / "data")
+    shared = f"--max_steps {STEPS} --log_every 1 --warmup_steps 0 --learning_rate 1e-4"
+    flags = f"{case.flags.format(data=scratch / 'data', model=model)} {shared}".split()
+    references: dict[str, tuple[Finished, list[Finished]]] = {}
+    found: dict[str, Cell] = {}
+    for config in ["single", *configs]:
+        path = ROOT / "accelerate_configs" / f"{config}.yaml"
+        precision = yaml.safe_load(path.read_text())["mixed_precision"]
+        more = ["--pipeline_stages", "2"] if config == "pipeline_parallel" else []
+        launch = Launch(ROOT / "recipes" / f"{case.recipe}.py", path, [*flags, *more])
+        run, seconds, peak = measured(launch, scratch / config)
+        difference = None
+        if run.is_done:
+            in_bf16 = precision == "bf16"
+            if in_bf16 not in references:
+                references[in_bf16] = _references(launch, run, config, in_bf16, scratch)
+            reference, floors = references[in_bf16]
+            difference = compare(run, reference, floors)
+        found[config] = cell_of(run, seconds, peak, difference)
+        why = KNOWN.get(name) or KNOWN.get(config)
+        if why is not None and found[config].outcome.startswith("differs"):
+            found[config] = replace(found[config], outcome=f"differs, as known: {why}")
+        print(name, config, found[config].outcome, f"{seconds:.0f} s", f"{peak:.2f} GB", flush=True)
+        if not run.is_done and config == "single":
+            break
+    return found
+
+
+def _references(
+    launch: Launch, run: Finished, config: str, in_bf16: bool, scratch: Path
+) -> tuple[Finished, list[Finished]]:
+    """One process in this precision, and with other micro-batches: what differs there is rounding."""
+    single = Launch(launch.script, ROOT / "accelerate_configs" / "single.yaml", launch.flags)
+    if in_bf16:
+        single = Launch(single.script, single.config, single.flags, ["--mixed_precision", "bf16"])
+    reference = run if config == "single" else single.run(scratch / "single_bf16")
+    other = single.run(scratch / f"floor_{in_bf16}", "--micro_batch_size", "2")
+    return reference, [other] if other.is_done and starts_alike(other, reference) else []
+
+
+def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """docs/large.md."""
+    lines = [
+        "<!-- Written by tests/large/matrix.py: make test-large -->",
+        "# Models of real size",
+        "",
+        "`make test-large` trains models with random weights for three steps under each config, with the check of the "
+        "first two,",
+        "and compares losses, norms of the gradient and weights with one process. A number is the largest relative "
+        "difference;",
+        'for weights the largest ‖w − w₀‖ / ‖w₀‖ of all tensors. "same" beside a larger number: one process with '
+        "other micro-batches",
+        "is as far from itself, as a bias with no gradient but rounding ([check.md](check.md)). Memory is that of the "
+        "largest process.",
+        "Seconds are those of a machine that did other work, too.",
+    ]
+    for name, found in results.items():
+        case, sample = CASES[name], next(iter(found.values()))
+        lines += [
+            "",
+            f"## {case.title}: {case.recipe}.py",
+            "",
+            f"{sample['made']}, {_hardware()}, {sample['versions']}",
+        ]
+        lines += ["", "| config | result | loss | gradient | weights | command | step | check | memory |"]
+        lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+        for config, cell in found.items():
+            numbers = [_number(cell[key]) for key in ("loss", "gradient", "weights")]
+            times = [_seconds(cell[key]) for key in ("seconds", "step_seconds", "check_seconds")]
+            columns = [config, cell["outcome"], *numbers, *times, f"{cell['peak_gb']:.2f} GB"]
+            lines.append(f"| {' | '.join(column.replace('|', '/') for column in columns)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _hardware() -> str:
+    return f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0e}" if value else "0"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"
+
+
+def main() -> int:
+    """Runs the chosen cells and writes the page. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=CASES, help="only these")
+    parser.add_argument("--config", action="append", choices=CONFIGS, help="only these")
+    arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    is_bad = False
+    for name in arguments.case or CASES:
+        configs = arguments.config or (CONFIGS if name == ALL_CONFIGS else KINDS)
+        with TemporaryDirectory(prefix="large_") as scratch:
+            found = cells(name, CASES[name], configs, Path(scratch))
+        is_bad |= any(not cell.outcome.startswith(("same", "refused", "differs, as known")) for cell in found.values())
+        results[name] = results.get(name, {}) | {config: asdict(cell) for config, cell in found.items()}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        PAGE.write_text(page({name: results[name] for name in CASES if name in results}))
+    return int(is_bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Models of 24 to 140 million random weights, and data for a few steps, as files that recipes take."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from support.small_mnist import write_idx
+
+WORDS = [
+    "one",
+    "result",
+    "under",
+    "every",
+    "config",
+    "on",
+    "each",
+    "machine",
+    "with",
+    "all",
+    "samples",
+    "and",
+    "the",
+    "same",
+    "weights",
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What `matrix.py` trains.
+
+    Attributes:
+        recipe: its name.
+        title: for the table.
+        flags: of the recipe; {data} is the folder with the data, {model} that of the model.
+        write: writes the model into a folder; None: the recipe builds it from the flags.
+    """
+
+    recipe: str
+    title: str
+    flags: str
+    write: Callable[[Path], None] | None = None
+
+
+def _write(folder: Path, kind: str, config: Any, tokenizer: Any) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    getattr(transformers, kind)(config).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _decoder(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
+    """Writes a causal model whose tokens are bytes, without dropout."""
+
+    def write(folder: Path) -> None:
+        import transformers
+
+        from common.tasks.tokenization import byte_tokenizer
+
+        shape = getattr(transformers, config)(bos_token_id=None, eos_token_id=None, **settings)
+        _write(folder, kind, shape, byte_tokenizer())
+
+    return write
+
+
+def _llama(**settings: Any) -> Callable[[Path], None]:
+    """Writes a Llama with a vocabulary of 32,000, 12 layers and the hidden size 768."""
+    shape = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+    heads = {"num_attention_heads": 12, "max_position_embeddings": 1024}
+    return _decoder("LlamaForCausalLM", "LlamaConfig", **shape, **heads, **settings)
+
+
+def _bert(folder: Path) -> None:
+    from transformers import BertConfig
+
+    from common.tasks.encoder import word_tokenizer
+
+    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    _write(folder, "BertModel", config, word_tokenizer([" ".join(WORDS)], 4096))
+
+
+def _photo_model(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
+    """Writes an image classifier for 3 classes and pictures of 224 × 224 pixels."""
+
+    def write(folder: Path) -> None:
+        import transformers
+
+        _write(folder, kind, getattr(transformers, config)(num_labels=3, **settings), None)
+        statistics = {"image_mean": [0.5] * 3, "image_std": [0.2] * 3}
+        content = {"size": {"height": 224, "width": 224}, **statistics}
+        (folder / "preprocessor_config.json").write_text(json.dumps(content))
+
+    return write
+
+
+TEXT = "--data {data}/text.txt --context 32 --batch_size 8 --sample_tokens 0 --model_name_or_path {model}"
+CHATS = "--data {data}/chats.jsonl --max_length 64 --batch_size 8 --num_answers 0 --model_name_or_path {model}"
+PICTURES = "--data {data}/pictures --batch_size 4 --label_smoothing 0 --least_area 1 --model_name_or_path {model}"
+GPT2 = _decoder("GPT2LMHeadModel", "GPT2Config", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+MIXTRAL = _decoder(
+    "MixtralForCausalLM",
+    "MixtralConfig",
+    vocab_size=8000,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_local_experts=8,
+)
+CASES = {
+    "llama": Case("transformer", "Llama, 134 M", TEXT, _llama()),
+    "llama_tied": Case(
+        "transformer",
+        "Llama with a tied head and grouped queries, 101 M",
+        TEXT,
+        _llama(tie_word_embeddings=True, num_key_value_heads=4),
+    ),
+    "gpt2": Case("transformer", "GPT-2, 124 M", TEXT, GPT2),
+    "mixtral": Case("transformer", "Mixtral, 8 experts, 115 M", TEXT, MIXTRAL),
+    "bert": Case(
+        "text_classification",
+        "BERT-base, 109 M",
+        "--data {data}/texts.csv --max_length 16 --batch_size 8 --model_name_or_path {model}",
+        _bert,
+    ),
+    "bert_pairs": Case(
+        "embeddings",
+        "BERT-base, 109 M",
+        "--data {data}/pairs.csv --max_length 16 --batch_size 8 --model_name_or_path {model}",
+        _bert,
+    ),
+    "vit": Case(
+        "image_classification",
+        "ViT-B/16, 86 M",
+        PICTURES,
+        _photo_model(
+            "ViTForImageClassification",
+            "ViTConfig",
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        ),
+    ),
+    "resnet": Case(
+        "image_classification",
+        "ResNet-50, 24 M",
+        PICTURES,
+        _photo_model("ResNetForImageClassification", "ResNetConfig"),
+    ),
+    "finetune": Case("finetune", "Llama, 134 M", CHATS, _llama()),
+    "finetune_lora": Case("finetune", "Llama, 134 M, LoRA", f"{CHATS} --lora_rank 8", _llama()),
+    "preferences": Case(
+        "preferences", "Llama, 134 M", CHATS.replace("chats", "pairs"), _llama(tie_word_embeddings=True)
+    ),
+    "diffusion": Case(
+        "diffusion",
+        "DiT-B, 130 M",
+        "--data {data}/images --patch_size 4 --hidden_size 768 --num_layers 12 --num_heads 12 --batch_size 8 "
+        "--num_pictures 0",
+    ),
+}
+
+
+def write_data(folder: Path) -> None:
+    """Writes a text, labelled texts, pairs of texts, chats, preferences, pictures and images, all small."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    lines = [" ".join(WORDS[(start * step) % 14] for step in range(1, 8)) for start in range(1, 61)]
+    (folder / "text.txt").write_text("\n".join(lines))
+    rows = [f"{line},{'odd' if number % 2 else 'even'}" for number, line in enumerate(lines)]
+    (folder / "texts.csv").write_text("\n".join(["text,label", *rows]))
+    rows = [f"{line},{other}" for line, other in zip(lines, reversed(lines))]
+    (folder / "pairs.csv").write_text("\n".join(["query,document", *rows]))
+    with (folder / "chats.jsonl").open("w") as chats, (folder / "pairs.jsonl").open("w") as pairs:
+        for line, other in zip(lines, reversed(lines)):
+            question, answer, wrong = (
+                {"role": role, "content": text[:20]}
+                for role, text in (("user", line), ("assistant", other), ("assistant", line))
+            )
+            print(json.dumps({"messages": [question, answer]}), file=chats)
+            print(json.dumps({"chosen": [question, answer], "rejected": [question, wrong]}), file=pairs)
+    _write_pictures(folder)
+
+
+def _write_pictures(folder: Path) -> None:
+    from PIL import Image
+
+    generator = numpy.random.default_rng(0)
+    for name in ("red", "green", "blue"):
+        (folder / "pictures" / name).mkdir(parents=True)
+        for number in range(10):
+            pixels = generator.integers(0, 256, (240, 240, 3), dtype=numpy.uint8)
+            Image.fromarray(pixels).save(folder / "pictures" / name / f"{number}.png")
+    (folder / "images").mkdir()
+    for name, size in (("train", 64), ("t10k", 8)):
+        write_idx(folder / "images" / f"{name}-images-idx3-ubyte", generator.integers(0, 256, (size, 28, 28)))
+        write_idx(folder / "images" / f"{name}-labels-idx1-ubyte", numpy.arange(size) % 4)
