@@ -84,7 +84,7 @@ def _bert(folder: Path) -> None:
     from common.tasks.encoder import word_tokenizer
 
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    _write(folder, "BertModel", config, word_tokenizer([" ".join(WORDS)], 4096))
+    _write(folder, "BertModel", config, word_tokenizer([" ".join(2 * WORDS)], 4096))
 
 
 def _photo_model(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
