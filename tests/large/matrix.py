@@ -156,12 +156,17 @@ def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str,
 def _references(
     launch: Launch, run: Finished, config: str, in_bf16: bool, scratch: Path
 ) -> tuple[Finished, list[Finished]]:
-    """One process in this precision, and with other micro-batches: what differs there is rounding."""
+    """One process in this precision, and with other micro-batches or one thread: what differs there is rounding."""
     single = Launch(launch.script, ROOT / "accelerate_configs" / "single.yaml", launch.flags)
     if in_bf16:
         single = Launch(single.script, single.config, single.flags, ["--mixed_precision", "bf16"])
     reference = run if config == "single" else single.run(scratch / "single_bf16")
-    floors = [single.run(scratch / f"floor_{in_bf16}_{size}", "--micro_batch_size", size) for size in ("2", "4")]
+    floors = [single.run(scratch / f"floor_{in_bf16}", "--micro_batch_size", "2")]
+    os.environ["OMP_NUM_THREADS"] = "1"  # as each of two processes on two cores has: sums have another order
+    try:
+        floors.append(single.run(scratch / f"one_thread_{in_bf16}", "--micro_batch_size", "4"))
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
     return reference, [floor for floor in floors if floor.is_done and starts_alike(floor, reference)]
 
 
@@ -176,7 +181,7 @@ def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
         "and compares losses, norms of the gradient and weights with one process. A number is the largest relative "
         "difference;",
         'for weights the largest ‖w − w₀‖ / ‖w₀‖ of all tensors. "same" beside a larger number: one process with '
-        "other micro-batches",
+        "other micro-batches or on one thread",
         "is as far from itself, as a bias with no gradient but rounding ([check.md](check.md)). Memory is that of the "
         "largest process.",
         "Seconds are those of a machine that did other work, too.",
