@@ -71,11 +71,18 @@ def _value_gaps(
 def weight_gap(name: str, weight: Sketch, expected: Sketch, initial: Sketch) -> Gap:
     """The difference of a weight relative to its update since the first step, beyond what its type can hold."""
     slack = (weight.rounding + expected.rounding) * expected.norm
-    update, distance = (expected - initial).norm, (weight - expected).norm
-    excess = distance - slack
-    is_equal = excess <= 0 or not math.isfinite(expected.norm)  # a mask may hold infinities
-    size = 0.0 if is_equal else excess / max(update, slack, 1e-30)
+    # Infinities, as in a mask, have no distance.
+    distance = (weight - expected).norm if math.isfinite(expected.norm) else 0.0
+    size = _share(distance, slack, (expected - initial).norm)
     return Gap(size, f"the update of {name} differs by {size:.2g} of its size from that on one process")
+
+
+def _share(distance: float, slack: float, update: float) -> float:
+    """What a distance is beyond the slack, relative to the update; infinite if it is not a number."""
+    if distance <= slack:
+        return 0.0
+    share = (distance - slack) / max(update, slack, 1e-30)
+    return math.inf if math.isnan(share) else share
 
 
 def fingerprints(engine: Engine) -> dict[Any, tuple[float, float]]:
@@ -101,8 +108,8 @@ def replica_gaps(steps: Sequence[Step], updates: Mapping[str, float]) -> dict[Ke
     for rank, step in enumerate(steps):
         for key, (total, norm) in step.parts.items():
             expected = first.setdefault(key, (total, norm))[0]
-            slack = torch.finfo(torch.float32).eps * norm
-            size = max(0.0, abs(total - expected) - slack) / max(updates.get(key[0], 0.0), slack, 1e-30)
+            distance = abs(total - expected) if math.isfinite(expected) else 0.0
+            size = _share(distance, torch.finfo(torch.float32).eps * norm, updates.get(key[0], 0.0))
             if size > gaps.get(("replica", key[0]), Gap(-1.0)).size:
                 gaps["replica", key[0]] = Gap(size, f"process {rank} has another {key[0]} than the processes before it")
     return gaps
