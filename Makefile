@@ -27,7 +27,7 @@ test: ready
 test-full: ready
 	$(PYTEST) -m "not gpu and not large"
 
-# Models of real size, one run at a time: an hour on two cores and 16 GiB. Writes docs/large.md.
+# Models of real size, one run at a time: about 40 minutes on two cores and 24 GiB. Writes docs/large.md.
 test-large: ready
 	pytest -m large tests/large
 	PYTHONPATH=tests python tests/large/matrix.py

@@ -4,8 +4,8 @@
     PYTHONPATH=tests python tests/large/matrix.py --case llama --config fsdp2 --config tensor_parallel
 
 Each run takes three steps with the check of the first two. It must end with the loss, the norm of the gradient and the
-weights of one process, or with a line that says why not. Exit code 1 if one does neither. Results stay in
-docs/large.json, so that a part can be run again.
+weights of one process, or with a line that says at its start why not. Exit code 1 if one does neither: if the check of
+the first steps refuses a run, too. Results stay in docs/large.json, so that a part can be run again.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +29,9 @@ from models import CASES, Case, write_data
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from accelerate_recipes.verify.compare import Difference, compare, starts_alike  # noqa: E402
+from accelerate_recipes.verify import PIPELINE  # noqa: E402
+from accelerate_recipes.verify.certificate import COLUMNS, Row  # noqa: E402
+from accelerate_recipes.verify.compare import compare, starts_alike  # noqa: E402
 from accelerate_recipes.verify.runs import Finished, Launch  # noqa: E402
 
 RESULTS, PAGE = ROOT / "docs" / "large.json", ROOT / "docs" / "large.md"
@@ -41,11 +43,19 @@ CONFIGS = [
 # The first case runs under all configs, the others under one of each kind: together an hour on two cores.
 ALL_CONFIGS, KINDS = "llama", ["ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel"]
 STEPS = 3
-# Runs that differ, {case or config: why}. Any other one that differs is an error.
+# {case or config whose runs may differ: why}
 KNOWN = {
     "resnet": "BatchNorm sees the samples of a micro-batch",
     "deepspeed_zero2_bf16": "DeepSpeed rounds to bf16 at other places than one process",
 }
+INTRODUCTION = """<!-- Written by tests/large/matrix.py: make test-large -->
+# Models of real size
+
+`make test-large` trains models with random weights for three steps under each config, with the check of the first two.
+The numbers are the largest relative differences from one process, as in a certificate ([verify.md](verify.md)). "same,
+to rounding errors": one process with other micro-batches, or on one thread, is as far from itself, as in a bias with no
+gradient but rounding ([check.md](check.md)). The step is the fastest of a run. The memory is the most that one process
+held, without that of mapped files."""
 
 
 @dataclass(frozen=True)
@@ -53,26 +63,22 @@ class Cell:
     """One run.
 
     Attributes:
-        outcome: "same", "refused: " and the line, or "differs" or "failed: " and how, or "differs, as known: " and why.
+        columns: what a certificate says of it.
+        is_bad: whether it speaks against one result.
         seconds: of the whole command.
-        check_seconds: that the check of the first steps took.
         step_seconds: of the fastest step.
+        check_seconds: that the check of the first steps took.
         peak_gb: the most memory of its own that one process held.
-        loss, gradient, weights: largest relative differences from one process.
-        made: date.
-        versions: of the packages.
+        where: date, machine and versions.
     """
 
-    outcome: str
+    columns: list[str]
+    is_bad: bool
     seconds: float
-    check_seconds: float | None
     step_seconds: float | None
+    check_seconds: float | None
     peak_gb: float
-    loss: float | None
-    gradient: float | None
-    weights: float | None
-    made: str
-    versions: str
+    where: str
 
 
 class Peak(threading.Thread):
@@ -98,26 +104,19 @@ class Peak(threading.Thread):
         self.join()
 
 
-def measured(launch: Launch, folder: Path, *flags: str) -> tuple[Finished, float, float]:
+def measured(launch: Launch, folder: Path) -> tuple[Finished, float, float]:
     """(the run, its seconds, the peak memory of a process in GB)"""
     started = time.monotonic()
     with Peak() as peak:
-        run = launch.run(folder, *flags)
+        run = launch.run(folder)
     return run, time.monotonic() - started, peak.gigabytes
 
 
-def cell_of(run: Finished, seconds: float, peak: float, difference: Difference | None) -> Cell:
-    """What the table shows of a run; `difference` is that from one process."""
-    packages = ("torch", "accelerate", "transformers", "deepspeed")
-    made, versions = str(datetime.date.today()), ", ".join(f"{name} {version(name)}" for name in packages)
-    if difference is None:
-        outcome = f"refused: {run.refusal}" if run.refusal is not None else f"failed: {run.failure}"
-        return Cell(outcome, seconds, None, None, peak, None, None, None, made, versions)
-    outcome = "same" if difference.is_same else f"differs, first in {difference.tensor or difference.first_step}"
-    samples = run.card["config"]["batch_size"]
-    steps = [samples / record["samples_per_second"] for record in run.records if "samples_per_second" in record]
-    check, numbers = run.card.get("check_seconds"), (difference.loss, difference.gradient, difference.weights)
-    return Cell(outcome, seconds, check, min(steps, default=None), peak, *numbers, made, versions)
+def where() -> str:
+    """Date, machine and versions."""
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    versions = [f"{name} {version(name)}" for name in ("torch", "accelerate", "transformers", "deepspeed")]
+    return ", ".join([str(datetime.date.today()), f"{os.cpu_count()} cores", memory, "no GPU", *versions])
 
 
 def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str, Cell]:
@@ -128,27 +127,29 @@ def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str,
     write_data(scratch / "data")
     shared = f"--max_steps {STEPS} --log_every 1 --warmup_steps 0 --learning_rate 1e-4"
     flags = f"{case.flags.format(data=scratch / 'data', model=model)} {shared}".split()
-    references: dict[str, tuple[Finished, list[Finished]]] = {}
+    references: dict[bool, tuple[Finished, list[Finished]]] = {}  # {in bf16: (one process, how far rounding goes)}
     found: dict[str, Cell] = {}
     for config in ["single", *configs]:
         path = ROOT / "accelerate_configs" / f"{config}.yaml"
-        precision = yaml.safe_load(path.read_text())["mixed_precision"]
-        more = ["--pipeline_stages", "2"] if config == "pipeline_parallel" else []
+        in_bf16 = yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
+        more = PIPELINE if config == "pipeline_parallel" else []
         launch = Launch(ROOT / "recipes" / f"{case.recipe}.py", path, [*flags, *more])
         run, seconds, peak = measured(launch, scratch / config)
-        difference = None
+        row, step = Row(config, None, refusal=run.refusal, failure=run.failure), None
         if run.is_done:
-            in_bf16 = precision == "bf16"
             if in_bf16 not in references:
                 references[in_bf16] = _references(launch, run, config, in_bf16, scratch)
-            reference, floors = references[in_bf16]
-            difference = compare(run, reference, floors)
-        found[config] = cell_of(run, seconds, peak, difference)
-        why = KNOWN.get(name) or KNOWN.get(config)
-        if why is not None and found[config].outcome.startswith("differs"):
-            found[config] = replace(found[config], outcome=f"differs, as known: {why}")
-        print(name, config, found[config].outcome, f"{seconds:.0f} s", f"{peak:.2f} GB", flush=True)
-        if not run.is_done and config == "single":
+            row = Row(config, run.card["num_processes"], compare(run, *references[in_bf16]))
+            step = run.card["config"]["batch_size"] / max(run.column("samples_per_second").values())
+        columns, known = row.cells, (KNOWN.get(name) or KNOWN.get(config)) if row.difference is not None else None
+        if known is not None and row.is_bad:
+            columns[-1] += f" (known: {known})"
+        # A case that one process refuses has compared nothing.
+        is_bad = (row.is_bad and known is None) or (config == "single" and not run.is_done)
+        check = run.card.get("check_seconds")
+        found[config] = Cell(columns, is_bad, seconds, step, check, peak, where())
+        print(name, *columns, f"{seconds:.0f} s", f"{peak:.2f} GB", flush=True)
+        if is_bad and config == "single":
             break
     return found
 
@@ -172,44 +173,17 @@ def _references(
 
 def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """docs/large.md."""
-    lines = [
-        "<!-- Written by tests/large/matrix.py: make test-large -->",
-        "# Models of real size",
-        "",
-        "`make test-large` trains models with random weights for three steps under each config, with the check of the "
-        "first two,",
-        "and compares losses, norms of the gradient and weights with one process. A number is the largest relative "
-        "difference;",
-        'for weights the largest ‖w − w₀‖ / ‖w₀‖ of all tensors. "same" beside a larger number: one process with '
-        "other micro-batches or on one thread",
-        "is as far from itself, as a bias with no gradient but rounding ([check.md](check.md)). Memory is that of the "
-        "largest process.",
-        "Seconds are those of a machine that did other work, too.",
-    ]
+    lines = [INTRODUCTION]
     for name, found in results.items():
-        case, sample = CASES[name], next(iter(found.values()))
-        lines += [
-            "",
-            f"## {case.title}: {case.recipe}.py",
-            "",
-            f"{sample['made']}, {_hardware()}, {sample['versions']}",
-        ]
-        lines += ["", "| config | result | loss | gradient | weights | command | step | check | memory |"]
-        lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
-        for config, cell in found.items():
-            numbers = [_number(cell[key]) for key in ("loss", "gradient", "weights")]
+        case, places = CASES[name], dict.fromkeys(cell["where"] for cell in found.values())
+        lines += ["", f"## {case.title}: {case.recipe}.py", "", "; ".join(places), ""]
+        lines.append(f"| {' | '.join((*COLUMNS[:-1], 'result', 'command', 'step', 'check', 'memory'))} |")
+        lines.append(f"| --- |{' ---: |' * 6} --- |{' ---: |' * 4}")
+        for cell in found.values():
             times = [_seconds(cell[key]) for key in ("seconds", "step_seconds", "check_seconds")]
-            columns = [config, cell["outcome"], *numbers, *times, f"{cell['peak_gb']:.2f} GB"]
+            columns = [*cell["columns"], *times, f"{cell['peak_gb']:.2f} GB"]
             lines.append(f"| {' | '.join(column.replace('|', '/') for column in columns)} |")
     return "\n".join(lines) + "\n"
-
-
-def _hardware() -> str:
-    return f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.0e}" if value else "0"
 
 
 def _seconds(value: float | None) -> str:
@@ -229,7 +203,7 @@ def main() -> int:
         configs = arguments.config or (CONFIGS if name == ALL_CONFIGS else KINDS)
         with TemporaryDirectory(prefix="large_") as scratch:
             found = cells(name, CASES[name], configs, Path(scratch))
-        is_bad |= any(not cell.outcome.startswith(("same", "refused", "differs, as known")) for cell in found.values())
+        is_bad |= any(cell.is_bad for cell in found.values())
         results[name] = results.get(name, {}) | {config: asdict(cell) for config, cell in found.items()}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         PAGE.write_text(page({name: results[name] for name in CASES if name in results}))

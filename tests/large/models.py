@@ -120,7 +120,7 @@ CASES = {
     "llama": Case("transformer", "Llama, 134 M", TEXT, _llama()),
     "llama_tied": Case(
         "transformer",
-        "Llama with a tied head and grouped queries, 101 M",
+        "Llama with a tied head and grouped queries, 100 M",
         TEXT,
         _llama(tie_word_embeddings=True, num_key_value_heads=4),
     ),
@@ -158,7 +158,10 @@ CASES = {
     "finetune": Case("finetune", "Llama, 134 M", CHATS, _llama()),
     "finetune_lora": Case("finetune", "Llama, 134 M, LoRA", f"{CHATS} --lora_rank 8", _llama()),
     "preferences": Case(
-        "preferences", "Llama, 134 M", CHATS.replace("chats", "pairs"), _llama(tie_word_embeddings=True)
+        "preferences",
+        "Llama with a tied head, 110 M",
+        CHATS.replace("chats", "pairs"),
+        _llama(tie_word_embeddings=True),
     ),
     "diffusion": Case(
         "diffusion",
@@ -173,7 +176,7 @@ def write_data(folder: Path) -> None:
     """Writes a text, labelled texts, pairs of texts, chats, preferences, pictures and images, all small."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    lines = [" ".join(WORDS[(start * step) % 14] for step in range(1, 8)) for start in range(1, 61)]
+    lines = [" ".join(WORDS[(start * step + start // 15) % 15] for step in range(1, 8)) for start in range(1, 61)]
     (folder / "text.txt").write_text("\n".join(lines))
     rows = [f"{line},{'odd' if number % 2 else 'even'}" for number, line in enumerate(lines)]
     (folder / "texts.csv").write_text("\n".join(["text,label", *rows]))
