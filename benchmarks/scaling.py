@@ -44,10 +44,12 @@ import torch
 from scaling_plot import plot
 from torch import Tensor, nn
 
+from common.environment import num_cores
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = ("ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel")
 MODES = ("strong", "weak")
-NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+NUM_CORES = num_cores()
 NUM_GPUS = torch.accelerator.device_count()
 PROFILED = 4  # steps
 THREAD, PROCESS = Path("/proc/thread-self/schedstat"), Path("/proc/self/io")
