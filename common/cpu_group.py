@@ -1,5 +1,6 @@
 """Small collectives on the CPU (gloo), apart from the GPUs' traffic."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,15 @@ class CpuGroup:
         """The value of rank 0."""
         return self.all_gather(value if self.rank == 0 else None)[0]
 
-    def sum_async(self, vector: torch.Tensor) -> dist.Work | None:
-        """Starts an all-reduce (sum) of a CPU tensor, in place. Call `wait()` on the result before reading `vector`."""
-        return dist.all_reduce(vector, group=self._group, async_op=True) if self.size > 1 else None
+    def sum_async(self, values: list[float]) -> Callable[[], list[float]]:
+        """Starts sums over all processes, in float32. The result waits for them, and returns them."""
+        if self.size == 1:
+            return lambda: values
+        vector = torch.tensor(values)
+        work = dist.all_reduce(vector, group=self._group, async_op=True)
+
+        def wait() -> list[float]:
+            work.wait()
+            return vector.tolist()
+
+        return wait

@@ -1,5 +1,6 @@
 """The sums over the optimizer steps that no training record holds yet."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,12 +46,11 @@ class Unrecorded:
 
         In float64 a sum of float32 numbers is mostly exact: it does not depend on how the samples were divided.
         """
-        weight, zero = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-        for step_weight in self.weights:
-            weight += step_weight
-        own = {WEIGHT: weight, "loss": torch.stack(self.losses).double().sum() if self.losses else zero}
+        device = accelerator.device
+        own = {WEIGHT: _total(self.weights, device), "loss": _total(self.losses, device)}
         for name in dict.fromkeys(name for values in self.metrics for name in values):
-            own[name] = torch.stack([values[name].double().sum() for values in self.metrics if name in values]).sum()
+            own[name] = _total([values[name] for values in self.metrics if name in values], device)
+        zero = _total([], device)
         names = [*dict.fromkeys([*own, *self.earlier])]
         totals = accelerator.reduce(torch.stack([own.get(name, zero) for name in names]), "sum").tolist()
         copies = layout.tensor * layout.sequence  # the processes that count a sample
@@ -64,3 +64,10 @@ class Unrecorded:
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Restores the result of `state_dict`, under any layout."""
         self.num_taken, self.seconds, self.earlier = content["num_taken"], content["seconds"], content["sums"]
+
+
+def _total(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """The sum in float64, of numbers or of tensors of one shape."""
+    if values and isinstance(values[0], Tensor):
+        return torch.stack(values).double().sum()  # type: ignore[arg-type]  # all are
+    return torch.tensor(sum(values), dtype=torch.float64, device=device)

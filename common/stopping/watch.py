@@ -1,6 +1,7 @@
 """Stops a run on a signal, a non-finite number or a hang."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -158,8 +159,7 @@ class _Pending:
     ):
         self.step, self._stops, self._group = step, stops, group
         self._event: torch.Event | None = None
-        self._work: torch.distributed.Work | None = None
-        self._counts: torch.Tensor | None = None
+        self._counts: Callable[[], list[float]] | None = None
         if device.type != "cpu" and values:
             finite = torch.stack([torch.as_tensor(value, device=device).float() for value in values]).isfinite().all()
             self._is_finite: torch.Tensor | bool = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -175,13 +175,10 @@ class _Pending:
         if self._counts is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._counts = torch.tensor([float(self._stops), float(not self._is_finite)])
-            self._work = self._group.sum_async(self._counts)
+            self._counts = self._group.sum_async([float(self._stops), float(not self._is_finite)])
 
     def read(self) -> list[float]:
         """[processes with a stop request, processes with a non-finite number]"""
         self.start()
-        if self._work is not None:
-            self._work.wait()
         assert self._counts is not None
-        return self._counts.tolist()
+        return self._counts()

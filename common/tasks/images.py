@@ -48,10 +48,10 @@ class ImageDataset(InMemoryDataset):
         return ImageDataset(self.images[ids], self.labels[ids], self.num_classes, self.classes)
 
     def rows(self, ids: torch.Tensor) -> Batch:
-        return {"image": self.images.index_select(0, ids), "label": self.labels[ids]}
+        return {"image": self.images.index_select(0, ids), "label": self.labels.index_select(0, ids)}
 
     def transform(self, batch: Batch) -> Batch:
-        return batch | {"image": batch["image"].float().div_(255)}
+        return batch | {"image": batch["image"] / 255}
 
 
 def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset, ImageDataset]:
