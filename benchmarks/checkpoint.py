@@ -1,4 +1,5 @@
-"""Seconds that a checkpoint takes to save and to load: ours beside Accelerator.save_state and load_state.
+"""Seconds and memory that a checkpoint takes to save and to load, and a model to export: ours beside
+Accelerator.save_state and load_state, and transformers' save_pretrained.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --megabytes 10 500 4000
@@ -8,15 +9,18 @@ after a warm-up of each. Ours hashes the files, flushes them to the disk and ren
 the next step. save_state returns when the operating system has its files, so it is also timed with a
 flush. A thread of ours then deletes the previous checkpoint, which is not timed. With --async_save
 training waits for a copy only. The write in the background is timed to its end. What is loaded was just
-written, so that no disk is read.
+written, so that no disk is read. Ours flushes an export, too, and save_pretrained does not: it is timed with and
+without. The memory is the most anonymous memory (RssAnon) beside what was there before; Linux only.
 """
 
 import argparse
+import gc
 import os
 import platform
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -27,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from common import RunConfig, start
+from common.checkpoint.export import export_model
 from common.checkpoint.reader import Reader
 from common.checkpoint.resume import Checkpoint
 from common.checkpoint.save import Saver
@@ -38,14 +43,51 @@ from common.plan import Plan
 from common.records.unrecorded import Unrecorded
 from common.state import TrainState
 from common.stopping.watch import Watch
+from common.tasks.causal_lm import with_losses
 
-WIDTH = 512
+CONTEXT = 8
 
 
 def build(megabytes: float) -> nn.Module:
-    """A chain of square layers. Weights and two moving averages take `megabytes` in float32."""
-    num_layers = max(1, round(megabytes * 1e6 / 12 / WIDTH**2))
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
+    """A Llama with layers of 12.6 million weights. Weights and two moving averages take `megabytes` in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width = 1024 if megabytes > 100 else 128
+    num_layers = max(1, round(megabytes * 1e6 / 12 / (12 * width**2)))
+    shape = LlamaConfig(
+        vocab_size=width,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+    )
+    return with_losses(LlamaForCausalLM(shape))
+
+
+class Peak(threading.Thread):
+    """The most anonymous memory of this process in a `with` block, beside that at its start, in MB."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.megabytes, self._ended = 0.0, threading.Event()
+
+    def run(self) -> None:
+        before = self._now()
+        while not self._ended.wait(0.005):
+            self.megabytes = max(self.megabytes, self._now() - before)
+
+    def __enter__(self) -> "Peak":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self.join()
+
+    def _now(self) -> float:
+        status = Path("/proc/self/status")
+        lines = status.read_text().splitlines() if status.exists() else []
+        return next((int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("RssAnon")), 0.0)
 
 
 def flush_all(folder: Path) -> None:
@@ -65,19 +107,22 @@ def touch_memory(path: Path, megabytes: float) -> None:
     path.unlink()
 
 
-def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """{name: (seconds that training waits, seconds until the save is done) of each round}"""
+Action = Callable[[], Callable[[], object]]  # returns what waits until it is done
+
+
+def prepared(megabytes: float, folder: Path) -> tuple[dict[str, Action], Callable[[], object]]:
+    """({name: action}, waits until earlier checkpoints are removed)."""
     config = RunConfig(batch_size=1, save_every=1, keep_checkpoints=1, output_dir=str(folder / "ours"))
     accelerator = start(config)
     model = build(megabytes)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 
     def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": model(batch["x"]).square().mean(-1)}
+        return {"loss": model(batch["x"], batch["x"])}
 
     plan = Plan.of(config, Layout(), 10)
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
-    engine.step(0, [{"x": torch.ones(1, WIDTH, device=accelerator.device)}], wants_norm=False)
+    engine.step(0, [{"x": torch.ones(1, CONTEXT, dtype=torch.long, device=accelerator.device)}], wants_norm=False)
     (folder / "ours").mkdir()
     theirs, group, state = folder / "theirs", CpuGroup(), TrainState()
     watch = Watch(accelerator, plan, group)
@@ -107,27 +152,49 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple
         accelerator.load_state(str(theirs))
         return lambda: True
 
-    actions: dict[str, Callable[[], Callable[[], object]]] = {
+    def export() -> Callable[[], object]:
+        export_model(engine, folder / "model")
+        return lambda: True
+
+    def save_pretrained(flushes: bool) -> Callable[[], object]:
+        engine.module.save_pretrained(folder / "model")
+        if flushes:
+            flush_all(folder / "model")
+        return lambda: True
+
+    actions: dict[str, Action] = {
         "ours": lambda: save(in_front),
         "ours, --async_save": lambda: save(beside),
         "save_state": lambda: save_state(False),
         "save_state, flushed": lambda: save_state(True),
         "load, ours": load,
         "load_state": load_state,
+        "export, ours": export,
+        "save_pretrained": lambda: save_pretrained(False),
+        "save_pretrained, flushed": lambda: save_pretrained(True),
     }
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
+    return actions, lambda: wait([*in_front._removals, *beside._removals])
+
+
+def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple[float, float, float]]]:
+    """{name: (seconds that training waits, seconds until the save is done, MB of memory) of each round}"""
+    actions, wait_for_removals = prepared(megabytes, folder)
+    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():
-            if name.startswith("save_state"):
-                shutil.rmtree(theirs, ignore_errors=True)
+            for left in ("model", *["theirs"] * name.startswith("save_state")):  # nobody removes an earlier one
+                shutil.rmtree(folder / left, ignore_errors=True)
             touch_memory(folder / "warm", megabytes)
-            started = time.perf_counter()
-            finish = action()
-            stands_still = time.perf_counter() - started
-            assert finish()
+            gc.collect()
+            with Peak() as peak:
+                started = time.perf_counter()
+                finish = action()
+                stands_still = time.perf_counter() - started
+                assert finish()
+                done = time.perf_counter() - started
             if number:
-                seconds[name].append((stands_still, time.perf_counter() - started))
-            wait([*in_front._removals, *beside._removals])
+                seconds[name].append((stands_still, done, peak.megabytes))
+            wait_for_removals()
     return seconds
 
 
@@ -139,14 +206,16 @@ def main() -> None:
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, accelerate {accelerate.__version__}"
     )
-    print("| state | which | seconds that training waits | seconds until it is done | MB/s | ratio |")
-    print("| ---: | --- | ---: | ---: | ---: | ---: |")
+    print("| state | which | seconds that training waits | seconds until it is done | MB/s | ratio | memory |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory() as folder:
             seconds = measure(megabytes, options.rounds, Path(folder))
         for name, taken in seconds.items():
-            base = [total for _, total in seconds["load_state" if "load" in name else "save_state, flushed"]]
-            still, total = zip(*taken)
+            bases = {"load": "load_state", "expo": "save_pretrained", "save_p": "save_pretrained"}
+            base_name = next((base for start, base in bases.items() if name.startswith(start)), "save_state, flushed")
+            base = [total for _, total, _ in seconds[base_name]]
+            still, total, memory = zip(*taken)
             columns = [
                 f"{megabytes:g} MB",
                 name,
@@ -154,6 +223,7 @@ def main() -> None:
                 summary(total),
                 f"{megabytes / statistics.median(total):.0f}",
                 summary([one / other for one, other in zip(still, base)], 2),
+                f"{max(memory):.0f} MB",
             ]
             print(f"| {' | '.join(columns)} |", flush=True)
 

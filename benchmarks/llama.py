@@ -1,4 +1,5 @@
-"""Models whose speed others have published, for a plan. The weights are random: a plan needs no memory for them.
+"""Llamas of many sizes with random weights on random tokens: for measurements, and for plans, which need no memory for
+the weights.
 
 accelerate-recipes plan benchmarks/llama.py --config fsdp2_bf16 --num_processes 8 --gpu h100 -- --batch_size 16
 """
@@ -17,7 +18,11 @@ from common.tasks.causal_lm import checkpoint_activations, flops_per_sample, wit
 
 # hidden and intermediate size, layers, heads, key-value heads, vocabulary
 SIZES = {
-    "7b": (4096, 16384, 32, 32, 32, 50368),  # MPT, whose layers have two matrices where Llama's have three: see shape
+    "10m": (384, 1024, 5, 8, 8, 1024),
+    "134m": (768, 2048, 12, 12, 12, 32000),
+    "300m": (1024, 4096, 15, 16, 8, 32000),
+    "1b": (2048, 8192, 16, 32, 8, 16000),
+    "7b": (4096, 16384, 32, 32, 32, 50368),  # MPT, whose layers have two matrices where Llama's have three
     "8b": (4096, 14336, 32, 32, 8, 128256),  # Llama 3.1
     "70b": (8192, 28672, 80, 64, 8, 128256),
 }
@@ -28,33 +33,34 @@ class Config(RunConfig):
     batch_size: int = 16
     max_steps: int | None = 1000
     context: int = flag(8192, "tokens per sample", minimum=2)
-    size: Literal["7b", "8b", "70b"] = flag("8b", "number of weights")
+    size: Literal["10m", "134m", "300m", "1b", "7b", "8b", "70b"] = flag("8b", "number of weights")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
 
 
 class Tokens(Dataset):
-    """The same tokens again and again."""
+    """Random samples of `context` tokens, again and again."""
 
-    def __init__(self, context: int):
-        self.tokens = torch.arange(context)
+    def __init__(self, context: int, vocabulary: int):
+        self.tokens = torch.randint(vocabulary, (64, context), generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return 2**20
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"tokens": self.tokens, "labels": self.tokens}
+        tokens = self.tokens[index % len(self.tokens)]
+        return {"tokens": tokens, "labels": tokens}
 
 
-def build(config: Config) -> nn.Module:
-    hidden, intermediate, layers, heads, shared, vocabulary = SIZES[config.size]
+def build(size: str, context: int) -> nn.Module:
+    hidden, intermediate, layers, heads, shared, vocabulary = SIZES[size]
     shape = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=intermediate * 2 // 3 if config.size == "7b" else intermediate,
+        intermediate_size=intermediate * 2 // 3 if size == "7b" else intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=shared,
-        max_position_embeddings=config.context,
+        max_position_embeddings=context,
     )
     return LlamaForCausalLM(shape)
 
@@ -65,12 +71,14 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def main(config: Config) -> None:
     accelerator = start(config)
-    model, samples = build(config), Tokens(config.context)
+    model, samples = build(config.size, config.context), Tokens(config.context, SIZES[config.size][-1])
     if config.activation_checkpointing:
         checkpoint_activations(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     tokens, operations = config.context, flops_per_sample(model, config.context)
-    data = accelerator, with_losses(model), optimizer, forward_step, samples, samples, config
+    # The first samples are enough for the evaluation at the end.
+    few = torch.utils.data.Subset(samples, range(config.batch_size))
+    data = accelerator, with_losses(model), optimizer, forward_step, samples, few, config
     fit(*data, tokens_per_sample=tokens, flops_per_sample=operations)
 
 

@@ -1,8 +1,9 @@
 """Bytes of weights, gradients and optimizer state in a process, beside the formula; the peak, beside the plan.
 
     python benchmarks/memory.py
+    python benchmarks/memory.py --size 134m --config fsdp2 --config deepspeed_zero2
 
-Launches a small language model (float32, AdamW, about 10 million weights) under each config on 2 or 4
+Launches a Llama (float32, AdamW, 10 million weights or more) under each config on 2 or 4
 processes, and takes three steps. The script counts the storage of every live tensor:
 
 - weights: after `prepare`;
@@ -137,20 +138,20 @@ def sent_by(step: Callable[[], object]) -> int:
     return int(counters.read_text().split()[3]) - before
 
 
-def planned(runs: Sequence[Run], sizes: tuple[int, int]) -> list[dict[str, Any]]:
-    """The plans of the runs."""
+def planned(runs: Sequence[Run], size: str, sizes: tuple[int, int]) -> list[dict[str, Any]]:
+    """The plans of the runs, for a model in `SIZES` of llama.py."""
     cases = []
     for config, num_processes, options in runs:
         settings = {name.removeprefix("--"): int(value) for name, value in zip(options[::2], options[1::2])}
         cases.append(Case(ROOT / "accelerate_configs" / f"{config}.yaml", num_processes, settings=settings))
     context, batch_size = map(str, sizes)
-    flags = ["--context", context, "--batch_size", batch_size]
-    return plans(ROOT / "benchmarks" / "small_llama.py", flags, cases, read("h100"))
+    flags = ["--size", size, "--context", context, "--batch_size", batch_size, "--max_steps", str(STEPS)]
+    return plans(ROOT / "benchmarks" / "llama.py", flags, cases, read("h100"))
 
 
-def worker(path: str, context: int, batch_size: int) -> None:
+def worker(path: str, size: str, context: int, batch_size: int) -> None:
     """One process of a run. The first process writes its numbers to `path`."""
-    from small_llama import build, forward_step
+    from llama import SIZES, build, forward_step
 
     from common.config import RunConfig
     from common.launch.start import start
@@ -158,10 +159,11 @@ def worker(path: str, context: int, batch_size: int) -> None:
     from common.parallel.prepare import Setup, prepare
     from common.parallel.tensor_parallel import check_plan
     from common.plan import Plan
+    from common.tasks.causal_lm import with_losses
 
     config = RunConfig(batch_size=batch_size, max_steps=STEPS, output_dir=path)
     accelerator = start(config)
-    model = build(context)
+    model = with_losses(build(size, context))
     whole = sum(weight.numel() for weight in model.parameters())
     layout = Layout.asked(config)
     plan = check_plan(model, max(2, layout.tensor))
@@ -183,7 +185,7 @@ def worker(path: str, context: int, batch_size: int) -> None:
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, share))
     del model
     weights = live_bytes()
-    tokens = torch.randint(0, 1024, (share.micro_batch_size, context), device=accelerator.device)
+    tokens = torch.randint(SIZES[size][-1], (share.micro_batch_size, context), device=accelerator.device)
     batch = {"tokens": tokens, "labels": tokens}
     engine.step(0, [batch], wants_norm=False)
     after_first = sum(size for address, size in live_storages().items() if address not in gradients)
@@ -207,16 +209,20 @@ def worker(path: str, context: int, batch_size: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    if given := parser.parse_args().worker:
-        worker(given[0], int(given[1]), int(given[2]))
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--size", default="10m", help="of the model: a size of llama.py")
+    parser.add_argument("--config", action="append", help="only these")
+    options = parser.parse_args()
+    if given := options.worker:
+        worker(given[0], given[1], int(given[2]), int(given[3]))
         return
+    runs, long_runs = ([run for run in each if run[0] in (options.config or run[0])] for each in (RUNS, LONG_RUNS))
     print(
         "| config | processes | weights, MB: measured / formula | gradients | optimizer state | peak: measured / plan |"
     )
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for (config, num_processes, options), plan in zip(RUNS, planned(RUNS, SHORT)):
-        numbers = launched(config, num_processes, options, SHORT)
+    for run, plan in zip(runs, planned(runs, options.size, SHORT)):
+        numbers, (config, num_processes, _) = launched(run, options.size, SHORT), run
         expected = formula(config, num_processes, numbers["whole"], numbers["named"])
         columns = [
             f"{numbers[name] / 1e6:.1f} / {bytes_ / 1e6:.1f}"
@@ -225,8 +231,8 @@ def main() -> None:
         print(f"| {config} | {num_processes} | {' | '.join(columns)} | {of_plan(numbers, plan, 'peak')} |", flush=True)
     print(f"\n| config | processes | activations of {LONG[0]} tokens, MB: measured / plan | peak of a step |")
     print("| --- | ---: | ---: | ---: |")
-    for (config, num_processes, options), plan in zip(LONG_RUNS, planned(LONG_RUNS, LONG)):
-        numbers = launched(config, num_processes, options, LONG)
+    for run, plan in zip(long_runs, planned(long_runs, options.size, LONG)):
+        numbers, (config, num_processes, _) = launched(run, options.size, LONG), run
         columns = [of_plan(numbers, plan | {"activations": plan["forward"]}, name) for name in ("activations", "peak")]
         print(f"| {config} | {num_processes} | {' | '.join(columns)} |", flush=True)
 
@@ -236,17 +242,18 @@ def of_plan(numbers: dict[str, int], plan: dict[str, Any], name: str) -> str:
     return f"{numbers[name] / 1e6:.1f} / {plan[name] / 1e6:.1f}"
 
 
-def launched(config: str, num_processes: int, options: list[str], sizes: tuple[int, int]) -> dict[str, int]:
+def launched(run: Run, size: str, sizes: tuple[int, int]) -> dict[str, int]:
     """The numbers of the first process of a run. `sizes`: (tokens of a sample, samples of a step)."""
+    config, num_processes, options = run
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "numbers.json"
         file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
         command = ["accelerate", "launch", "--config_file", file, "--num_processes", str(num_processes), *options]
-        command += [__file__, "--worker", str(result), *map(str, sizes)]
-        run = subprocess.run(command, capture_output=True, text=True, env=environment)
+        command += [__file__, "--worker", str(result), size, *map(str, sizes)]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
         if not result.exists():
-            sys.exit(run.stdout + run.stderr)
+            sys.exit(ended.stdout + ended.stderr)
         return json.loads(result.read_text())
 
 

@@ -5,7 +5,9 @@ import errno
 import os
 import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
@@ -21,6 +23,15 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def flushing(path: Path) -> Iterator[None]:
+    """Flushes a file while the `with` block does other work. Raises OSError."""
+    with ThreadPoolExecutor(1) as thread:
+        flushed = thread.submit(flush, path)
+        yield
+        flushed.result()
 
 
 def give_usual_mode(path: Path) -> None:

@@ -135,5 +135,5 @@ def fit(
                 if stops:
                     watch.raise_stopped(saver.finish())
             with engine.ema_weights():
-                recorder.facts["model_checksum"] = export_model(engine, config.output_dir / "model", export)
+                recorder.facts["model_digest"] = export_model(engine, config.output_dir / "model", export)
     return evaluation.metrics

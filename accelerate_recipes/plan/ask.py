@@ -161,9 +161,16 @@ def _timed(answer: dict[str, Any], gpu: Gpu) -> dict[str, Any]:
             "waits": waits,
             "sent": {where: sent[where] + answer["passes"] * (more[where] - sent[where]) for where in sent},
             "fits": answer["peak"] <= gpu.usable,
+            "check_seconds": _check_seconds(answer, gpu),
         }
         | rates(answer, seconds, answer["num_processes"], gpu)
     )
+
+
+def _check_seconds(answer: dict[str, Any], gpu: Gpu) -> float:
+    """Time that one process takes for the first steps with the samples of all, at the rate that programs reach."""
+    operations = answer["check_steps"] * answer["flops"] * answer["num_processes"]
+    return operations / (gpu.peak(answer["precision"] != "float32", answer["tf32"]) * gpu.flops)
 
 
 def seconds_of_step(answer: dict[str, Any], gpu: Gpu, num_processes: int | None = None) -> tuple[float, float]:

@@ -69,6 +69,8 @@ def _measured(
     *others: Any,
     **keywords: Any,
 ) -> dict[str, Any]:
+    from common.check.alone import MAX_SECONDS
+    from common.check.reference import why_not_checked
     from common.data.batches import checked_datasets
     from common.environment import is_true
     from common.layout import Layout
@@ -80,18 +82,25 @@ def _measured(
     if lines := [*told["lines"], *told["of_the_launcher"]]:
         return {"refused": lines}
     _set_variables(Path(question["config"]))
+    check_steps, gpu = config.check_steps, Gpu(**question["gpu"])
     config = replace(config, pipeline_stages=question["stages"], check_steps=0, compile=False)
     layout = replace(Layout.asked(config), device="cpu")
     train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
     plan = Plan.of(config, layout, len(train_set), keywords.get("schedule"), keywords.get("sampler"))
-    run = DryRun(plan, forward_step, keywords.get("batch_loss"), Gpu(**question["gpu"]), question.get("last", False))
+    run = DryRun(plan, forward_step, keywords.get("batch_loss"), gpu, question.get("last", False))
     offloads = is_true("FSDP_OFFLOAD_PARAMS")
+    whole = sum(weight.nbytes for weight in model.parameters())
+    check = {
+        "check_steps": min(check_steps, plan.num_steps) if layout.num_processes > 1 else 0,
+        "longest_check": MAX_SECONDS,
+        "why_not_checked": why_not_checked(layout.precision, whole, gpu.usable),
+    }
     answer = run.measured(model, optimizer, train_set)
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
         parts = {name: answer[name] for name in ("weights", "gradients", "optimizer")}
         answer |= dict.fromkeys(parts, 0)
         answer["peak"] = max(answer["peak"] - sum(parts.values()), answer["forward"])
-    return _facts(plan, layout, keywords) | answer
+    return _facts(plan, layout, keywords) | check | answer
 
 
 def _facts(plan: Any, layout: Any, keywords: dict[str, Any]) -> dict[str, Any]:

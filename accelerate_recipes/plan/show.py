@@ -34,6 +34,7 @@ def show_one(plan: Plan, gpu: Gpu) -> None:
         "learning rate": ", ".join(
             f"{rate:.3g} in step {int(step) + 1:,}" for step, rate in plan["learning_rates"].items()
         ),
+        "first steps": _check(plan),
         "checkpoints": _checkpoints(plan),
         "weights": f"{in_bytes(plan['weights'])} in each process",
         "gradients": in_bytes(plan["gradients"]),
@@ -125,6 +126,18 @@ def in_bytes(number: float) -> str:
 
 def _speed(row: Plan) -> tuple[str, str, str]:
     return _seconds(row["seconds"]), f"{row['waits'] / row['seconds']:.0%}", f"{row['samples_per_second']:,.4g}"
+
+
+def _check(plan: Plan) -> str:
+    """Whether one process repeats them (docs/check.md)."""
+    if not plan["check_steps"]:
+        return ""
+    reason = plan["why_not_checked"]
+    if reason is None and plan["check_seconds"] > plan["longest_check"]:
+        reason = f"that would take about {_seconds(plan['check_seconds'])}, more than {plan['longest_check']:g} s"
+    if reason is not None:
+        return f"not checked against one process: {reason}"
+    return f"{plan['check_steps']} checked against one process, in about {_seconds(plan['check_seconds'])}"
 
 
 def _checkpoints(plan: Plan) -> str:

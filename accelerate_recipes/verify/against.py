@@ -26,7 +26,7 @@ def kept(reference: Finished, flags: list[str]) -> dict[str, Any]:
         {name: value for name, value in record.items() if name in ("step", *_NAMES) or name.startswith("eval/")}
         for record in reference.records
     ]
-    facts = {name: reference.card.get(name) for name in ("hardware", "model_checksum")}
+    facts = {name: reference.card.get(name) for name in ("hardware", "model_digest")}
     return {"flags": flags, **facts, "records": records}
 
 
@@ -54,7 +54,7 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
         found = kept(now, then["flags"])
     rows = _rows(then["records"], found["records"])
     largest = max((row["difference"] for row in rows), default=0.0)
-    has_equal_weights = found["model_checksum"] == then["model_checksum"]
+    has_equal_weights = found["model_digest"] == then.get("model_digest")
     first = next((row for row in rows if not row["difference"] <= TOLERANCE), None)
     verdict = f"DIFFERS from step {first['step']}, in {first['name']}" if first else "same"
     verdict = "bit for bit" if largest == 0 and has_equal_weights else verdict
@@ -73,7 +73,7 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
 def _read(certificate: Path) -> dict[str, Any]:
     try:
         then = json.loads(certificate.read_text(encoding="utf-8"))["reference"]
-        then["flags"], then["model_checksum"], then["records"][0]["step"]
+        then["flags"], then["records"][0]["step"]
     except OSError:
         raise UsageError(f"--against {certificate}: no such file; type the path of a certificate.json") from None
     except (ValueError, LookupError, TypeError):

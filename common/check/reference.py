@@ -71,14 +71,31 @@ def take_reference(alone: Alone, checkpoint: Checkpoint | FreshStart, numbers: r
 
 def _check_possible(setup: Setup, is_resumed: bool) -> None:
     """Raises NotChecked for fp16 and for a model that leaves no room for the copies."""
-    plan, device = setup.plan, setup.accelerator.device
-    if plan.layout.precision == "fp16":
-        raise NotChecked("fp16 skips steps")
+    device = setup.accelerator.device
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     # A copy of the weights for the replays; on the CPU also the weights, gradients and two slots of an optimizer.
-    room = psutil.virtual_memory().available
     num_loaded = 4 if is_resumed else 0  # the optimizer state of a checkpoint, twice
     needed = num_bytes * (1 + num_loaded + (4 if device.type == "cpu" else 0))
     on_device = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
-    if needed > room or 4 * num_bytes > on_device:
-        raise NotChecked(f"{4 * num_bytes / 2**30:.3g} GiB for the whole model on one device are too much")
+    reason = why_not_checked(setup.plan.layout.precision, num_bytes, on_device)
+    if reason is None and needed > psutil.virtual_memory().available:
+        reason = _too_much(num_bytes)
+    if reason is not None:
+        raise NotChecked(reason)
+
+
+def why_not_checked(precision: str, num_bytes: int, on_device: float) -> str | None:
+    """Why one device cannot take the steps alone; None if it can.
+
+    Args:
+        precision: of the run.
+        num_bytes: of the weights of the whole model.
+        on_device: bytes that are free there.
+    """
+    if precision == "fp16":
+        return "fp16 skips steps"
+    return _too_much(num_bytes) if 4 * num_bytes > on_device else None
+
+
+def _too_much(num_bytes: int) -> str:
+    return f"{4 * num_bytes / 2**30:,.1f} GiB for the whole model on one device are too much"

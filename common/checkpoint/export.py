@@ -2,21 +2,21 @@
 
 import json
 import shutil
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
-from ..files import give_usual_mode, replace_folder
+from ..files import flushing, give_usual_mode, replace_folder
 from ..parallel.engine import Engine
 from ..parallel.parts import kept_tensors
 from ..records.run_card import read_card
@@ -26,7 +26,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transforme
 MAX_FILE_BYTES = 5_000_000_000
 
 
-def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | None = None) -> int | None:
+def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | None = None) -> str | None:
     """Writes the weights to `<folder>/model.safetensors`, with the module's own names; above 5 GB into several files
     with an index. The main process writes them; no process holds more than one file and one tensor.
 
@@ -39,21 +39,21 @@ def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | N
         export: writes more files into the folder, in the main process.
 
     Returns:
-        A checksum of the weights, in the main process.
+        A digest of the weights, in the main process.
 
     Raises:
         RunError: the files cannot be written.
     """
-    weights, checksum = engine.each_full_weight(), None
+    weights, digest = engine.each_full_weight(), None
     if engine.accelerator.is_main_process:
         dtype = export_dtype(engine.plan.config.export_dtype, engine.module)
         with replaced(folder) as aside:
-            checksum = write_weights(weights, aside, dtype, getattr(engine.module, "peft_adapter", None))
+            digest = write_weights(weights, aside, dtype, getattr(engine.module, "peft_adapter", None))
             _write_small_files(engine.module, aside, dtype, export)
     else:
         deque(weights, maxlen=0)  # takes part in the gathering
     engine.accelerator.wait_for_everyone()
-    return checksum
+    return digest
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def _write_small_files(
 
 def write_weights(
     weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, adapter: Any = None
-) -> int:
+) -> str:
     """Writes weights as transformers does, in the memory of one file and one tensor.
 
     Args:
@@ -120,35 +120,40 @@ def write_weights(
         adapter: writes PEFT's file instead.
 
     Returns:
-        A checksum of the weights.
+        A digest of the weights.
 
     Raises:
         SafetensorError: the files cannot be written.
         ValueError: safetensors files cannot hold a type.
     """
-    held, sizes, checksum = dict[str, Tensor](), [0], 0
+    held, sizes, digests = dict[str, Tensor](), [0], list[int]()
     files: list[list[str]] = []  # the names in each file
     for name, whole in weights:
         tensor = (whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole).cpu().contiguous()
         del whole  # not held while the next one is gathered
-        checksum += _checksum(name, tensor)
         if held and sizes[-1] + tensor.nbytes > MAX_FILE_BYTES and adapter is None:
-            _write_file(folder, held, files)
+            digests += _write_file(folder, held, files)
             sizes.append(0)
         held[name] = tensor
         sizes[-1] += tensor.nbytes
     if adapter is not None:
+        digests += _digests(held)
         adapter.write(held, folder)
     else:
-        _write_file(folder, held, files)
+        digests += _write_file(folder, held, files)
         _name_files(folder, files, sum(sizes))
-    return checksum % 2**32
+    return _in_any_order(digests)
 
 
-def _write_file(folder: Path, held: dict[str, Tensor], files: list[list[str]]) -> None:
-    write_tensors(folder / str(len(files)), held, {"format": "pt"})  # transformers needs it
+def _write_file(folder: Path, held: dict[str, Tensor], files: list[list[str]]) -> list[int]:
+    """Returns the digests of the weights, and holds them no longer."""
+    path = folder / str(len(files))
+    write_tensors(path, held, {"format": "pt"})  # transformers needs it
+    with flushing(path):
+        digests = _digests(held)
     files.append([*held])
     held.clear()
+    return digests
 
 
 def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
@@ -162,10 +167,20 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2))
 
 
-def _checksum(name: str, tensor: Tensor) -> int:
-    """Of name, type and bytes; it finds accidents, not forgeries. That of a model is the sum, in any order."""
-    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(content, zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()))
+def _digests(weights: Mapping[str, Tensor]) -> list[int]:
+    """Of the name, type and bytes of each; they find accidents, not forgeries."""
+    digests = []
+    for name, tensor in weights.items():
+        digest = xxhash.xxh3_64(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        digest.update(content)
+        digests.append(digest.intdigest())
+    return digests
+
+
+def _in_any_order(digests: Iterable[int]) -> str:
+    """The digest of a model: the sum of those of its weights."""
+    return f"{sum(digests) % 2**64:016x}"
 
 
 def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
@@ -185,8 +200,8 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
         raise UsageError(
             f"no exported model in {folder} ({reason}): train first, or type the --output_dir of a run that is done"
         ) from None
-    expected = read_card(Path(output_dir)).get("model_checksum")
-    if expected is not None and sum(_checksum(*item) for item in weights.items()) % 2**32 != expected:
+    expected = read_card(Path(output_dir)).get("model_digest")
+    if expected is not None and _in_any_order(_digests(weights)) != expected:
         raise UsageError(f"the weights in {folder} were altered after its run: train again")
     if model is not None:
         check_same_model(folder, {name: list(weight.shape) for name, weight in weights.items()}, model)

@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cpu_group import CpuGroup
-from ..files import flush
+from ..files import flush, flushing
 from ..parallel.parts import Part
 from .format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json, write_tensors
 from .reader import overlap
@@ -144,10 +143,8 @@ def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries[part.name] = {"shape": part.shape, "dtype": dtype, "parts": [position]}
     write_tensors(path, {part.name: tensor for part, tensor in shard})
-    with ThreadPoolExecutor(1) as thread:  # the disk works while the processor takes the digest
-        flushing = thread.submit(flush, path)
+    with flushing(path):
         file = {"size": path.stat().st_size, "xxh3_128": digest_of_file(path)}
-        flushing.result()
     return {"files": {path.name: file}, "tensors": entries}
 
 

@@ -11,16 +11,18 @@ from support.runs import ROOT
 SMALLEST = {
     "checkpoint.py": "--megabytes 1 --rounds 1",
     "control_plane.py": "--processes 2 --layers 2",
+    "first_steps.py": "--size 10m --config ddp",
     "large_text.py": "--sizes 1 --tokenizers bytes",
     "loop_cost.py": "--steps 20 --rounds 1 --tasks 0",
     "loss_memory.py": "--rounds 1",
-    "memory.py": "",
+    "memory.py": "--config ddp",
+    "norms.py": "",
     "preferences_trl.py": "",
     "scaling.py": "--quick",
     "startup.py": "--rounds 1",
 }
 NEEDS_A_GPU = {"gpt2.py", "gpt2_variants.py", "gpu_goals.py"}  # tests/gpu/ runs the first
-PARTS = {"gpt2_loops.py", "scaling_plot.py"}
+PARTS = {"gpt2_loops.py", "llama.py", "scaling_plot.py"}
 
 
 @pytest.mark.full

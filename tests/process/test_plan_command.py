@@ -43,8 +43,9 @@ def of_gloo(config: str, plan: dict[str, Any]) -> float:
     ],
 )
 def test_a_plan_says_what_processes_hold_and_send(config: str, num_processes: int, options: list[str]) -> None:
-    measured = memory.launched(config, num_processes, options, memory.SHORT)
-    (plan,) = memory.planned([(config, num_processes, options)], memory.SHORT)
+    run = config, num_processes, options
+    measured = memory.launched(run, "10m", memory.SHORT)
+    (plan,) = memory.planned([run], "10m", memory.SHORT)
     for name in ("weights", "gradients", "optimizer"):
         assert plan[name] == pytest.approx(measured[name], rel=0.1), name
     # Under FSDP2, gloo's threads hold buffers for as long as they take: the peak differs from run to run.
@@ -55,8 +56,8 @@ def test_a_plan_says_what_processes_hold_and_send(config: str, num_processes: in
 
 def test_a_thousand_processes_and_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--config", "fsdp2", "--num_processes", "1024", "--num_machines", "128", "--scaling", "--json"]
-    flags += ["--", "--batch_size", "2048"]
-    assert tool(monkeypatch, str(ROOT / "benchmarks" / "small_llama.py"), *flags) == 0
+    flags += ["--", "--size", "10m", "--context", "16", "--batch_size", "2048"]
+    assert tool(monkeypatch, str(ROOT / "benchmarks" / "llama.py"), *flags) == 0
     told = json.loads(capsys.readouterr().out)
     (plan,) = told["plans"]
     assert (plan["num_processes"], plan["micro_batch_size"], plan["layout"]) == (1024, 2, "FSDP2")
@@ -67,6 +68,16 @@ def test_a_thousand_processes_and_more(monkeypatch: pytest.MonkeyPatch, capsys: 
     rows = told["scaling"]["fsdp2"]
     assert [row["num_processes"] for row in rows] == [1024, 4096]
     assert rows[1]["seconds"] > rows[0]["seconds"] and rows[1]["efficiency"] < 1
+
+
+@pytest.mark.parametrize(("memory", "expected"), [("80", "2 checked"), ("2.6", "not checked")])
+def test_a_plan_says_whether_the_first_steps_are_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], memory: str, expected: str
+) -> None:
+    """The weights, gradients and two averages of 9.6 million weights take 0.15 GB, and 2.5 GB of a GPU are reserved."""
+    flags = ["--config", "fsdp2", "--memory", memory, "--", "--size", "10m", "--context", "16", "--max_steps", "3"]
+    tool(monkeypatch, str(ROOT / "benchmarks" / "llama.py"), *flags)
+    assert f"\nfirst steps   {expected} against one process" in capsys.readouterr().out
 
 
 @pytest.mark.full

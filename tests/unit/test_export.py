@@ -22,8 +22,8 @@ def write(output_dir: Path, weights: dict[str, Tensor]) -> Path:
     return output_dir / "model" / "model.safetensors"
 
 
-@pytest.mark.parametrize("card", [None, "", "[]", "{", '{"model_checksum": null}'])
-def test_model_without_a_checksum_is_read(tmp_path: Path, card: str | None) -> None:
+@pytest.mark.parametrize("card", [None, "", "[]", "{", '{"model_digest": null}'])
+def test_model_without_a_digest_is_read(tmp_path: Path, card: str | None) -> None:
     write(tmp_path, WEIGHTS)
     if card is not None:
         (tmp_path / "run.json").write_text(card)
@@ -31,10 +31,10 @@ def test_model_without_a_checksum_is_read(tmp_path: Path, card: str | None) -> N
     assert load_exported(tmp_path, model).keys() == WEIGHTS.keys() and torch.equal(model.weight, WEIGHTS["weight"])
 
 
-@pytest.mark.parametrize("crc", ["3", '"text"', "[]", "1.5", "true"])
-def test_other_checksum_is_refused(tmp_path: Path, crc: str) -> None:
+@pytest.mark.parametrize("digest", ["3", '"text"', "[]", "1.5", "true"])
+def test_other_digest_is_refused(tmp_path: Path, digest: str) -> None:
     write(tmp_path, WEIGHTS)
-    (tmp_path / "run.json").write_text(f'{{"model_checksum": {crc}}}')
+    (tmp_path / "run.json").write_text(f'{{"model_digest": {digest}}}')
     with pytest.raises(UsageError, match="were altered after its run: train again"):
         load_exported(tmp_path)
 
@@ -75,8 +75,8 @@ def test_types(tmp_path: Path) -> None:
     weights = {"weight": torch.randn(3, 4), "half": torch.randn(2).half(), "count": torch.tensor(7)}
     expected = {"weight": torch.bfloat16, "half": torch.bfloat16, "count": torch.int64}
     for dtype, types in ((torch.bfloat16, expected), (None, {name: one.dtype for name, one in weights.items()})):
-        checksum = write_weights(weights.items(), tmp_path, dtype)
-        assert checksum == write_weights(reversed(weights.items()), tmp_path, dtype)
+        digest = write_weights(weights.items(), tmp_path, dtype)
+        assert digest == write_weights(reversed(weights.items()), tmp_path, dtype)
         written = load_file(tmp_path / "model.safetensors")
         assert {name: weight.dtype for name, weight in written.items()} == types
         assert all(torch.equal(written[name], weights[name].to(types[name])) for name in weights)
