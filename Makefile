@@ -37,7 +37,7 @@ ready: $(VENV)/installed
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint extensions
 
 extensions: $(VENV)/installed
-	python -c 'from common.launch.extensions import BUILDERS, load_extensions; load_extensions(list(BUILDERS))'
+	python -c 'from common.parallel.extensions import BUILDERS, load_extensions; load_extensions(list(BUILDERS))'
 
 # One GPU, with the packages of the current environment: a machine with a GPU often has torch installed already.
 test-gpu:

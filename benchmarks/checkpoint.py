@@ -38,7 +38,8 @@ from common.checkpoint.save import Saver
 from common.cpu_group import CpuGroup
 from common.files import flush
 from common.layout import Layout
-from common.parallel.prepare import Setup, prepare
+from common.parallel.kinds import prepare
+from common.parallel.setup import Setup
 from common.plan import Plan
 from common.records.unrecorded import Unrecorded
 from common.state import TrainState

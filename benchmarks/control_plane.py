@@ -39,9 +39,9 @@ from common.checkpoint.reader import Reader
 from common.checkpoint.save import Saver
 from common.checkpoint.writer import assigned, own_shard
 from common.cpu_group import CpuGroup
-from common.layout import Layout
+from common.parallel.kinds import layout_of, prepare
 from common.parallel.parts import Part, holders, shard_range
-from common.parallel.prepare import Setup, prepare
+from common.parallel.setup import Setup
 from common.plan import Plan
 from common.records.unrecorded import Unrecorded
 from common.state import TrainState
@@ -78,7 +78,7 @@ def work(folder: Path, layers: int) -> dict[str, list[float]]:
     accelerator = start(config)
     model = build(layers)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    plan = Plan.of(config, Layout.asked(config), size)
+    plan = Plan.of(config, layout_of(config), size)
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
     result = engine.step(0, [{"x": torch.ones(1, WIDTH)}], wants_norm=False)
     group = CpuGroup()

@@ -155,9 +155,9 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
 
     from common.config import RunConfig
     from common.launch.start import start
-    from common.layout import Layout
-    from common.parallel.prepare import Setup, prepare
-    from common.parallel.tensor_parallel import check_plan
+    from common.parallel.kinds import layout_of, prepare
+    from common.parallel.setup import Setup
+    from common.parallel.tensor import check_plan
     from common.plan import Plan
     from common.tasks.causal_lm import with_losses
 
@@ -165,7 +165,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     accelerator = start(config)
     model = with_losses(build(size, context))
     whole = sum(weight.numel() for weight in model.parameters())
-    layout = Layout.asked(config)
+    layout = layout_of(config)
     plan = check_plan(model, max(2, layout.tensor))
     named = sum(model.get_submodule(name).weight.numel() for name in plan)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

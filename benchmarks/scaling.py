@@ -182,8 +182,8 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
 
     from common.config import RunConfig
     from common.launch.start import start
-    from common.layout import Layout
-    from common.parallel.prepare import Setup, prepare
+    from common.parallel.kinds import layout_of, prepare
+    from common.parallel.setup import Setup
     from common.plan import Plan
 
     config = RunConfig(batch_size=batch_size, max_steps=1, output_dir=folder)
@@ -192,7 +192,7 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
     model = task.build()
     num_weights = sum(weight.numel() for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    plan = Plan.of(config, Layout.asked(config), batch_size)
+    plan = Plan.of(config, layout_of(config), batch_size)
     engine = prepare(Setup(accelerator, model, optimizer, recipe(task.recipe)["forward_step"], plan))
     batch = {name: tensor.to(accelerator.device) for name, tensor in task.batch(plan.micro_batch_size).items()}
 

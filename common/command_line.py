@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import os
 import sys
 import types
 import typing
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .config import RunConfig, declaration, script_name
+from .environment import rank
 from .errors import UsageError
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
@@ -86,7 +86,7 @@ class _Parser(argparse.ArgumentParser):
             self._refuse(unknown[0])
         if getattr(values, "help", False):
             # Every process gets the same command line; one of them prints.
-            if os.environ.get("RANK", "0") == "0":
+            if rank() == 0:
                 self.print_help()
             raise SystemExit(0)
         return vars(values)

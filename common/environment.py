@@ -2,12 +2,16 @@
 
 import os
 import platform
+import shutil
+import sysconfig
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 import torch
+
+from .errors import UsageError
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # path of a file for the recipe's exit code; launchers/node.py reads it
@@ -23,9 +27,14 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def rank() -> int:
+    """The number of this process among all, which need not have joined."""
+    return int(os.environ.get("RANK", 0))
+
+
 def print_once(line: str) -> None:
     """Prints a line in the first of the processes, which need not have joined."""
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         print(line, flush=True)
 
 
@@ -54,9 +63,15 @@ def is_true(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
 
 
-def uses_deepspeed() -> bool:
-    """Whether the config file selects DeepSpeed."""
-    return is_true("ACCELERATE_USE_DEEPSPEED")
+def mesh_size(name: str) -> int:
+    """A size of the config file's parallelism_config: "dp_replicate", "dp_shard", "tp", "cp" or "sp". Raises UsageError
+    unless it is a whole number above 0."""
+    if not is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1
+    text = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
+    if not text.isdecimal() or int(text) == 0:
+        raise UsageError(f"parallelism_config_{name}_size is {text}: type a whole number above 0 in the config file")
+    return int(text)
 
 
 def device_type() -> str:
@@ -108,3 +123,16 @@ def versions(*packages: str) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed
+
+
+def check_compiler(who: str, compiler: str) -> None:
+    """Raises UsageError if there is no such compiler, or no header of Python for it."""
+    if shutil.which(compiler) is None:
+        raise UsageError(
+            f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++): no {compiler} found"
+        )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise UsageError(
+            f"{who} compiles on first use and needs Python's headers (Debian: apt-get install python3-dev): no {header}"
+        )

@@ -16,11 +16,11 @@ from .cpu_group import CpuGroup
 from .data.batches import Collated, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
 from .parallel.batch_loss import WEIGHT, BatchLoss, gathered, put
-from .parallel.checks import check_trainable
 from .parallel.engine import Engine, is_metric
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
+from .parallel.kinds import check_trainable, prepare
 from .parallel.on_disk import fill
-from .parallel.prepare import Setup, prepare
+from .parallel.setup import Setup
 from .records.predictions import write_predictions
 from .records.recorder import Recorder
 from .seeds import EVALUATION, seed_forward
@@ -151,7 +151,7 @@ def evaluate_exported(
     load_exported(config.output_dir, model)
     check_same_start(model, train_set, eval_sets, group)
     with Watch(accelerator, plan, group) as watch:
-        check_trainable(model, setup.optimizer, plan, setup.batch_loss)
+        check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
         engine = prepare(setup)
         evaluation = Evaluation(engine, eval_sets, summarize, examples, TrainState(), watch)

@@ -17,11 +17,10 @@ from .config import RunConfig
 from .cpu_group import CpuGroup
 from .data.batches import CollateFn, ForwardStep, MapDataset, batches, checked_datasets
 from .evaluation import Evaluation, Examples, Metrics, evaluate_exported
-from .layout import Layout
 from .parallel.batch_loss import BatchLossFn
-from .parallel.checks import check_trainable
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
-from .parallel.prepare import Setup, prepare
+from .parallel.kinds import check_trainable, layout_of, prepare
+from .parallel.setup import Setup
 from .plan import Plan, Sampler
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
@@ -87,7 +86,7 @@ def fit(
         NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
     """
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
-    plan = Plan.of(config, Layout.asked(config), len(train_set), schedule, sampler)
+    plan = Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
     setup = Setup(accelerator, model, optimizer, forward_step, plan, batch_loss)
     group, this_run = CpuGroup(config.hang_timeout), identity(plan, model, optimizer)
     if config.evaluate_only:
@@ -99,16 +98,16 @@ def fit(
             return {}
         checkpoint.load_weights(model)
         check_same_start(model, train_set, eval_sets, group)
-        check_trainable(model, optimizer, plan, batch_loss)
+        check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, optimizer)
         first = FirstSteps(setup, train_set, checkpoint, group, watch.is_stopping)
         with first.translated():
-            engine = prepare(setup)
+            engine = prepare(first.watching(setup))
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
         recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, first.facts)
         checkpoint.load_rest(engine, recorder.unrecorded)
         evaluation = Evaluation(engine, eval_sets, summarize, examples, state, watch, export)
-        with recorder, Saver(engine, this_run, group, watch, export) as saver:
+        with first, recorder, Saver(engine, this_run, group, watch, export) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:
@@ -117,8 +116,10 @@ def fit(
                 learning_rate = engine.set_learning_rate(plan.learning_rate_factor(state))
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
-                wants_norm = plan.reads(state.step + 1) or watch.stop_requested
-                result = first.step(engine, state.step, micro_batches, wants_norm)
+                wants_norm = plan.reads(state.step + 1) or watch.stop_requested or first.checks(state.step)
+                first.before(engine, state.step, micro_batches)
+                result = engine.step(state.step, micro_batches, wants_norm)
+                first.after(engine, state.step, result)
                 state.step += 1
                 recorder.add(learning_rate, result)
                 watch.after_step(state.step, result)

@@ -56,9 +56,8 @@ def refusals(
         its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
     """
     from common import RunConfig, UsageError
-    from common.launch import checks as launch
-    from common.layout import Layout
-    from common.parallel import checks as parallel
+    from common.launch.checks import check_device, launch_checks
+    from common.parallel.kinds import check_batch_loss, layout_of, model_checks
     from common.plan import Plan
 
     path, has_gpu, likely = json.loads(os.environ[QUESTION])
@@ -72,10 +71,10 @@ def refusals(
         return {"lines": [], "of_the_launcher": refused, "facts": facts}
     os.environ.update(variables)
     try:
-        layout = replace(Layout.asked(flags), device="cuda" if has_gpu else "cpu")
+        layout = replace(layout_of(flags), device="cuda" if has_gpu else "cpu")
         # This process runs on the CPU, so the doctor's own rules count the GPUs.
-        for of_launch in launch.CHECKS:
-            if of_launch is not launch.check_device:
+        for of_launch in launch_checks(layout):
+            if of_launch is not check_device:
                 _note(lines, of_launch, layout, flags)
         if not lines and config is not None:
             sampling = keywords.get("schedule"), keywords.get("sampler")
@@ -86,10 +85,10 @@ def refusals(
                 lines.append(str(error))
                 divides = {"batch_size": layout.data_parallel_size * layout.stages, "micro_batch_size": None}
                 plan = Plan.of(replace(flags, **divides), layout, len(train_set), *sampling)
-            for of_model in parallel.CHECKS:
+            for of_model in model_checks(layout):
                 _note(lines, of_model, model, optimizer, plan)
             if "batch_loss" in keywords:
-                _note(lines, parallel.check_batch_loss, keywords["batch_loss"], plan)
+                _note(lines, check_batch_loss, keywords["batch_loss"], plan)
     except UsageError as error:
         lines.append(str(error))
     return {"lines": lines, "of_the_launcher": refused, "facts": facts}

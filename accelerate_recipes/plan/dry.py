@@ -73,7 +73,7 @@ def _measured(
     from common.check.reference import why_not_checked
     from common.data.batches import checked_datasets
     from common.environment import is_true
-    from common.layout import Layout
+    from common.parallel.kinds import layout_of
     from common.plan import Plan
 
     config = replace(config, **question["flags"])
@@ -84,7 +84,7 @@ def _measured(
     _set_variables(Path(question["config"]))
     check_steps, gpu = config.check_steps, Gpu(**question["gpu"])
     config = replace(config, pipeline_stages=question["stages"], check_steps=0, compile=False)
-    layout = replace(Layout.asked(config), device="cpu")
+    layout = replace(layout_of(config), device="cpu")
     train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
     plan = Plan.of(config, layout, len(train_set), keywords.get("schedule"), keywords.get("sampler"))
     run = DryRun(plan, forward_step, keywords.get("batch_loss"), gpu, question.get("last", False))

@@ -41,16 +41,17 @@ class DryRun:
         Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
         zero.py needs to know.
         """
-        from common.layout import Kind
-        from common.parallel import pipeline
+        from common.layout import Layout
 
         layout, plan = self.plan.layout, self.plan
         batches, extra = self._batches(train_set), {}
         number, dtype = layout.num_processes, None
-        if layout.kind == Kind.DEEPSPEED:
+        if "DeepSpeed" in layout.kinds:
+            from common.parallel import deepspeed
+
             trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-            extra = {"zero_stage": layout.zero_stage, "offloads": layout.offloads, "trained": trained}
-            plan = replace(plan, layout=replace(layout, kind=Kind.ONE_PROCESS))
+            extra = {"zero_stage": deepspeed.zero_stage(), "offloads": deepspeed.offloads(), "trained": trained}
+            plan = replace(plan, layout=replace(layout, kinds=Layout().kinds))
             number, dtype = 1, torch.bfloat16 if layout.precision == "bf16" else None
             for name in [name for name in os.environ if INHERITED.match(name)]:
                 del os.environ[name]
@@ -61,6 +62,8 @@ class DryRun:
             stack.enter_context(processes(number, number - 1 if self.last else 0))
             accelerator = _accelerator(plan.layout)
             if layout.stages > 1:
+                from common.parallel import pipeline
+
                 tokens = pipeline._model_arguments(self.forward_step, batches[0])[0]
                 stack.enter_context(pipeline_with_shapes(tokens))
             for each in (mode, tracker.freed_storages(), tracker):
@@ -96,11 +99,11 @@ class DryRun:
         tracker: Tracker,
         batches: list[dict[str, Any]],
     ) -> dict[str, Any]:
+        from common.parallel.kinds import prepare
         from common.parallel.parts import local
-        from common.parallel.prepare import Setup, prepare
+        from common.parallel.setup import Setup
 
         engine = prepare(Setup(accelerator, model, optimizer, self.forward_step, plan, self.batch_loss))
-        engine.draws, engine._num_taken = False, 1  # what the first step looks at has no values here
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients: list[int] = []
         optimizer.register_step_pre_hook(
@@ -154,8 +157,8 @@ def _accelerator(layout: Any) -> Any:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     is_half = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
     with redirect_stdout(StringIO()):
-        start._prepare_rehearsal(timedelta(minutes=1), layout)
+        start.prepare_rehearsal(layout, timedelta(minutes=1))
         if is_half:  # of the same size; a CPU has no fp16
             os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
-        with start._mesh_of_accelerate(layout):
+        with start.mesh_of_accelerate(layout):
             return Accelerator()

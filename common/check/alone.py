@@ -19,7 +19,7 @@ from ..norms import clip, norm_of
 from ..parallel.batch_loss import Values, first_pass
 from ..parallel.engine import weighted_sum
 from ..parallel.parts import is_divided, kept_tensors
-from ..parallel.prepare import Setup, choose_fused_kernels
+from ..parallel.setup import Setup, choose_fused_kernels
 from ..seeds import UPDATE, kept_generators, seed_forward
 from .copies import NotChecked, borrowed, twins
 from .first_pass import FirstPass, evaluated

@@ -58,10 +58,30 @@ class FirstPass:
                 "forward_step never calls the model that it is given, so that nothing connects the processes: call "
                 "model(...), not one of its methods or layers, and not a model from outside forward_step"
             )
-        self.draws = generator_states(device) != states
+        self.draws = generator_states(device) != states or self.draws
         changed = [name for name, (tensor, version) in before.items() if tensor._version != version]
         later = dict(module.named_buffers())
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
+
+    @contextmanager
+    def watched_layers(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+        """Looks for draws in each layer in the `with` block: a pipeline passes them no call of the whole model."""
+        before: list[Any] = []
+
+        def enter(layer: nn.Module, args: Any) -> None:
+            before.append(generator_states(device))
+
+        def leave(layer: nn.Module, args: Any, output: Any) -> None:
+            self.draws = generator_states(device) != before.pop() or self.draws
+
+        layers = list(module.modules())
+        hooks = [layer.register_forward_pre_hook(enter, prepend=True) for layer in layers]
+        hooks += [layer.register_forward_hook(leave) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def compare_half(self, whole: Values, model: nn.Module, step: ForwardStep, batch: Batch) -> None:
         """Finds values that depend on the other samples of a micro-batch, by a pass of its first half alone.

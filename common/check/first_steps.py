@@ -4,19 +4,21 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
-from ..data.batches import Batch, MapDataset, draws_for_batches
-from ..errors import RunError, UsageError, first_line, line_of, listed, needs_no_traceback, noted
-from ..layout import Kind
+from ..data.batches import Batch, ForwardStep, MapDataset, draws_for_batches
+from ..errors import RunError, UsageError, first_line, line_of, listed, needs_no_traceback
 from ..parallel.engine import Engine, StepResult
-from ..parallel.prepare import Setup
+from ..parallel.guards import check_all_used
+from ..parallel.kinds import wrapper_of
+from ..parallel.setup import Setup
 from .alone import Alone, Step, checksums, on_cpu, recorded_outputs
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .copies import NotChecked
@@ -28,7 +30,7 @@ from .verdict import verdict
 
 
 class FirstSteps:
-    """Takes the steps of a run, and checks the first `--check_steps` of them against one process.
+    """Watches the steps of a run, and checks the first `--check_steps` of them against one process.
 
     The main process takes these steps alone, before the config wraps or divides the model, with the samples of all
     processes, and restores model and optimizer. Then all take them together and compare: the values of each sample, the
@@ -64,6 +66,9 @@ class FirstSteps:
         self._reference: Reference | None = None  # only the main process has one
         self._error: str | None = None  # of one process
         self._rounding: dict[str, Sketch] = {}
+        self._at: int | None = None  # the step that the run is in
+        self._own: Step | None = None  # what the first step that the run is in has done so far
+        self._hooks = ExitStack()
         self._seconds = 0.0  # that the check took
         is_cut = self.plan.micro_batch_size < config.batch_size
         self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(train_set))
@@ -108,96 +113,108 @@ class FirstSteps:
     def _draws(self) -> bool:
         return self._first_pass.draws or self._first_pass.draws_for_batches
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Adds the step and its samples to an error in a step; in a first step, ends the run with one line instead if
+        one process alone had none."""
+        if self._at is None or not isinstance(error, Exception) or isinstance(error, RunError):
+            return
+        samples = torch.cat(self.plan.own_samples(self._at)).tolist()
+        error.add_note(f"step {self._at + 1}, {listed(samples)}")
+        if self._at in self.numbers:
+            self._translate(error)
+
     @contextmanager
     def translated(self) -> Iterator[None]:
         """Turns an exception in the `with` block into one line if one process alone had none."""
         try:
             yield
-        except (RunError, OSError, MemoryError, torch.OutOfMemoryError):
-            raise
         except Exception as error:
-            if not self.numbers or self._error is not None or needs_no_traceback(error):
-                raise
-            path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
-            path.write_text(traceback.format_exc())
-            raise UsageError(
-                f"{self.layout} cannot train this: {line_of(error)}; one "
-                f"process can: type {self._other_config}; the traceback is in {path}"
-            ) from None
+            self._translate(error)
+            raise
 
-    @property
-    def _other_config(self) -> str:
-        if self.layout.kind == Kind.PIPELINE:
-            return "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
-        return f"--config_file accelerate_configs/{'single' if self.layout.kind == Kind.DDP else 'ddp'}.yaml"
+    def _translate(self, error: Exception) -> None:
+        """Raises UsageError for an error of several processes that one process alone did not have."""
+        if isinstance(error, RunError | OSError | MemoryError | torch.OutOfMemoryError):
+            return
+        if not self.numbers or self._error is not None or needs_no_traceback(error):
+            return
+        path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
+        path.write_text("".join(traceback.format_exception(error)))
+        raise UsageError(
+            f"{self.layout} cannot train this: {line_of(error)}; one "
+            f"process can: type {wrapper_of(self.layout).elsewhere}; the traceback is in {path}"
+        ) from None
 
-    def step(self, engine: Engine, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        """`Engine.step`, with the check if it is one of the first steps.
+    def checks(self, number: int) -> bool:
+        """Whether step `number` is compared with one process."""
+        return number in self.numbers
+
+    def watching(self, setup: Setup) -> Setup:
+        """The setup, with a `forward_step` whose calls this object can note."""
+
+        def watched(forward_step: ForwardStep) -> ForwardStep:
+            def step(model: Any, batch: Batch) -> dict[str, Tensor]:
+                return forward_step(model, batch) if self._own is None else self._noted(forward_step, model, batch)
+
+            return step
+
+        return replace(setup, watched=watched)
+
+    def before(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> None:
+        """To be called before a step of the engine. In the first steps, what it does is noted."""
+        self._at = number
+        if number not in self.numbers and number != self.first:
+            return
+        own, compiles = Step(), self.plan.config.compile
+        self._engine, self._micro_batches = engine, micro_batches
+        if number == self.first and number in self.numbers:
+            self._note_rounding(engine)
+            values = evaluated(engine.model, engine.forward_step, micro_batches[0])
+            if self.plan.row(0) == 0:
+                own.evaluated[0] = on_cpu(values)
+            if self.accelerator.is_main_process and not compiles:
+                self._hooks.enter_context(recorded_outputs(engine.module, own.outputs))
+        elif number == self.first and not compiles:
+            self._hooks.enter_context(self._first_pass.watched_layers(engine.module, self.accelerator.device))
+        self._own = own
+
+    def _noted(self, forward_step: ForwardStep, model: Any, batch: Batch) -> dict[str, Tensor]:
+        """A call of `forward_step` in a first step. A pipeline also calls it for the arguments of the model alone."""
+        own, engine, device = self._own, self._engine, self.accelerator.device
+        assert own is not None
+        index = next(index for index, other in enumerate(self._micro_batches) if other is batch)
+        is_first = self._at not in self.numbers and not own.samples and isinstance(model, nn.Module)
+        with self._first_pass.watched(model, engine.module, device) if is_first else nullcontext():
+            values = forward_step(model, batch)
+        own.samples[self.plan.row(index)] = checksums(batch) if self._at in self.numbers else {}
+        if not torch.is_grad_enabled():
+            return values
+        if self._at in self.numbers:
+            own.values[self.plan.row(index)] = on_cpu(values)
+        share = engine.shares[index] if engine.shares else None
+        if share is not None:
+            share.check_same(values)
+        if self.layout.needs_all_weights:
+            names = ["loss"] if engine.batch_loss is None else list(values if share is None else share.gradients)
+            check_all_used(engine.module, [values[name] for name in names], self.accelerator.process_index)
+        return values
+
+    def after(self, engine: Engine, number: int, result: StepResult) -> None:
+        """To be called after a step of the engine.
 
         Raises:
-            UsageError: the result is not that of one process, or only several processes fail.
+            UsageError: the result is not that of one process.
         """
-        if number in self.numbers:
-            return self._checked(engine, number, micro_batches)
-        with self._noted(number):
-            if number == self.first:
-                return self._watched(engine, number, micro_batches, wants_norm)
-            return engine.step(number, micro_batches, wants_norm)
-
-    def _noted(self, number: int) -> AbstractContextManager[None]:
-        """Notes the step and its samples at an error in the `with` block."""
-        return noted(lambda: f"step {number + 1}, {listed(torch.cat(self.plan.own_samples(number)).tolist())}")
-
-    def _watched(self, engine: Engine, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        """The first step of a run that is not checked: only its first forward pass is watched."""
-        first_pass, forward_step = self._first_pass, engine.forward_step
-
-        def watched(model: Any, batch: Batch) -> dict[str, Tensor]:
-            engine.forward_step = forward_step
-            if not isinstance(model, nn.Module):  # what a pipeline passes in its place
-                return forward_step(model, batch)
-            with first_pass.watched(model, engine.module, self.accelerator.device):
-                return forward_step(model, batch)
-
-        engine.forward_step = watched
-        result = engine.step(number, micro_batches, wants_norm)
-        first_pass.draws = bool(engine.draws)
-        if first_pass.draws and self.layout.divides_layers:
-            raise UsageError(
-                f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
-                f"0, or type {self._other_config}"
-            )
-        if self.group.size > 1:
-            first_pass.written = []  # DDP itself writes buffers
-        self.facts["draws"] = self._draws
-        first_pass.say(self.plan, self.accelerator.print)
-        return result
-
-    def _checked(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
-        own, forward_step = Step(), engine.forward_step
-
-        def recorded(model: Any, batch: Batch) -> dict[str, Tensor]:
-            values = forward_step(model, batch)
-            row = self.plan.row(next(index for index, other in enumerate(micro_batches) if other is batch))
-            own.samples[row] = checksums(batch)
-            if torch.is_grad_enabled():  # a pipeline also asks for the arguments of the model
-                own.values[row] = on_cpu(values)
-            return values
-
-        if number == self.first:
-            self._note_rounding(engine)
-        with ExitStack() as entered:
-            entered.enter_context(self.translated())
-            entered.enter_context(self._noted(number))
-            if number == self.first:
-                values = evaluated(engine.model, forward_step, micro_batches[0])
-                if self.plan.row(0) == 0:
-                    own.evaluated[0] = on_cpu(values)
-                if self.accelerator.is_main_process and not self.plan.config.compile:
-                    entered.enter_context(recorded_outputs(engine.module, own.outputs))
-            engine.forward_step = recorded
-            result = engine.step(number, micro_batches, wants_norm=True)
-        engine.forward_step = forward_step
+        self._at, own, self._own = None, self._own, None
+        if own is None:
+            return
+        self._hooks.close()
+        if number not in self.numbers:
+            self._say_what_it_did()
+            return
         for index, share in enumerate(engine.shares):
             own.values[self.plan.row(index)] |= on_cpu(share.metrics)
         own.grad_norm = math.nan if result.grad_norm is None else float(result.grad_norm)
@@ -205,11 +222,23 @@ class FirstSteps:
             self._compare(engine, number, own)
         if number == self.numbers[-1]:
             self._finish()
-        return result
+
+    def _say_what_it_did(self) -> None:
+        """Prints what the first step of a run that is not checked did beside computing values."""
+        first_pass = self._first_pass
+        if first_pass.draws and self.layout.divides_layers:
+            raise UsageError(
+                f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
+                f"0, or type {wrapper_of(self.layout).elsewhere}"
+            )
+        if self.group.size > 1:
+            first_pass.written = []  # DDP itself writes buffers
+        self.facts["draws"] = self._draws
+        first_pass.say(self.plan, self.accelerator.print)
 
     def _note_rounding(self, engine: Engine) -> None:
-        """Notes what DeepSpeed does to the weights before the first step: in bf16 it rounds them."""
-        if self.layout.precision == "float32" or self.layout.kind != Kind.DEEPSPEED:
+        """Notes what wrapping did to the weights before the first step: DeepSpeed rounds them in bf16."""
+        if not engine.rounds_weights:
             return
         initial = {} if self._reference is None else self._reference.initial
         for name, weight in engine.each_full_weight():

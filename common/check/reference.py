@@ -8,7 +8,7 @@ import torch
 
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..parallel.on_disk import held_whole
-from ..parallel.prepare import Setup
+from ..parallel.setup import Setup
 from .alone import Alone, Step, sketches
 from .copies import NotChecked, kept_optimizer
 from .sketch import Sketch

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from ..layout import Kind, Layout
+from ..layout import Layout
+from ..parallel.kind import Seen
+from ..parallel.kinds import kinds_of, wrapper_of
 from .alone import Step
 from .compare import Gap, Key
 from .first_pass import FirstPass
@@ -25,9 +27,14 @@ def verdict(
     if layer is not None:
         lines.append(f"  the first layer whose output differs is {layer}")
     sample = _other_sample(steps, alone, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
-    optimizer = type(reference.setup.optimizer).__name__
-    is_first_step = number == min(reference.steps)
-    cause = _likely_cause(gaps, is_first_step, sample, first_pass, plan.layout, optimizer)
+    values = any(what == "value" for what, _ in gaps)
+    seen = Seen(
+        at_once=values and number == min(reference.steps),
+        only_weights=not values and ("norm", "") not in gaps,
+        draws=first_pass.draws,
+        optimizer=type(reference.setup.optimizer).__name__,
+    )
+    cause = _likely_cause(seen, sample, first_pass, plan.layout)
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
 
 
@@ -51,62 +58,32 @@ def _other_sample(steps: Sequence[Step], alone: Step, ids: list[list[int]]) -> s
     return None
 
 
-def _likely_cause(
-    gaps: Mapping[Key, Gap],
-    is_first_step: bool,
-    other_sample: str | None,
-    first: FirstPass,
-    layout: Layout,
-    optimizer: str,
-) -> str:
+def _likely_cause(seen: Seen, other_sample: str | None, first: FirstPass, layout: Layout) -> str:
     """What the differences point to, and what to type."""
-    elsewhere = "type --config_file accelerate_configs/ddp.yaml"
-    values = any(what == "value" for what, _ in gaps)
-    at_once = values and is_first_step
-    random = "draws random numbers, or " if first.draws else ""
-    written = first.written[0] if first.written else None
-    causes: list[tuple[Any, str]] = [
-        (
-            other_sample,
+    if other_sample is not None:
+        return (
             f"{other_sample} has another content when it is read again: let the dataset draw from the generators of "
-            "torch, numpy or random, which are seeded for each sample, and not from one of its own",
-        ),
-        (
-            written,
-            f"the forward pass changes {written}, and each process sees other samples: do it outside the forward pass",
-        ),
-        (
-            at_once and layout.kind == Kind.PIPELINE,
-            f"something beside the layers {random}changes hidden states, logits or losses, which a pipeline cannot "
-            "divide: type --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages",
-        ),
-        (
-            at_once and layout.kind == Kind.TENSOR,
-            f"something between two layers of the tp_plan {random}needs all features, as softmax, norms and means do: "
-            f"leave these layers out of the tp_plan, or {elsewhere}",
-        ),
-        (
-            layout.sequence > 1,
-            f"a layer beside attention {random}needs all tokens of a sample, as convolutions do: type --config_file "
-            f"accelerate_configs/fsdp2.yaml{', or set dropout to 0' * first.draws}",
-        ),
-        (
-            at_once,
+            "torch, numpy or random, which are seeded for each sample, and not from one of its own"
+        )
+    if first.written:
+        return (
+            f"the forward pass changes {first.written[0]}, and each process sees other samples: do it outside the "
+            "forward pass"
+        )
+    for kind in kinds_of(layout):
+        if cause := kind.likely_cause(seen):
+            return cause
+    if seen.at_once:
+        return (
             "forward_step or the model depends on the process, or on what it did before: make it a function of the "
-            "model's weights and the batch",
-        ),
-        (
-            ("norm", "") in gaps or values,
+            "model's weights and the batch"
+        )
+    if not seen.only_weights:
+        return (
             "not all gradients pass through the model that forward_step is given: call model(...), not model.module, "
-            "one of its layers or a model from outside; and use no hooks on gradients",
-        ),
-        (
-            layout.kind == Kind.DDP,
-            f"{optimizer} changes weights in another way in each process: let gradients alone decide",
-        ),
-    ]
-    shards = (
-        f"{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or forward_step "
-        f"takes gradients itself, as a penalty does: {elsewhere}"
+            "one of its layers or a model from outside; and use no hooks on gradients"
+        )
+    return (
+        f"{seen.optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or "
+        f"forward_step takes gradients itself, as a penalty does: type {wrapper_of(layout).elsewhere}"
     )
-    return next((text for condition, text in causes if condition), shards)

@@ -1,7 +1,6 @@
 """start(config) joins the processes of a run, or refuses a config that cannot run here."""
 
 import contextlib
-import io
 import logging
 import os
 import warnings
@@ -11,10 +10,9 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed.nn  # before a process group exists: else its default arguments keep the group for ever
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
-    DistributedType,
     InitProcessGroupKwargs,
     LoggerType,
     ProjectConfiguration,
@@ -30,18 +28,19 @@ from ..environment import (
     local_world_size,
     num_cores,
     num_machines,
+    print_once,
     user_chose_threads,
-    uses_deepspeed,
     why_no_gpu,
     world_size,
 )
 from ..errors import UsageError
-from ..layout import Kind, Layout
-from ..parallel.deepspeed import load_models_whole
+from ..layout import Layout
+from ..parallel.kinds import KINDS, layout_of, wrapper_of
 from ..plan import split_batch
 from .checks import check_launch
-from .extensions import load_extensions
 from .machines import agreement, store_number
+
+KINDS_OF_ACCELERATE = {kind.distributed_type for kind in KINDS}
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -64,13 +63,13 @@ def start(config: RunConfig) -> Accelerator:
     rehearses, timeout = not has_gpu(), collective_timeout(config.hang_timeout)
     if store_number() > 0:
         _join_after_restart(timeout)
-    layout = Layout.asked(config)
+    layout = layout_of(config)
     if rehearses:
-        _prepare_rehearsal(timeout, layout)
-    elif layout.offloads:
-        load_extensions(["cpu_adam"])
+        prepare_rehearsal(layout, timeout)
+    else:
+        wrapper_of(layout).run_on_gpus()
     try:
-        with _mesh_of_accelerate(layout):
+        with mesh_of_accelerate(layout):
             accelerator = Accelerator(
                 log_with=trackers,
                 project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
@@ -81,28 +80,24 @@ def start(config: RunConfig) -> Accelerator:
             )
     except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
-    layout = Layout.asked(config)  # a rehearsal of fp16 runs in float32
+    layout = layout_of(config)  # a rehearsal of fp16 runs in float32
     _check_applied(accelerator, layout)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32 or layout.precision != "float32"  # torch's default is on
-    if layout.kind == Kind.DEEPSPEED:
-        load_models_whole()
+    wrapper_of(layout).started()
     set_seed(config.seed)  # the same in every process, so that each builds the same model
     accelerator.print(_banner(layout, config, rehearses))
     return accelerator
 
 
 @contextlib.contextmanager
-def _mesh_of_accelerate(layout: Layout) -> Iterator[None]:
+def mesh_of_accelerate(layout: Layout) -> Iterator[None]:
     """Sets what Accelerate reads in the `with` block. It divides sequences under DeepSpeed alone: to it, processes that
-    share the tokens of a sample are data-parallel, too, as each has gradients of its own. DDP needs no mesh."""
-    sizes = {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.shards)}
-    if layout.kind in (Kind.ONE_PROCESS, Kind.DDP):
-        sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
-    before = dict(os.environ)
-    os.environ.update(sizes if is_true("ACCELERATE_USE_PARALLELISM_CONFIG") else {})
+    share the tokens of a sample are data-parallel, too, as each has gradients of its own."""
+    variables, before = wrapper_of(layout).variables(layout), dict(os.environ)
+    os.environ.update(variables if is_true("ACCELERATE_USE_PARALLELISM_CONFIG") else {})
     yield
-    os.environ.update({name: before[name] for name in sizes if name in before})
+    os.environ.update({name: before[name] for name in variables if name in before})
 
 
 def _quiet() -> None:
@@ -151,33 +146,20 @@ def _set_num_threads() -> None:
     torch.set_num_threads(max(1, num_cores() // local_world_size()))
 
 
-def _prepare_rehearsal(timeout: timedelta, layout: Layout) -> None:
-    """Makes the config of a GPU run work on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
-    tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
+def prepare_rehearsal(layout: Layout, timeout: timedelta) -> None:
+    """Makes the config of a GPU run work on the CPU."""
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-        if os.environ.get("RANK", "0") == "0":
-            print("fp16 needs a GPU: this rehearsal runs in float32")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns about a missing GPU
-    divides = layout.kind in (Kind.FSDP2, Kind.TENSOR)
-    if uses_deepspeed() or divides:
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    if uses_deepspeed():
-        with contextlib.redirect_stdout(io.StringIO()):  # hides "... built successfully" of every process
-            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if layout.offloads else [])])
-            PartialState(backend="gloo", timeout=timeout)
-    elif divides:
-        PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU
-    else:
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+        print_once("fp16 needs a GPU: this rehearsal runs in float32")
+    wrapper_of(layout).rehearse(timeout)
 
 
 def _check_applied(accelerator: Accelerator, layout: Layout) -> None:
     """Raises UsageError if Accelerate does not run what the config asks for."""
+    got = accelerator.distributed_type
     expected = {
         "number of processes": (layout.num_processes, accelerator.num_processes),
-        "DeepSpeed": (layout.kind == Kind.DEEPSPEED, accelerator.distributed_type == DistributedType.DEEPSPEED),
-        "FSDP": (layout.kind == Kind.FSDP2, accelerator.distributed_type == DistributedType.FSDP),
+        "sharding by": (wrapper_of(layout).distributed_type, got if got in KINDS_OF_ACCELERATE else None),
         "precision": (layout.precision, accelerator.mixed_precision.replace("no", "float32")),
         "gradient accumulation": (1, accelerator.gradient_accumulation_steps),
     }

@@ -15,35 +15,27 @@ from .parts import local, norm_over_processes
 class AccelerateEngine(Engine):
     """Steps with the model and optimizer that Accelerate prepared."""
 
-    @property
-    def module(self) -> nn.Module:
-        # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
-        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-
-    def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        accelerator, optimizer, max_norm = self.accelerator, self.optimizer, self.plan.config.max_grad_norm
+    def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         scale, weight = self._loss_scale(micro_batches)
+        self._first_pass(number, micro_batches)
         losses, metrics = [], []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             with nullcontext() if is_last else self._no_sync():
                 loss, others = self._forward(number, index, batch)
-                gradient = scale.to(loss)  # backward(loss * scale) takes one operation more
-                if accelerator.scaler is None:
-                    loss.backward(gradient=gradient)  # accelerator.backward adds a division by 1
-                else:
-                    accelerator.backward(loss, gradient=gradient)
+                self._backward(loss, scale.to(loss))
             losses.append(loss.detach())
             metrics.append(others)
-        grad_norm = self._clip(max_norm) if max_norm or wants_norm else None
-        # Without a loss scaler, Accelerate's wrapper only adds time to a step.
-        inner = optimizer if accelerator.scaler is not None else optimizer.optimizer
-        self._seed_update(number)
-        inner.step()
-        for parameter in self._updated_tensors():  # as zero_grad, in a fifth of the time
-            parameter.grad = None
-        skipped = accelerator.scaler is not None and optimizer.step_was_skipped
+        grad_norm = self._clip() if self.plan.config.max_grad_norm or wants_norm else None
+        skipped = self._update(number, grad_norm)
         return StepResult(losses, weight, grad_norm, skipped, metrics)
+
+    def _backward(self, loss: Tensor, scale: Tensor) -> None:
+        """Adds the gradient of scale × loss to the weights' gradients; loss * scale takes one operation more."""
+        if self.accelerator.scaler is None:
+            loss.backward(gradient=scale)  # accelerator.backward adds a division by 1
+        else:
+            self.accelerator.backward(loss, gradient=scale)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -60,14 +52,19 @@ class AccelerateEngine(Engine):
             yield
             sum_over_replicas(True)
 
-    def _clip(self, max_norm: float) -> Tensor:
-        """Clips the gradient of the whole model to `max_norm`, unless that is 0; returns the norm before clipping.
+    def _clip(self) -> Tensor:
+        """Clips the gradient of the whole model to `--max_grad_norm`, unless that is 0; returns the norm before.
 
         Like torch's `clip_grad_norm_`, but accurate for large weights, and for several device meshes.
         """
         self.accelerator.unscale_gradients(self.optimizer)
         gradients = [weight.grad for weight in self._updated_tensors() if weight.grad is not None]
         norm = norm_over_processes(gradients)
-        if max_norm:
+        if max_norm := self.plan.config.max_grad_norm:
             clip([local(gradient) for gradient in gradients], norm, max_norm)
         return norm
+
+    @property
+    def module(self) -> nn.Module:
+        # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model

@@ -1,34 +1,178 @@
-"""DeepSpeed ZeRO 1 to 3: config, steps, and saving and loading of its state."""
+"""DeepSpeed ZeRO 1 to 3: divides optimizer state, gradients and weights among processes."""
 
+import contextlib
+import io
+import json
+import os
+import shutil
 import sys
-import zlib
-from collections.abc import Iterator, Sequence
-from functools import partial
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
-from torch import distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
 
-from ..data.batches import Batch
+from ..config import RunConfig
+from ..environment import check_compiler, is_true
 from ..errors import UsageError
-from ..layout import deepspeed_section
+from ..layout import Layout
 from ..plan import Plan
-from .engine import Engine, StepResult, counts_on_device, optimizer_slots
-from .optimizer_state import as_tensor
-from .parts import Part, TensorReader
+from .checks import check_divisible_weights
+from .deepspeed_engine import DeepSpeedEngine
+from .extensions import load_extensions
+from .kind import Kind
+from .on_disk import fill
+from .setup import Setup, cast, compile_if_asked, float32_outputs, say_what_is_cast
 
-AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers and divides the moving averages
+
+def section_of_config() -> dict[str, Any]:
+    """What DeepSpeed's own file says, or the config file's section in the words of such a file; empty without
+    DeepSpeed. Raises UsageError for a file that is no JSON object."""
+    if not is_true("ACCELERATE_USE_DEEPSPEED"):
+        return {}
+    if name := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "").replace("none", ""):
+        try:
+            content = json.loads(Path(name).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"deepspeed_config_file: {name}: {error.strerror}: type the path of a JSON file") from None
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise UsageError(f"deepspeed_config_file: {name} is no JSON object: type the path of such a file")
+        return content
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    offload = {
+        f"offload_{what}": {"device": os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")}
+        for what in ("optimizer", "param")
+    }
+    clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    return {
+        "zero_optimization": {"stage": int(stage) if stage.isdecimal() else stage} | offload,
+        "gradient_clipping": clipping if clipping == "auto" else float(clipping),
+    }
 
 
-def check_section(plan: Plan) -> None:
-    """Raises UsageError for a DeepSpeed section or file that contradicts the command line."""
-    section = deepspeed_section()
+def zero_stage() -> Any:
+    """The stage of the config; 0 if it has none."""
+    return (section_of_config().get("zero_optimization") or {}).get("stage", 0)
+
+
+def offloads() -> bool:
+    """Whether the config keeps weights or optimizer state in CPU memory."""
+    optimization, stage = section_of_config().get("zero_optimization") or {}, zero_stage()
+    offloaded = ["offload_optimizer", *["offload_param"] * (stage == 3)]  # other stages divide no weights
+    return any(optimization.get(name, {}).get("device") == "cpu" for name in offloaded)
+
+
+def check_config(layout: Layout, config: RunConfig) -> None:
+    """A stage or precision that these recipes do not run under DeepSpeed."""
+    if layout.precision == "fp16":
+        bf16 = "--mixed_precision bf16 after accelerate launch"
+        if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":  # DeepSpeed's own file decides, not the flag
+            bf16 = "bf16 in place of fp16 in DeepSpeed's own file"
+        raise UsageError(
+            f"fp16 under DeepSpeed is not supported yet: type {bf16}, or --config_file accelerate_configs/ddp_fp16.yaml"
+        )
+    if zero_stage() not in (1, 2, 3):
+        raise UsageError(
+            f"zero_stage: {zero_stage()} in the config file, or in DeepSpeed's own: type 1, 2 or 3; for stage 0, "
+            "use accelerate_configs/ddp.yaml"
+        )
+    for what, section in (section_of_config().get("zero_optimization") or {}).items():
+        if isinstance(section, dict) and section.get("device") == "nvme":
+            raise UsageError(
+                f"{what}_device: nvme, in the config file or in DeepSpeed's own: type cpu; these recipes do not move "
+                "weights to a disk"
+            )
+    for name, owner in (("optimizer", "the recipe's optimizer"), ("scheduler", "--lr_schedule")):
+        if name in section_of_config():  # DeepSpeed's own scheduler would override our learning rates
+            raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} replaces: remove it there")
+
+
+def check_packages(layout: Layout, config: RunConfig) -> None:
+    """Packages and compilers that DeepSpeed needs."""
+    for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
+        if find_spec(package) is None:
+            raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
+    if layout.device != "cpu" and not offloads():
+        return
+    if shutil.which("ninja") is None:
+        raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja: type pip install ninja")
+    check_compiler("DeepSpeed", os.environ.get("CXX", "c++"))
+
+
+def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Weights that DeepSpeed cannot divide, or would silently cast."""
+    check_divisible_weights(model, DeepSpeed.name, casts=True)
+
+
+def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """A DeepSpeed section or file that contradicts the command line."""
+    section = section_of_config()
     for key, (value, flag) in _decided(plan).items():
         given = section.get(key, "auto")
         if given not in ("auto", value):
             raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
+
+
+class DeepSpeed(Kind):
+    name = "DeepSpeed"
+    distributed_type = DistributedType.DEEPSPEED
+    needs_all_weights = True  # it applies weight decay to one that no pass used
+    reads_own_parts = False
+    launch_checks = (check_config, check_packages)
+    model_checks = (check_weights, check_section)
+
+    def is_asked(self, config: RunConfig) -> bool:
+        return is_true("ACCELERATE_USE_DEEPSPEED")
+
+    def precision(self) -> str | None:
+        section = section_of_config()
+        on = (
+            name
+            for name in ("bf16", "fp16")
+            if isinstance(section.get(name), dict) and section[name].get("enabled") is True
+        )
+        return next(on, None)
+
+    def title(self, layout: Layout) -> str:
+        return f"DeepSpeed ZeRO-{zero_stage()}{' with CPU offload' * offloads()}"
+
+    def rehearse(self, timeout: timedelta) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns about a missing GPU
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        with contextlib.redirect_stdout(io.StringIO()):  # hides "... built successfully" of every process
+            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads() else [])])
+            PartialState(backend="gloo", timeout=timeout)
+
+    def run_on_gpus(self) -> None:
+        if offloads():
+            load_extensions(["cpu_adam"])
+
+    def started(self) -> None:
+        load_models_whole()
+
+    def wrap(self, setup: Setup) -> DeepSpeedEngine:
+        accelerator, model, plan = setup.accelerator, setup.model, setup.plan
+        fill(model)
+        configure(accelerator, model, setup.optimizer, plan)
+        say_what_is_cast(accelerator, model, self.name)
+        if plan.layout.precision != "float32":
+            model.register_forward_pre_hook(_bf16_inputs, with_kwargs=True)
+            model.register_forward_hook(float32_outputs)
+        compile_if_asked(model, plan)
+        model, optimizer = accelerator.prepare(model, setup.optimizer)
+        load_models_whole()
+        return DeepSpeedEngine(setup, model, optimizer)
+
+
+def _bf16_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """DeepSpeed casts no inputs in bf16."""
+    return cast(args, torch.bfloat16), cast(kwargs, torch.bfloat16)
 
 
 def _decided(plan: Plan) -> dict[str, tuple[float, str]]:
@@ -82,183 +226,4 @@ def load_models_whole() -> None:
         unset_hf_deepspeed_config()
 
 
-class DeepSpeedEngine(Engine):
-    """Steps through DeepSpeed's engine. The engine holds the weights, averages gradients over processes and
-    micro-batches, and clips."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self._order, self._first_order = 0, None  # checksums of the order in which gradients arrive
-        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
-        for number, weight in enumerate(trained):
-            weight.register_post_accumulate_grad_hook(partial(self._arrived, number.to_bytes(4, "big")))
-
-    def _arrived(self, number: bytes, weight: Tensor) -> None:
-        self._order = zlib.crc32(number, self._order)
-
-    @property
-    def engine(self) -> Any:
-        """DeepSpeed's engine around the model, made by `prepare`."""
-        return self.model
-
-    @property
-    def _own_optimizer(self) -> torch.optim.Optimizer:
-        return self.engine.optimizer.optimizer
-
-    @property
-    def module(self) -> nn.Module:
-        return self.engine.module
-
-    def _updated_tensors(self) -> list[Tensor]:
-        return [flat for flat, _ in self._flat_states()]
-
-    def _after_swap(self) -> None:
-        """Copies the weights that the optimizer updates into the model, as DeepSpeed does after a step."""
-        zero = self.engine.optimizer
-        if hasattr(zero, "update_lp_params"):  # stages 1 and 2
-            zero.update_lp_params()
-            return
-        zero._partition_all_parameters()
-        for group in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(group)
-        if zero.persistent_parameters:  # small ones, which stay whole
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-
-    def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        engine = self.engine
-        scale, weight = self._loss_scale(micro_batches)
-        losses, metrics = [], []
-        for index, batch in enumerate(micro_batches):
-            engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            loss, others = self._forward(number, index, batch)
-            self._order = 0
-            engine.backward(loss * (scale * len(micro_batches)))
-            self._check_order()
-            losses.append(loss.detach())
-            metrics.append(others)
-        self._seed_update(number)
-        engine.step()
-        if not engine.was_step_applied():
-            return StepResult(losses, weight, torch.inf)  # DeepSpeed silently skips a step that is not finite
-        return StepResult(losses, weight, engine.get_global_grad_norm(), metrics=metrics)
-
-    def _check_order(self) -> None:
-        """Raises UsageError if the gradients arrived in another order than those of the first pass of process 0. ZeRO
-        adds them up in the order of arrival: it would add the gradients of different weights."""
-        if self._first_order is None:
-            orders: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(orders, self._order)
-            self._first_order = orders[0]
-        if self._order != self._first_order:
-            raise UsageError(
-                f"the forward pass of process {self.accelerator.process_index} takes another path through the model "
-                "than other passes do, as with experts, which ZeRO does not support: type --config_file "
-                "accelerate_configs/ddp.yaml"
-            )
-
-    def parts(self) -> list[Part]:
-        """As `Engine.parts`, but each tensor is whole; `get` gathers one tensor at a time."""
-        self._link_states()
-        parts: list[Part] = []
-        for name, weight in self.saved_tensors().items():
-            shape = tuple(getattr(weight, "ds_shape", weight.shape))
-            parts.append(Part.gathered(f"model.{name}", shape, partial(self._whole, weight), self._holders(name)))
-            if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                parts += self._slots(name, weight, shape)
-        return parts
-
-    def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Part]:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        holders = self._holders(name)
-        flat, state = self._flat_states()[0]  # all weights have the same slots and step count
-        for slot, value in state.items():
-            key = f"average.{name}" if slot == AVERAGE else f"optimizer.{name}.{slot}"
-            if isinstance(value, Tensor) and value.shape == flat.shape:
-                yield Part.gathered(key, shape, partial(safe_get_full_optimizer_state, weight, slot), holders)
-            else:
-                kind = type(self._own_optimizer).__name__
-                number = value if isinstance(value, Tensor) else as_tensor(kind, slot, value)
-                yield Part.whole(key, number.float() if slot == "step" else number, holders)
-
-    def _link_states(self) -> None:
-        """Links the optimizer state, with the averages as a slot of it, to the weights. ZeRO-1 and 2 do so in their
-        first step, after the first parameter group: the other groups have no state yet and stay without a link
-        (DeepSpeed 0.19)."""
-        zero = self.engine.optimizer
-        if self.ema is not None:
-            for flat, state in self._flat_states():
-                state[AVERAGE] = self.ema.averages[flat]
-        if hasattr(zero, "_hp_optimizer_states_linked"):
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
-
-    def _flat_states(self) -> list[tuple[Tensor, dict]]:
-        """The flat shards that DeepSpeed's inner optimizer updates, each with its optimizer state."""
-        zero = self.engine.optimizer
-        # The names in stage 3, in stages 1 and 2, and in stage 1 with bf16.
-        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-        flats = next(getattr(zero, name) for name in names if hasattr(zero, name))
-        return [(flat, zero.optimizer.state[flat]) for flat in flats]
-
-    def load_parts(self, reader: TensorReader) -> None:
-        """As `Engine.load_parts`, but also loads the weights: in bf16 the engine made its float32 copy from rounded
-        weights."""
-        weights = {
-            name: weight
-            for name, weight in self.saved_tensors().items()
-            if isinstance(weight, nn.Parameter) and weight.requires_grad
-        }
-        slots = {
-            f"optimizer.{name}.{slot}": (weights[name], slot)
-            for name, found in optimizer_slots(reader).items()
-            if name in weights
-            for slot in found
-        }
-        if self.ema is not None:
-            slots |= {f"average.{name}": (weight, AVERAGE) for name, weight in weights.items()}
-        zero = self.engine.optimizer
-        counts_in_numbers = type(zero.optimizer).__module__.startswith("deepspeed")
-        for flat, state in self._flat_states():
-            for key, (_, slot) in slots.items():
-                if slot == "step":
-                    count = reader.tensor(key).to(flat.device if counts_on_device(zero.optimizer) else "cpu")
-                    state[slot] = int(count) if counts_in_numbers else count
-                elif not reader.tensors[key]["shape"]:
-                    state[slot] = reader.tensor(key)
-                elif slot not in state:
-                    state[slot] = torch.zeros_like(flat)
-        if slots:
-            self._link_states()
-        device = self.accelerator.device
-        for name, weight in weights.items():
-            _set_whole(weight, None, reader.tensor(f"model.{name}").to(device))
-        for key, (weight, slot) in slots.items():
-            if slot != "step" and reader.tensors[key]["shape"]:
-                _set_whole(weight, slot, reader.tensor(key).to(device))
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            return tensor
-        import deepspeed
-
-        if tensor.requires_grad and (whole := deepspeed.utils.safe_get_full_fp32_param(tensor)) is not None:
-            return whole
-        # DeepSpeed keeps no float32 copy of frozen weights.
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().float().clone()
-
-
-def _set_whole(weight: Any, slot: str | None, value: Tensor) -> None:
-    """Sets a weight, or with `slot` its optimizer state, from a whole tensor."""
-    from deepspeed import utils
-
-    kind = "full"
-    if hasattr(weight, "ds_tensor"):  # ZeRO-3: safe_set_full fails if the weight needs padding
-        kind, size, rank = "local", weight.ds_tensor.numel(), dist.get_rank(weight.ds_process_group)
-        share = value.flatten()[rank * size : (rank + 1) * size]
-        value = torch.nn.functional.pad(share, (0, size - share.numel()))
-    if slot is None:
-        getattr(utils, f"safe_set_{kind}_fp32_param")(weight, value)
-    else:
-        getattr(utils, f"safe_set_{kind}_optimizer_state")(weight, value, slot)
+DEEPSPEED = DeepSpeed()

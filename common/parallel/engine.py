@@ -1,5 +1,6 @@
 """The base class for optimizer steps and for the state that a checkpoint saves."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -7,20 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from ..data.batches import Batch, ForwardStep
+from ..data.batches import Batch
 from ..errors import UsageError
-from ..layout import Kind
-from ..plan import Plan
-from ..seeds import UPDATE, generator_states, seed_forward
-from .batch_loss import BatchLoss, Share, first_pass, gathered
+from ..seeds import UPDATE, seed_forward
+from .batch_loss import Share, first_pass, gathered
 from .ema import EMA
-from .guards import check_all_used
 from .optimizer_state import Numbers, as_tensor
 from .parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
+from .setup import Setup
 
 
 @dataclass
@@ -46,37 +44,99 @@ class StepResult:
 
 
 class Engine(ABC):
-    """Takes optimizer steps with the model and optimizer from `prepare`.
+    """Takes optimizer steps with the model and optimizer that a kind of parallelism has wrapped.
 
     Attributes:
         model: the model that `forward_step` calls.
         ema: the moving average of the weights; None without `--ema_decay`.
         shares: of this process's micro-batches in the loss of the global batch; of the last step with a first pass.
-        draws: whether a forward pass draws random numbers; None before the first step.
         numbers: what the optimizer keeps beside tensors.
+        rounds_weights: whether the first step finds other weights than the model had, because they were rounded.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: AcceleratedOptimizer,
-        forward_step: ForwardStep,
-        plan: Plan,
-        batch_loss: BatchLoss | None = None,
-    ):
-        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.forward_step, self.plan, self.batch_loss = forward_step, plan, batch_loss
+    rounds_weights = False
+
+    def __init__(self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer):
+        self.accelerator, self.model, self.optimizer, self.plan = setup.accelerator, model, optimizer, setup.plan
+        forward_step, self.batch_loss = setup.checked_functions()
+        self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         self.shares: list[Share] = []
-        self.draws: bool | None = None
-        self._num_taken, self.numbers = 0, Numbers(self._own_optimizer)
+        self.numbers = Numbers(self._own_optimizer)
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        decay = plan.config.ema_decay
+        decay = self.plan.config.ema_decay
         self.ema = EMA(self._updated_tensors(), decay, self._after_swap) if decay else None
-        mean_scale = plan.layout.data_parallel_size / plan.config.batch_size
-        self._mean_scale = torch.tensor(mean_scale, device=accelerator.device)  # made once: a copy stalls a GPU
+        mean_scale = self.plan.layout.data_parallel_size / self.plan.config.batch_size
+        self._mean_scale = torch.tensor(mean_scale, device=self.accelerator.device)  # made once: a copy stalls a GPU
+
+    @abstractmethod
+    def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        """Takes optimizer step `number`, counted from 0, on this process's part of the global batch.
+
+        The step uses the gradient of the mean loss over the global batch, weighted by "weight" if the
+        batch has one. The number of processes and micro-batches does not change it. A step whose gradient norm is
+        known and not finite leaves the weights as they were.
+        """
+
+    def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
+        """(factor, weight). The mean over data-parallel ranks of factor × (a rank's summed losses) is the mean loss of
+        the global batch; weight is the total weight of this process's samples."""
+        plan = self.plan
+        if "weight" not in micro_batches[0]:
+            return self._mean_scale, plan.config.batch_size / plan.layout.data_parallel_size
+        weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
+        # Processes with the same samples count equally often in num_processes and in the sum.
+        total = self.accelerator.reduce(weight, "sum")
+        # A total of 0 has losses of 0; divided by it, they would not be numbers.
+        return self.accelerator.num_processes / total.where(total > 0, 1), weight
+
+    def _first_pass(self, number: int, micro_batches: Sequence[Batch]) -> None:
+        """With a `batch_loss`, finds the shares of these micro-batches in the loss of the global batch. One micro-batch
+        of one process is the whole batch: one pass is enough."""
+        if self.batch_loss is None or self.plan.layout.num_processes * self.plan.accumulation == 1:
+            return
+
+        def forward(index: int, batch: Batch) -> dict[str, Tensor]:
+            self._seed(number, index)
+            return self.forward_step(self.model, batch)
+
+        values = first_pass(forward, micro_batches, len(micro_batches), self.module)
+        whole = {name: gathered(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
+        shares = self.batch_loss.shares(whole, number)
+        self.shares = [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]
+
+    def _forward(self, number: int, index: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of weight × loss, 0-dim, and the other metrics of this process's micro-batch `index` in a step."""
+        self._seed(number, index)
+        values = metrics = self.forward_step(self.model, batch)
+        if self.shares:
+            metrics = self.shares[index].metrics
+        elif self.batch_loss is not None:
+            metrics = self.batch_loss(values, number)
+        loss = weighted_sum(metrics["loss"], batch)
+        if self.shares:
+            loss = loss + self.shares[index].connection(values)
+        return loss, weighted_metrics(metrics, batch)
+
+    def _seed(self, number: int, index: int) -> None:
+        """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
+        seed_forward(self.plan.config.seed, number, self.plan.row(index), self.accelerator.device)
+
+    def _update(self, number: int, grad_norm: Tensor | float | None) -> bool:
+        """Lets the optimizer change the weights, unless the norm is not finite, and drops the gradients. Returns
+        whether a loss scaler skipped the step."""
+        seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
+        if self.accelerator.scaler is not None:
+            self.optimizer.step()
+        else:  # Accelerate's wrapper only adds time to a step
+            _step_if_finite(self._own_optimizer, grad_norm)
+        for parameter in self._updated_tensors():  # as zero_grad, in a fifth of the time
+            parameter.grad = None
+        skipped = self.accelerator.scaler is not None and self.optimizer.step_was_skipped
+        if self.ema is not None and not skipped:
+            self.ema.update()
+        return skipped
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
@@ -97,68 +157,6 @@ class Engine(ABC):
         for module in self.model.modules():
             if reshard := getattr(module, "reshard", None):
                 reshard()
-
-    @abstractmethod
-    def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult: ...
-
-    def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        """Takes optimizer step `number`, counted from 0, on this process's part of the global batch.
-
-        The step uses the gradient of the mean loss over the global batch, weighted by "weight" if the
-        batch has one. The number of processes and micro-batches does not change it.
-        """
-        # One micro-batch of one process is the whole batch: one pass is enough.
-        if self.batch_loss is not None and self.plan.layout.num_processes * self.plan.accumulation > 1:
-            self.shares = self._first_pass(self.batch_loss, number, micro_batches)
-        result = self._step(number, micro_batches, wants_norm)
-        self._num_taken += 1
-        if self.ema is not None and not result.skipped:
-            self.ema.update()
-        return result
-
-    def _first_pass(self, batch_loss: BatchLoss, number: int, micro_batches: Sequence[Batch]) -> list[Share]:
-        def forward(index: int, batch: Batch) -> dict[str, Tensor]:
-            self._seed(number, index)
-            return self.forward_step(self.model, batch)
-
-        values = first_pass(forward, micro_batches, len(micro_batches), self.module)
-        whole = {name: gathered(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
-        shares = batch_loss.shares(whole, number)
-        return [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]
-
-    def _forward(self, number: int, index: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of weight × loss, 0-dim, and the other metrics of this process's micro-batch `index` in a step.
-
-        In the first steps, raises UsageError for weights that a pass does not use.
-        """
-        is_early = self._num_taken < max(1, self.plan.config.check_steps)
-        self._seed(number, index)
-        values = metrics = self.forward_step(self.model, batch)
-        if self.shares:
-            metrics = self.shares[index].metrics
-        elif self.batch_loss is not None:
-            metrics = self.batch_loss(values, number)
-        loss = weighted_sum(metrics["loss"], batch)
-        if self.shares:
-            if is_early:
-                self.shares[index].check_same(values)
-            loss = loss + self.shares[index].connection(values)
-        if is_early and self.plan.layout.kind in (Kind.DDP, Kind.FSDP2, Kind.DEEPSPEED):
-            check_all_used(self.module, loss, self.accelerator.process_index)
-        return loss, weighted_metrics(metrics, batch)
-
-    def _seed(self, number: int, index: int) -> None:
-        """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
-        seed_forward(self.plan.config.seed, number, self.plan.row(index), self.accelerator.device)
-
-    def _seed_update(self, number: int) -> None:
-        """Seeds an optimizer that draws: all processes then change a weight alike. Call it after the backward pass."""
-        device = self.accelerator.device
-        if self.draws is None:
-            states = generator_states(device)
-            self._seed(number, self.plan.accumulation - 1)
-            self.draws = generator_states(device) != states
-        seed_forward(self.plan.config.seed, number, UPDATE, device)
 
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""
@@ -240,17 +238,23 @@ class Engine(ABC):
         if self.accelerator.scaler is not None and "growth_factor" in state:
             self.accelerator.scaler.load_state_dict(state)
 
-    def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
-        """(factor, weight). The mean over data-parallel ranks of factor × (a rank's summed losses) is the mean loss of
-        the global batch; weight is the total weight of this process's samples."""
-        plan = self.plan
-        if "weight" not in micro_batches[0]:
-            return self._mean_scale, plan.config.batch_size / plan.layout.data_parallel_size
-        weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
-        # Processes with the same samples count equally often in num_processes and in the sum.
-        total = self.accelerator.reduce(weight, "sum")
-        # A total of 0 has losses of 0; divided by it, they would not be numbers.
-        return self.accelerator.num_processes / total.where(total > 0, 1), weight
+
+def _step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float | None) -> None:
+    """Takes a step of an optimizer, unless the norm of the gradient is known and not finite.
+
+    To read the norm would stall a GPU. There fused kernels look at it, as torch's loss scaler lets them; another
+    optimizer takes the step, and the run ends a step later.
+    """
+    is_read = not isinstance(grad_norm, Tensor) or grad_norm.device.type == "cpu"
+    if grad_norm is None or (is_read and math.isfinite(grad_norm)):
+        optimizer.step()
+    elif not is_read:
+        looks: Any = optimizer if optimizer.defaults.get("fused") else None
+        if looks is not None:
+            looks.grad_scale, looks.found_inf = None, 1 - torch.as_tensor(grad_norm).isfinite().float()
+        optimizer.step()
+        if looks is not None:
+            del looks.grad_scale, looks.found_inf
 
 
 def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:

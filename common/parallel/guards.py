@@ -1,7 +1,7 @@
 """Checks of the user's data and forward_step, at the start or in the step that shows the problem."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def _check_values(values: Any, size: int) -> None:
 
 def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
     """Raises UsageError if a loss has gradients for other tensors than these values: they would be lost."""
-    others = (_used_weights(loss) or set()) - set(values)
+    others = (_used_weights([loss]) or set()) - set(values)
     if others:
         raise UsageError(
             f"batch_loss uses a weight of shape {tuple(others.pop().shape)} that is not among its values: return it "
@@ -125,10 +125,10 @@ def _advice(value: Tensor, size: int) -> str:
     return "a reduction that keeps the batch dimension"
 
 
-def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> None:
-    """Raises UsageError for a weight that this forward pass did not use. A single process leaves such a weight
-    unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
-    used = _used_weights(loss)
+def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> None:
+    """Raises UsageError for a weight that none of these values of a forward pass depends on. A single process leaves
+    such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
+    used = _used_weights(values)
     weights = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
     if used is None or len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
         return
@@ -141,9 +141,9 @@ def check_all_used(model: nn.Module, loss: Tensor, rank: int) -> None:
     )
 
 
-def _used_weights(loss: Tensor) -> set[Tensor] | None:
-    """The leaves of the graph; None if activation checkpointing hides some."""
-    used, seen, waiting = set(), set(), [loss.grad_fn]
+def _used_weights(values: Sequence[Tensor]) -> set[Tensor] | None:
+    """The leaves of their graph; None if activation checkpointing hides some."""
+    used, seen, waiting = set(), set(), [value.grad_fn for value in values]
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:

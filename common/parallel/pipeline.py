@@ -9,16 +9,76 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from ..config import RunConfig
 from ..data.batches import Batch, ForwardStep
+from ..environment import is_true
 from ..errors import UsageError
+from ..layout import Layout
 from ..norms import clip, norm_of
 from ..plan import Plan
 from .engine import Engine, StepResult, weighted_sum
+from .kind import Kind, Seen
 from .on_disk import fill
-from .stages import Stage, keep_stage
+from .setup import Setup, choose_fused_kernels, compile_if_asked
+from .stages import Stage, check_pipeline, keep_stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def check_stages(layout: Layout, config: RunConfig) -> None:
+    """A config that divides the model, too, or stages that do not divide the processes."""
+    if layout.num_processes % layout.stages:
+        raise UsageError(
+            f"--pipeline_stages {layout.stages} does not divide {layout.num_processes} processes: type "
+            f"--num_processes {layout.stages} after accelerate launch"
+        )
+    others = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+    if any(map(is_true, others)) or layout.precision == "fp16":
+        raise UsageError(
+            "--pipeline_stages needs a config without sharding, in float32 or bf16: type --config_file "
+            "accelerate_configs/pipeline_parallel.yaml"
+        )
+
+
+def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """A model that cannot be cut into stages."""
+    check_pipeline(model, plan.layout.stages)
+
+
+class PipelineParallel(Kind):
+    name = "pipeline"
+    elsewhere = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+    launch_checks = (check_stages,)
+    model_checks = (check_layers,)
+
+    def is_asked(self, config: RunConfig) -> bool:
+        return config.pipeline_stages > 1
+
+    def sizes(self, config: RunConfig) -> dict[str, Any]:
+        return {"stages": config.pipeline_stages}
+
+    def title(self, layout: Layout) -> str:
+        pipelines = f"DDP {layout.data_parallel_size} × " if layout.data_parallel_size > 1 else ""
+        return f"{pipelines}pipeline of {layout.stages} stages"
+
+    def refuse_batch_loss(self) -> None:
+        raise UsageError(f"batch_loss needs two passes per step, which a pipeline does not have: type {self.elsewhere}")
+
+    def wrap(self, setup: Setup) -> "PipelineEngine":
+        pipeline = Pipeline(setup.accelerator, setup.model, setup.optimizer, setup.plan)
+        compile_if_asked(pipeline.stage, setup.plan)
+        optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
+        choose_fused_kernels(setup.accelerator, setup.optimizer)
+        return PipelineEngine(setup, pipeline, optimizer)
+
+    def likely_cause(self, seen: Seen) -> str | None:
+        if not seen.at_once:
+            return None
+        return (
+            f"something beside the layers {'draws random numbers, or ' * seen.draws}changes hidden states, logits or "
+            f"losses, which a pipeline cannot divide: type {self.elsewhere}"
+        )
 
 
 def _check_named(named: dict[str, Any]) -> None:
@@ -217,14 +277,12 @@ class PipelineEngine(Engine):
     def module(self) -> nn.Module:
         return self.pipeline.model
 
-    def _step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+    def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         max_norm = self.plan.config.max_grad_norm
         scale, weight = self._loss_scale(micro_batches)
         losses = self.pipeline.backward(self.forward_step, micro_batches, scale, partial(self._seed, number))
         grad_norm = self.pipeline.clip(max_norm or torch.inf) if max_norm or wants_norm else None
-        self._seed_update(number)
-        self.optimizer.optimizer.step()
-        self.optimizer.optimizer.zero_grad()
+        self._update(number, grad_norm)
         return StepResult(losses, weight if self.pipeline.is_last else 0.0, grad_norm)
 
     def _holders(self, name: str) -> range:
@@ -233,3 +291,6 @@ class PipelineEngine(Engine):
 
     def _tensors_to_export(self) -> Iterator[tuple[str, Tensor]]:
         return self.pipeline.gathered(self.saved_tensors())
+
+
+PIPELINE = PipelineParallel()

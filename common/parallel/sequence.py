@@ -11,8 +11,55 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..config import RunConfig
+from ..environment import mesh_size
 from ..errors import UsageError
 from ..layout import Layout
+from ..plan import Plan
+from .kind import Kind, Seen
+from .setup import Setup
+
+
+def check_config(layout: Layout, config: RunConfig) -> None:
+    """An sp_size beside a kind that divides more than weights."""
+    wrapper = next(name for name in layout.kinds if name != SequenceParallel.name)
+    if wrapper not in ("DDP", "FSDP2"):
+        raise UsageError(
+            f"sp_size does not combine with {wrapper}: type --config_file "
+            "accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml"
+        )
+
+
+def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """A model that cannot divide samples, or not by this number."""
+    divider_of(model, plan.layout.sequence)
+
+
+class SequenceParallel(Kind):
+    name = "SP"
+    wraps = False
+    launch_checks = (check_config,)
+    model_checks = (check_layers,)
+
+    def is_asked(self, config: RunConfig) -> bool:
+        return mesh_size("sp") > 1
+
+    def sizes(self, config: RunConfig) -> dict[str, Any]:
+        return {"sequence": mesh_size("sp")}
+
+    def title(self, layout: Layout) -> str:
+        return f"SP {layout.sequence}"
+
+    def divide(self, setup: Setup) -> None:
+        layout = setup.plan.layout
+        divider_of(setup.model, layout.sequence).divide(SequenceGroup(layout, setup.accelerator.device))
+
+    def likely_cause(self, seen: Seen) -> str | None:
+        return (
+            f"a layer beside attention {'draws random numbers, or ' * seen.draws}needs all tokens of a sample, as "
+            "convolutions do: type --config_file accelerate_configs/fsdp2.yaml"
+            f"{', or set dropout to 0' * seen.draws}"
+        )
 
 
 class SequenceGroup:
@@ -85,3 +132,6 @@ def divider_of(model: nn.Module, size: int) -> DividesSequences:
         )
     found[0].check(size)
     return found[0]
+
+
+SEQUENCE = SequenceParallel()

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from ..command_line import ConfigT, parse
-from ..environment import CODE_FILE, num_machines, num_restarts
+from ..environment import CODE_FILE, num_machines, num_restarts, rank
 from ..errors import StoppedError, UsageError, first_failure, needs_no_traceback, trace_of
 from ..records.output_dir import checkpoints
 from ..records.run_card import read_card
@@ -55,7 +55,7 @@ def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
     gc.collect()  # a DDP model that outlives its process group may abort the process
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    if callable(afterwards) and os.environ.get("RANK", "0") == "0":
+    if callable(afterwards) and rank() == 0:
         try:
             afterwards()
         except torch.OutOfMemoryError:

@@ -16,7 +16,7 @@ from filelock import FileLock
 from torch import distributed as dist
 from tqdm import tqdm
 
-from ..environment import print_once
+from ..environment import print_once, rank
 from ..files import replace_folder
 
 _numbers = count()  # of the waits in this process; they are the same in all processes, as keys stay in the store
@@ -77,5 +77,5 @@ def write_once(folder: Path, title: str, write: Callable[[Path], None]) -> None:
 
 def progress_bar(total: int | None, unit: str) -> tqdm:
     """A progress bar, in a terminal: of the first process only."""
-    shows = os.environ.get("RANK", "0") == "0" and sys.stderr.isatty()
+    shows = rank() == 0 and sys.stderr.isatty()
     return tqdm(total=total, unit=unit, unit_scale=True, disable=not shows)

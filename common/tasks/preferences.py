@@ -16,10 +16,9 @@ from ..data.batches import Batch, CollateFn, ForwardStep, MapDataset, checked_da
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import Examples, evaluate_set
-from ..layout import Layout
-from ..parallel.checks import check_trainable
 from ..parallel.guards import check_same_start, freeze_what_is_not_trained
-from ..parallel.prepare import Setup, prepare
+from ..parallel.kinds import check_trainable, layout_of, prepare
+from ..parallel.setup import Setup
 from ..plan import Plan
 from .cache import cache_folder, write_once
 from .causal_lm import IGNORED, trained_places
@@ -213,7 +212,7 @@ def add_reference(
     if isinstance(sets[0].rows, list):  # embedded
         found = compute()
     else:
-        adapter, precision = getattr(model, "peft_adapter", None), Layout.asked(config).precision
+        adapter, precision = getattr(model, "peft_adapter", None), layout_of(config).precision
         weights = adapter.base_digest if adapter else digest_of_weights(model)
         pairs = [pair_set.rows._fingerprint for pair_set in sets]
         folder = cache_folder("reference", VERSION, weights, model.config.to_json_string(), pairs, precision)
@@ -253,11 +252,12 @@ def _values_of(
         UsageError: like `fit`.
     """
     train_set, sets = checked_datasets(datasets["train"], datasets, collate_fn)
-    plan = Plan.of(config, Layout.asked(config), len(train_set))
+    plan = Plan.of(config, layout_of(config), len(train_set))
     check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
-    check_trainable(model, optimizer, plan)
+    setup = Setup(accelerator, model, optimizer, forward_step, plan)
+    check_trainable(setup)
     freeze_what_is_not_trained(accelerator, model, optimizer)
-    engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
+    engine = prepare(setup)
     found: dict[str, Examples] = {}
     for name, dataset in sets.items():
         results = evaluate_set(engine, dataset, poll=lambda: False, keeps=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.launch.extensions import BUILDS_IN, extensions_folder
+from common.parallel.extensions import BUILDS_IN, extensions_folder
 from support.draw import drawn
 from support.launching import fork
 from support.recipes import CASES

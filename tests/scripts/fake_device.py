@@ -31,8 +31,8 @@ from common.command_line import parse
 from common.cpu_group import CpuGroup
 from common.data.batches import batches, checked_datasets, resident
 from common.evaluation import evaluate_set
-from common.layout import Layout
-from common.parallel.prepare import Setup, prepare
+from common.parallel.kinds import layout_of, prepare
+from common.parallel.setup import Setup
 from common.plan import Plan
 from common.stopping.watch import _Pending
 
@@ -158,7 +158,7 @@ def measure(fault: str, accelerator: Any, model: Any, optimizer: Any, step: Any,
         return values | {"loss": values["loss"] + terms[fault]()} if fault else values
 
     train_set, eval_sets = checked_datasets(rest[0], rest[1], more.get("collate_fn"))
-    plan = Plan.of(rest[2], Layout.asked(rest[2]), len(train_set), None, None)
+    plan = Plan.of(rest[2], layout_of(rest[2]), len(train_set), None, None)
     samples = list(islice(plan.micro_batches(0), NUM_STEPS))
     mode, waits, device = FakeTensorMode(allow_non_fake_inputs=True), Waits(), accelerator.device
     if accelerator.scaler is not None:  # Accelerate takes an unknown device for CUDA

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 from common import RunConfig, fit, flag, run, start
 from common.data import Batch
 from common.evaluation import evaluate_set
-from common.layout import Layout
-from common.parallel.prepare import Setup, prepare
+from common.parallel.kinds import layout_of, prepare
+from common.parallel.setup import Setup
 from common.plan import Plan
 
 
@@ -50,7 +50,7 @@ def main(config: Config) -> None:
     rank = accelerator.process_index
     (Path(config.output_dir) / f"train_ids_{rank}.txt").write_text(" ".join(map(str, train_set.fetched)))
 
-    plan = Plan.of(config, Layout.asked(config), 50)
+    plan = Plan.of(config, layout_of(config), 50)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))

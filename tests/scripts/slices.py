@@ -15,7 +15,7 @@ import transformers as hf
 from torch import nn
 
 from common import RunConfig, UsageError, run, start
-from common.layout import Layout
+from common.parallel.kinds import layout_of
 from common.parallel.sequence import SequenceGroup, divider_of
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, with_losses
 
@@ -130,7 +130,7 @@ class Config(RunConfig):
 
 def main(config: Config) -> None:
     accelerator = start(config)
-    group, results = SequenceGroup(Layout.asked(config), accelerator.device), {}
+    group, results = SequenceGroup(layout_of(config), accelerator.device), {}
     for case, (build, options, length) in CASES.items():
         try:
             results[case] = compared(build, options, length, group)

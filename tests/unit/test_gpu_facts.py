@@ -8,7 +8,7 @@ import torch
 from common.config import RunConfig
 from common.data.batches import _sent
 from common.layout import Layout
-from common.parallel.fsdp import mixed_precision_policy
+from common.parallel.fsdp2 import mixed_precision_policy
 from common.plan import Plan
 from common.records.hardware import peak_flops
 from common.stopping.advice import advice_for

@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.config import RunConfig
 from common.data.batches import Batch, batches
-from common.parallel.prepare import _let_ddp_send_state_alone, choose_fused_kernels
+from common.parallel.ddp import _let_ddp_send_state_alone
+from common.parallel.setup import choose_fused_kernels
 from common.tasks.images import ImageDataset
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}

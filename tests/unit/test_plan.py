@@ -9,6 +9,7 @@ import torch
 from common.config import RunConfig
 from common.errors import UsageError
 from common.layout import Layout
+from common.parallel.kinds import layout_of
 from common.plan import Plan, split_batch
 
 
@@ -49,4 +50,4 @@ def test_only_stage_3_offloads_weights(monkeypatch: pytest.MonkeyPatch, stage: s
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")
-    assert str(Layout.asked(RunConfig())) == text
+    assert str(layout_of(RunConfig())) == text

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from common.errors import UsageError
-from common.parallel.tensor_parallel import check_plan
+from common.parallel.tensor import check_plan
 from common.tasks.lora import add_lora
 
 

@@ -1,23 +1,101 @@
-"""Tensor parallelism for any module: checks its plan and shards its layers."""
+"""Tensor parallelism: the processes of a group share each layer in a model's plan. FSDP2 may divide the rest again."""
 
 import difflib
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..config import RunConfig
+from ..environment import is_true, mesh_size
 from ..errors import UsageError
 from ..layout import Layout
-from .fsdp import mixed_precision_policy, sharded_layers
+from ..plan import Plan
+from .accelerate_engine import AccelerateEngine
+from .fsdp2 import mixed_precision_policy, sharded_layers
+from .kind import Kind, Seen, rehearse_on_gloo
 from .on_disk import filled
 from .parts import by_mesh, is_divided
+from .setup import Setup, choose_fused_kernels, compile_if_asked
 
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
 STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
+
+
+def check_config(layout: Layout, config: RunConfig) -> None:
+    """A tp_size beside another way to divide the model, or with fp16."""
+    if is_true("ACCELERATE_USE_FSDP") or is_true("ACCELERATE_USE_DEEPSPEED"):
+        raise UsageError(
+            "parallelism_config has a tp_size: type distributed_type: MULTI_GPU in the config file, as in "
+            "accelerate_configs/fsdp2_tensor_parallel.yaml"
+        )
+    if layout.precision == "fp16":
+        raise UsageError(
+            "fp16 does not work with tensor parallelism: type --mixed_precision bf16 after accelerate launch"
+        )
+
+
+def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Layers that cannot be divided."""
+    check_plan(model, plan.layout.tensor)
+
+
+class TensorParallel(Kind):
+    name = "TP"
+    launch_checks = (check_config,)
+    model_checks = (check_layers,)
+
+    def is_asked(self, config: RunConfig) -> bool:
+        return mesh_size("tp") > 1
+
+    def sizes(self, config: RunConfig) -> dict[str, Any]:
+        return {"tensor": mesh_size("tp")}
+
+    def title(self, layout: Layout) -> str:
+        replicas = f"{layout.replicas} × " if layout.replicas > 1 else ""
+        shards = f"FSDP2 {layout.shards} × " if layout.shards > 1 else ""
+        return f"{replicas}{shards}TP {layout.tensor}"
+
+    def rehearse(self, timeout: timedelta) -> None:
+        rehearse_on_gloo(timeout)
+
+    def wrap(self, setup: Setup) -> AccelerateEngine:
+        """Accelerate reads the size from the model: from its attribute `tp_size`, or from the config of a transformers
+        model, where that attribute cannot be set."""
+        accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
+        compile_if_asked(model, plan, sharded_layers(model) if plan.layout.shards > 1 else ())
+        parallelize(accelerator, model, inner, plan.layout)
+        size, config = plan.layout.tensor, getattr(model, "config", None)
+        before = getattr(config, "distributed_config", ...)
+        if config is None:
+            model.tp_size = size  # type: ignore[assignment]  # torch's annotation is too narrow
+        else:
+            config.distributed_config = {"tp_size": size}
+        weights = [group["params"] for group in inner.param_groups]
+        model, optimizer = accelerator.prepare(model, inner)
+        # Accelerate finds the optimizer's weights by their addresses, and shards without elements have none.
+        for group, own in zip(inner.param_groups, weights):
+            group["params"] = own
+        if config is not None:  # it must not be exported
+            if before is ...:
+                del config.distributed_config
+            else:
+                config.distributed_config = before
+        choose_fused_kernels(accelerator, inner)
+        return AccelerateEngine(setup, model, optimizer)
+
+    def likely_cause(self, seen: Seen) -> str | None:
+        if not seen.at_once:
+            return None
+        return (
+            f"something between two layers of the tp_plan {'draws random numbers, or ' * seen.draws}needs all "
+            f"features, as softmax, norms and means do: leave these layers out of the tp_plan, or type {self.elsewhere}"
+        )
 
 
 def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
@@ -187,3 +265,6 @@ def _check_width(name: str, module: nn.Module, style: str, size: int) -> None:
             f"tp_plan: {name} is {width} wide, which is not divisible by tp_size {size}: choose a multiple of {size}, "
             "or another tp_size in the config file"
         )
+
+
+TENSOR = TensorParallel()

@@ -1,0 +1,55 @@
+"""One process, or DDP: each process holds the whole model."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import RunConfig
+from ..layout import Layout
+from .accelerate_engine import AccelerateEngine
+from .kind import Kind, Seen
+from .on_disk import fill
+from .setup import Setup, choose_fused_kernels, compile_if_asked
+
+
+class Ddp(Kind):
+    name = "DDP"
+    needs_all_weights = True  # DDP waits for the gradient of each
+
+    def is_asked(self, config: RunConfig) -> bool:
+        """It takes what no other kind does."""
+        return True
+
+    def title(self, layout: Layout) -> str:
+        if layout.sequence > 1:
+            return f"DDP {layout.data_parallel_size}" if layout.data_parallel_size > 1 else ""
+        return self.name if layout.num_processes > 1 else "no parallelism"
+
+    def variables(self, layout: Layout) -> dict[str, str]:
+        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}  # DDP needs no mesh
+
+    def wrap(self, setup: Setup) -> AccelerateEngine:
+        fill(setup.model)
+        compile_if_asked(setup.model, setup.plan)
+        _let_ddp_send_state_alone(setup.model)
+        model, optimizer = setup.accelerator.prepare(setup.model, setup.optimizer)
+        choose_fused_kernels(setup.accelerator, setup.optimizer)
+        return AccelerateEngine(setup, model, optimizer)
+
+    def likely_cause(self, seen: Seen) -> str | None:
+        if not seen.only_weights:
+            return None
+        return f"{seen.optimizer} changes weights in another way in each process: let gradients alone decide"
+
+
+def _let_ddp_send_state_alone(model: nn.Module) -> None:
+    """DDP sends the first process's buffers before each forward pass, for example BatchNorm's. A buffer that no
+    checkpoint holds is no state, but a constant, for example a table of positions: each process has computed it."""
+    constants = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
+
+
+DDP = Ddp()

@@ -1,0 +1,210 @@
+"""Steps through DeepSpeed's engine, and saving and loading of its state."""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from ..data.batches import Batch
+from ..errors import UsageError
+from ..seeds import UPDATE, seed_forward
+from .engine import Engine, StepResult, counts_on_device, optimizer_slots
+from .optimizer_state import as_tensor
+from .parts import Part, TensorReader
+from .setup import Setup
+
+AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers and divides the moving averages
+
+
+class DeepSpeedEngine(Engine):
+    """Steps through DeepSpeed's engine. The engine holds the weights, averages gradients over processes and
+    micro-batches, and clips."""
+
+    def __init__(self, setup: Setup, model: Any, optimizer: Any):
+        super().__init__(setup, model, optimizer)
+        self._order, self._first_order = 0, None  # checksums of the order in which gradients arrive
+        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
+        for number, weight in enumerate(trained):
+            weight.register_post_accumulate_grad_hook(partial(self._arrived, number.to_bytes(4, "big")))
+
+    def _arrived(self, number: bytes, weight: Tensor) -> None:
+        self._order = zlib.crc32(number, self._order)
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine around the model, made by `prepare`."""
+        return self.model
+
+    @property
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer.optimizer
+
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module
+
+    def _updated_tensors(self) -> list[Tensor]:
+        return [flat for flat, _ in self._flat_states()]
+
+    def _after_swap(self) -> None:
+        """Copies the weights that the optimizer updates into the model, as DeepSpeed does after a step."""
+        zero = self.engine.optimizer
+        if hasattr(zero, "update_lp_params"):  # stages 1 and 2
+            zero.update_lp_params()
+            return
+        zero._partition_all_parameters()
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if zero.persistent_parameters:  # small ones, which stay whole
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    @property
+    def rounds_weights(self) -> bool:  # type: ignore[override]
+        """In bf16 the engine holds rounded weights from the start."""
+        return self.plan.layout.precision != "float32"
+
+    def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        engine = self.engine
+        scale, weight = self._loss_scale(micro_batches)
+        self._first_pass(number, micro_batches)
+        losses, metrics = [], []
+        for index, batch in enumerate(micro_batches):
+            engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss, others = self._forward(number, index, batch)
+            self._order = 0
+            engine.backward(loss * (scale * len(micro_batches)))
+            self._check_order()
+            losses.append(loss.detach())
+            metrics.append(others)
+        seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)
+        engine.step()  # clips, and skips a step whose gradient is not finite
+        if not engine.was_step_applied():
+            return StepResult(losses, weight, torch.inf)
+        if self.ema is not None:
+            self.ema.update()
+        return StepResult(losses, weight, engine.get_global_grad_norm(), metrics=metrics)
+
+    def _check_order(self) -> None:
+        """Raises UsageError if the gradients arrived in another order than those of the first pass of process 0. ZeRO
+        adds them up in the order of arrival: it would add the gradients of different weights."""
+        if self._first_order is None:
+            orders: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(orders, self._order)
+            self._first_order = orders[0]
+        if self._order != self._first_order:
+            raise UsageError(
+                f"the forward pass of process {self.accelerator.process_index} takes another path through the model "
+                "than other passes do, as with experts, which ZeRO does not support: type --config_file "
+                "accelerate_configs/ddp.yaml"
+            )
+
+    def parts(self) -> list[Part]:
+        """As `Engine.parts`, but each tensor is whole; `get` gathers one tensor at a time."""
+        self._link_states()
+        parts: list[Part] = []
+        for name, weight in self.saved_tensors().items():
+            shape = tuple(getattr(weight, "ds_shape", weight.shape))
+            parts.append(Part.gathered(f"model.{name}", shape, partial(self._whole, weight), self._holders(name)))
+            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                parts += self._slots(name, weight, shape)
+        return parts
+
+    def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Part]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        holders = self._holders(name)
+        flat, state = self._flat_states()[0]  # all weights have the same slots and step count
+        for slot, value in state.items():
+            key = f"average.{name}" if slot == AVERAGE else f"optimizer.{name}.{slot}"
+            if isinstance(value, Tensor) and value.shape == flat.shape:
+                yield Part.gathered(key, shape, partial(safe_get_full_optimizer_state, weight, slot), holders)
+            else:
+                kind = type(self._own_optimizer).__name__
+                number = value if isinstance(value, Tensor) else as_tensor(kind, slot, value)
+                yield Part.whole(key, number.float() if slot == "step" else number, holders)
+
+    def _link_states(self) -> None:
+        """Links the optimizer state, with the averages as a slot of it, to the weights. ZeRO-1 and 2 do so in their
+        first step, after the first parameter group: the other groups have no state yet and stay without a link
+        (DeepSpeed 0.19)."""
+        zero = self.engine.optimizer
+        if self.ema is not None:
+            for flat, state in self._flat_states():
+                state[AVERAGE] = self.ema.averages[flat]
+        if hasattr(zero, "_hp_optimizer_states_linked"):
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _flat_states(self) -> list[tuple[Tensor, dict]]:
+        """The flat shards that DeepSpeed's inner optimizer updates, each with its optimizer state."""
+        zero = self.engine.optimizer
+        # The names in stage 3, in stages 1 and 2, and in stage 1 with bf16.
+        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        flats = next(getattr(zero, name) for name in names if hasattr(zero, name))
+        return [(flat, zero.optimizer.state[flat]) for flat in flats]
+
+    def load_parts(self, reader: TensorReader) -> None:
+        """As `Engine.load_parts`, but also loads the weights: in bf16 the engine made its float32 copy from rounded
+        weights."""
+        weights = {
+            name: weight
+            for name, weight in self.saved_tensors().items()
+            if isinstance(weight, nn.Parameter) and weight.requires_grad
+        }
+        slots = {
+            f"optimizer.{name}.{slot}": (weights[name], slot)
+            for name, found in optimizer_slots(reader).items()
+            if name in weights
+            for slot in found
+        }
+        if self.ema is not None:
+            slots |= {f"average.{name}": (weight, AVERAGE) for name, weight in weights.items()}
+        zero = self.engine.optimizer
+        counts_in_numbers = type(zero.optimizer).__module__.startswith("deepspeed")
+        for flat, state in self._flat_states():
+            for key, (_, slot) in slots.items():
+                if slot == "step":
+                    count = reader.tensor(key).to(flat.device if counts_on_device(zero.optimizer) else "cpu")
+                    state[slot] = int(count) if counts_in_numbers else count
+                elif not reader.tensors[key]["shape"]:
+                    state[slot] = reader.tensor(key)
+                elif slot not in state:
+                    state[slot] = torch.zeros_like(flat)
+        if slots:
+            self._link_states()
+        device = self.accelerator.device
+        for name, weight in weights.items():
+            _set_whole(weight, None, reader.tensor(f"model.{name}").to(device))
+        for key, (weight, slot) in slots.items():
+            if slot != "step" and reader.tensors[key]["shape"]:
+                _set_whole(weight, slot, reader.tensor(key).to(device))
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        import deepspeed
+
+        if tensor.requires_grad and (whole := deepspeed.utils.safe_get_full_fp32_param(tensor)) is not None:
+            return whole
+        # DeepSpeed keeps no float32 copy of frozen weights.
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().float().clone()
+
+
+def _set_whole(weight: Any, slot: str | None, value: Tensor) -> None:
+    """Sets a weight, or with `slot` its optimizer state, from a whole tensor."""
+    from deepspeed import utils
+
+    kind = "full"
+    if hasattr(weight, "ds_tensor"):  # ZeRO-3: safe_set_full fails if the weight needs padding
+        kind, size, rank = "local", weight.ds_tensor.numel(), dist.get_rank(weight.ds_process_group)
+        share = value.flatten()[rank * size : (rank + 1) * size]
+        value = torch.nn.functional.pad(share, (0, size - share.numel()))
+    if slot is None:
+        getattr(utils, f"safe_set_{kind}_fp32_param")(weight, value)
+    else:
+        getattr(utils, f"safe_set_{kind}_optimizer_state")(weight, value, slot)

@@ -1,0 +1,115 @@
+"""The interface of a kind of parallelism: all that the loop asks of one. Each kind is one module beside this one, and
+one line in kinds.py."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+
+from ..config import RunConfig
+from ..layout import Layout
+from ..plan import Plan
+from .engine import Engine
+from .setup import Setup
+
+LaunchCheck = Callable[[Layout, RunConfig], None]
+ModelCheck = Callable[[nn.Module, torch.optim.Optimizer, Plan], None]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What differs from one process in a first step, and what a kind of parallelism may have caused.
+
+    Attributes:
+        at_once: values of `forward_step` differ in the first step.
+        only_weights: neither values nor the norm of the gradient differ.
+        draws: the forward pass draws random numbers.
+        optimizer: the name of its class.
+    """
+
+    at_once: bool
+    only_weights: bool
+    draws: bool
+    optimizer: str
+
+
+class Kind:
+    """One kind of parallelism. A layout combines one or several; one of them wraps the model.
+
+    Attributes:
+        name: for the terminal.
+        wraps: whether it can be the one that wraps the model; the first such kind of a layout does.
+        distributed_type: of Accelerate, if it has one for this kind.
+        needs_all_weights: whether each forward pass must use all weights.
+        reads_own_parts: whether a process reads only its own parts of the weights that are on disk.
+        launch_checks: raise UsageError for a launch that cannot work.
+        model_checks: raise UsageError for a model or optimizer that this kind cannot train with the result of one
+            process.
+        elsewhere: what to type for a model that this kind cannot train.
+    """
+
+    name: ClassVar[str]
+    wraps: ClassVar[bool] = True
+    distributed_type: ClassVar[DistributedType | None] = None
+    needs_all_weights: ClassVar[bool] = False
+    reads_own_parts: ClassVar[bool] = True
+    launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
+    model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
+    elsewhere: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
+
+    def is_asked(self, config: RunConfig) -> bool:
+        """Whether the launcher's variables or the flags ask for this kind."""
+        raise NotImplementedError
+
+    def sizes(self, config: RunConfig) -> dict[str, Any]:
+        """{axis of Layout: its size}"""
+        return {}
+
+    def precision(self) -> str | None:
+        """The precision, if a file of this kind's own names it."""
+        return None
+
+    def title(self, layout: Layout) -> str:
+        """For the terminal; "" if there is nothing to say."""
+        return self.name
+
+    def rehearse(self, timeout: timedelta) -> None:
+        """Lets Accelerate run this kind on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
+        tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+    def run_on_gpus(self) -> None:
+        """Prepares a run on GPUs, before the processes join."""
+
+    def variables(self, layout: Layout) -> dict[str, str]:
+        """What Accelerate reads of the config file's parallelism_config instead of what it says."""
+        return {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.shards)}
+
+    def started(self) -> None:
+        """Called when the processes have joined."""
+
+    def refuse_batch_loss(self) -> None:
+        """Raises UsageError if this kind cannot take a `batch_loss`."""
+
+    def divide(self, setup: Setup) -> None:
+        """Divides the model of another kind, before that wraps it."""
+
+    def wrap(self, setup: Setup) -> Engine:
+        """Wraps model and optimizer into what takes the steps. `check_trainable` has accepted them."""
+        raise NotImplementedError
+
+    def likely_cause(self, seen: Seen) -> str | None:
+        """What this kind may have to do with a difference, and what to type; None if nothing."""
+        return None
+
+
+def rehearse_on_gloo(timeout: timedelta) -> None:
+    """Lets Accelerate run FSDP2 or tensor parallelism on the CPU, as on GPUs."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU

@@ -1,0 +1,117 @@
+"""What takes the steps of a run, before it is wrapped, and what several kinds of parallelism do with it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..data.batches import ForwardStep
+from ..plan import Plan
+from .batch_loss import BatchLoss, BatchLossFn
+from .guards import checked
+from .parts import is_divided, local
+
+FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What takes the steps of a run, before `prepare`.
+
+    Attributes:
+        accelerator: from `start(config)`.
+        model: the recipe's module.
+        optimizer: over its weights.
+        forward_step: as for `fit`.
+        plan: of the run.
+        batch_loss: as for `fit`.
+        watched: `forward_step` -> one that an observer watches; None: nobody does.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    forward_step: ForwardStep
+    plan: Plan
+    batch_loss: BatchLossFn | None = None
+    watched: Callable[[ForwardStep], ForwardStep] | None = None
+
+    def checked_functions(self) -> tuple[ForwardStep, BatchLoss | None]:
+        """(forward_step, batch_loss), which raise UsageError for wrong results."""
+        forward_step = checked(self.forward_step, self.plan.micro_batch_size, self.batch_loss is not None)
+        if self.batch_loss is None:
+            return forward_step, None
+        return forward_step, BatchLoss(self.batch_loss, self.plan, self.accelerator.device)
+
+
+def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer of torch update all weights in one kernel. Leaves the choice of the recipe, if it made one."""
+    weights = [local(weight) for group in optimizer.param_groups for weight in group["params"]]
+    chosen = any(optimizer.defaults.get(name) is not None for name in ("fused", "foreach"))
+    chosen = chosen or any(optimizer.defaults.get(name) for name in ("capturable", "differentiable"))
+    # A fused kernel hides the steps that loss scaling skips, and ignores the strides of a weight with gaps.
+    if (
+        not chosen
+        and accelerator.scaler is None
+        and _has_fused_kernel(optimizer)
+        and all(weight.is_floating_point() and _is_dense(weight) for weight in weights)
+    ):
+        optimizer.defaults["fused"] = True
+        for group in optimizer.param_groups:
+            group["fused"] = True
+
+
+def _has_fused_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch 2.13 has a kernel that gives the same result. That of SGD fails on DTensors, and with momentum if
+    a weight gets its first gradient later than others."""
+    if type(optimizer) in FUSED_ADAM:
+        return True
+    groups = optimizer.param_groups
+    plain = not any(group.get("momentum") or any(map(is_divided, group["params"])) for group in groups)
+    return type(optimizer) is torch.optim.SGD and plain
+
+
+def _is_dense(weight: Tensor) -> bool:
+    return torch.empty_like(weight, device="meta").stride() == weight.stride()
+
+
+def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] = ()) -> None:
+    """Compiles in place, to keep the names of the weights.
+
+    Args:
+        model: as a whole, unless there are layers.
+        plan: of the run.
+        layers: that FSDP2 gathers one at a time: each is compiled by itself, as torchtitan does, because gathering
+            cannot be part of a graph.
+    """
+    if not plan.config.compile:
+        return
+    for module in layers or [model]:
+        # Not module.compile(): it silently skips torch's own modules, for example Sequential.
+        module.forward = torch.compile(module.forward)
+
+
+def say_what_is_cast(accelerator: Accelerator, model: nn.Module, kind: str) -> None:
+    """Prints a line if a kind of parallelism turns 16-bit weights of a model into float32."""
+    others = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()} - {"float32"})
+    if others:
+        accelerator.print(f"{kind} trains and exports this model's {', '.join(others)} weights in float32")
+
+
+def float32_outputs(module: nn.Module, args: tuple, output: Any) -> Any:
+    """A forward hook that casts outputs, as Accelerate's autocast under DDP does."""
+    return cast(output, torch.float32)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with its floating-point tensors in this type."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)((key, cast(item, dtype)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return type(value)(cast(item, dtype) for item in value)
+    return value
