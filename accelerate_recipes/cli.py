@@ -66,7 +66,10 @@ def new(
     recipe: Annotated[str, typer.Argument(help="name of a recipe, such as mnist; with --plain: the folder")],
     folder: Annotated[Path | None, typer.Argument(help="the folder to make; it must be empty or absent")] = None,
     config: Annotated[
-        list[str] | None, typer.Option(help="config to bring along, such as fsdp2; several times (default: ddp)")
+        list[str] | None,
+        typer.Option(
+            help="config to bring along, and its kind of parallelism; several times (default: ddp, and all kinds)"
+        ),
     ] = None,
     plain: Annotated[bool, typer.Option(help="one file on Accelerate alone, without common/")] = False,
     as_json: AsJson = False,
@@ -77,7 +80,7 @@ def new(
     """
     from accelerate_recipes.project import make
 
-    make(recipe, folder, config or ["ddp"], plain, as_json)
+    make(recipe, folder, config, plain, as_json)
 
 
 @app.command()

@@ -3,6 +3,7 @@ user."""
 
 import ast
 import json
+import os
 import re
 import shutil
 from importlib.metadata import requires
@@ -10,10 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from accelerate_recipes import bundle
+from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.catalog import FLAGS, find_config, find_recipe
 from accelerate_recipes.console import print_json
+from accelerate_recipes.doctor.launched import INHERITED, launched
 from accelerate_recipes.errors import UsageError
 
+QUESTION = "ACCELERATE_RECIPES_KINDS"  # variable with configs, and whether each is for a pipeline
+TABLE = bundle.COMMON / "parallel" / "kinds.py"
 _TEMPLATES = Path(__file__).parent / "templates"
 # What the loop itself needs. A recipe and its tasks add what they import.
 _LOOP = {"accelerate", "filelock", "numpy", "psutil", "pyyaml", "safetensors", "torch", "tqdm", "xxhash"}
@@ -22,13 +27,14 @@ PLAIN = bundle.RECIPES / "plain" / "plain_accelerate.py"
 PLAIN_CONFIGS = ("single", "ddp", "fsdp2", "deepspeed_zero2")  # its docstring says: verified under these
 
 
-def make(recipe: str, folder: Path | None, configs: list[str], plain: bool, as_json: bool) -> None:
+def make(recipe: str, folder: Path | None, configs: list[str] | None, plain: bool, as_json: bool) -> None:
     """Makes the project, and prints its files and the two commands.
 
     Args:
         recipe: name of a recipe; with `plain`, the folder.
         folder: the folder to make.
-        configs: names of configs; the first one is that of `make train`.
+        configs: names of configs; the first one is that of `make train`. The project has the kinds of parallelism that
+            they need. None: ddp, and all kinds.
         plain: make a project of one script on Accelerate alone.
         as_json: print JSON.
 
@@ -43,13 +49,14 @@ def make(recipe: str, folder: Path | None, configs: list[str], plain: bool, as_j
         raise UsageError(f"no folder: type accelerate-recipes new {recipe} FOLDER")
     else:
         script, target = find_recipe(recipe), folder
-    chosen = [find_config(name) for name in dict.fromkeys(configs)]
+    chosen = [find_config(name) for name in dict.fromkeys(configs or ["ddp"])]
     for config in chosen:
         _check_pair(script, config)
     _check_target(target)
+    kinds = None if plain or configs is None else _kinds_of(script, chosen)
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}_") as scratch:
-        _write(Path(scratch) / target.name, script, chosen)
+        _write(Path(scratch) / target.name, script, chosen, kinds)
         (Path(scratch) / target.name).rename(target)  # as a whole, or not at all
     commands = [f"cd {target}", "make train", "make test"]
     if as_json:
@@ -75,8 +82,29 @@ def _check_target(target: Path) -> None:
         raise UsageError(f"{target} is not empty: type the name of a new folder")
 
 
-def _write(project: Path, script: Path, configs: list[Path]) -> None:
-    """Writes all files of a project into a new folder."""
+def _kinds_of(script: Path, configs: list[Path]) -> set[str]:
+    """The modules of the kinds of parallelism that a recipe has under these configs."""
+    asked = [(str(config), "--pipeline_stages" in (FLAGS.get((script.stem, config.stem)) or "")) for config in configs]
+    return {*at_fit(None, [], f"{__name__}:asked_kinds", {QUESTION: json.dumps(asked)})}
+
+
+def asked_kinds() -> list[str]:
+    """Answers the question of the variable: the modules of the kinds that configs ask for. Imports `common`."""
+    from common import RunConfig
+    from common.parallel.kinds import kinds_of, layout_of
+
+    found = {"ddp"}  # it takes what no other kind does
+    for config, is_pipeline in json.loads(os.environ[QUESTION]):
+        for name in [name for name in os.environ if INHERITED.match(name)]:
+            del os.environ[name]
+        os.environ.update(launched(Path(config)))
+        layout = layout_of(RunConfig(pipeline_stages=1 + is_pipeline))
+        found |= {type(kind).__module__.rpartition(".")[2] for kind in kinds_of(layout)}
+    return sorted(found)
+
+
+def _write(project: Path, script: Path, configs: list[Path], kinds: set[str] | None) -> None:
+    """Writes all files of a project into a new folder, with these kinds of parallelism; None: all."""
     place = f"recipes/plain/{script.name}" if script == PLAIN else f"recipes/{script.name}"
     (project / "accelerate_configs").mkdir(parents=True)
     (project / "tests").mkdir()
@@ -88,9 +116,10 @@ def _write(project: Path, script: Path, configs: list[Path]) -> None:
         (project / "accelerate_configs" / config.name).write_text(text, encoding="utf-8")
     packages = _LOOP | _imported(script)
     if script != PLAIN:
-        tasks = _tasks_of(script)
-        packages = packages.union(*map(_imported, tasks))
-        _copy_common(project / "common", tasks)
+        table = _table_of_kinds(kinds)
+        files = _used(script, table)
+        packages = packages.union(*map(_imported, [file for file in files if file.parent.name == "tasks"]))
+        _copy_common(project / "common", files, table)
     name = re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project"
     required = _requirements() + _requirements("data")
     flags = {config.stem: FLAGS.get((script.stem, config.stem)) or "" for config in configs}
@@ -116,42 +145,70 @@ def _write(project: Path, script: Path, configs: list[Path]) -> None:
         (project / product).write_text(text, encoding="utf-8")
 
 
-def _copy_common(target: Path, tasks: list[Path]) -> None:
-    """Copies the loop, and of the tasks only these."""
-    shutil.copytree(bundle.COMMON, target, ignore=shutil.ignore_patterns("__pycache__", "tasks"))
-    for task in tasks and [bundle.COMMON / "tasks" / "__init__.py", *tasks]:
-        copy = target / task.relative_to(bundle.COMMON)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copy(task, copy)
+def _table_of_kinds(kinds: set[str] | None) -> str:
+    """The text of `common/parallel/kinds.py`, with these kinds alone; None: as it is."""
+    text = TABLE.read_text(encoding="utf-8")
+    for module, name in re.findall(r"^from \.(\w+) import ([A-Z]\w+)$", text, re.MULTILINE):
+        if kinds is not None and name.isupper() and module not in kinds:
+            text = text.replace(f"from .{module} import {name}\n", "").replace(f"    {name},\n", "")
+    return text
+
+
+def _copy_common(target: Path, files: list[Path], table: str) -> None:
+    """Copies these files of `common/`, with this text of the table of kinds."""
+    for file in files:
+        copy = target / file.relative_to(bundle.COMMON)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+    (target / TABLE.relative_to(bundle.COMMON)).write_text(table, encoding="utf-8")
     init = target / "__init__.py"
     line = f"# From accelerate-recipes {bundle.VERSION}. This copy is yours: change what you like.\n"
     init.write_text(line + init.read_text(encoding="utf-8"), encoding="utf-8")
 
 
-def _tasks_of(script: Path) -> list[Path]:
-    """The modules of `common/tasks/` that a recipe imports, and those that they import."""
-    folder = bundle.COMMON / "tasks"
-    tasks: list[Path] = []
-    wanted = {name.removeprefix("common.tasks.") for name in _modules(script) if name.startswith("common.tasks.")}
-    while wanted:
-        path = folder / f"{wanted.pop()}.py"
-        if path.exists() and path not in tasks:
-            tasks.append(path)
-            wanted |= {name.removeprefix(".") for name in _modules(path) if re.fullmatch(r"\.\w+", name)}
-    return sorted(tasks)
+def _used(script: Path, table: str) -> list[Path]:
+    """The files of `common/` that a recipe imports, and those that these import. `table`: the text of kinds.py."""
+    found: set[Path] = set()
+    waiting = {bundle.COMMON / "__init__.py", *_files_of(_modules(script.read_text(encoding="utf-8")), script)}
+    while waiting:
+        path = waiting.pop()
+        found.add(path)
+        text = table if path == TABLE else path.read_text(encoding="utf-8")
+        waiting |= _files_of(_modules(text), path) - found
+    return sorted(found)
+
+
+def _files_of(modules: list[str], importer: Path) -> set[Path]:
+    """The files of `common/` that these imports of a file mean, with the packages that they are in."""
+    files: set[Path] = set()
+    for name in modules:
+        dots = len(name) - len(name.lstrip("."))
+        words = name.lstrip(".").split(".") if name.lstrip(".") else []
+        if dots:
+            folder = importer.parents[dots - 1]
+        elif words[0] == "common":
+            folder, words = bundle.COMMON, words[1:]
+        else:
+            continue
+        if not folder.is_relative_to(bundle.COMMON):
+            continue
+        for number in range(len(words) + 1):
+            place = folder.joinpath(*words[:number])
+            files |= {file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()}
+    return files
 
 
 def _imported(path: Path) -> set[str]:
     """The distributions that a file imports anywhere, or looks for by `find_spec`."""
     text = path.read_text(encoding="utf-8")
-    names = {name.partition(".")[0] for name in [*_modules(path), *re.findall(r"find_spec\(\"(\w+)\"\)", text)]}
+    names = {name.partition(".")[0] for name in [*_modules(text), *re.findall(r"find_spec\(\"(\w+)\"\)", text)]}
     return {_DISTRIBUTIONS.get(name, name) for name in names}
 
 
-def _modules(path: Path) -> list[str]:
+def _modules(text: str) -> list[str]:
     """The modules that a file imports anywhere: `a.b`, and `.b` for one of the same folder."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

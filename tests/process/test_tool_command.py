@@ -77,6 +77,17 @@ def test_the_tests_of_a_project_pass(tmp_path: Path, arguments: str) -> None:
     assert f"{1 + arguments.count('--config')} passed" in run.stdout
 
 
+@pytest.mark.parametrize(("config", "kind"), [("fsdp2", "FSDP2"), ("deepspeed_zero2", "DeepSpeed")])
+def test_a_project_says_which_kind_of_parallelism_it_was_made_without(tmp_path: Path, config: str, kind: str) -> None:
+    assert execute([*TOOL, "new", "linear_regression", "project", "--config", "ddp"], tmp_path, tmp_path).exit_code == 0
+    file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
+    command = ["accelerate", "launch", "--config_file", file, "--main_process_port", "0", "train.py"]
+    run = execute(command, tmp_path / "project", tmp_path / "project")
+    assert (
+        run.exit_code == 1 and f"error: this project was made without {kind}, which the config asks for" in run.stderr
+    )
+
+
 def test_the_wheel_works_without_the_checkout(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     assert execute([*build, str(ROOT)], tmp_path, tmp_path).exit_code == 0

@@ -104,6 +104,20 @@ def test_a_project_owns_what_its_recipe_imports_and_requires_no_more(
     assert "images.py" in tasks and not tasks & {"chats.py", "text.py", "causal_lm.py", "lora.py"}
 
 
+def test_a_project_has_the_kinds_of_parallelism_of_its_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = {"ddp": [], "tensor_parallel": ["--config", "tensor_parallel"], "all": None}
+    found: dict[str, set[str]] = {}
+    for name, flags in configs.items():
+        flags = [] if flags is None else ["--config", "ddp", *flags]
+        assert tool(monkeypatch, "new", "mnist", str(tmp_path / name), *flags) == 0
+        found[name] = {path.stem for path in (tmp_path / name / "common" / "parallel").iterdir()}
+    others = {"deepspeed", "deepspeed_engine", "extensions", "pipeline", "stages", "sequence"}
+    assert not found["ddp"] & {"fsdp2", "tensor", *others} and found["all"] >= {"ddp", "fsdp2", "tensor", *others}
+    assert found["tensor_parallel"] - found["ddp"] == {"tensor", "fsdp2"}  # the first asks the second for layers
+    table = (tmp_path / "tensor_parallel" / "common" / "parallel" / "kinds.py").read_text()
+    assert "(\n    TENSOR,\n    DDP,\n)" in table and "import FSDP2" not in table
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
