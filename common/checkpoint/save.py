@@ -20,6 +20,7 @@ from .export import export_dtype, write_model_files
 from .format import MODEL_FILES, DamagedError, WriteError
 from .identity import curve, described, differences, own_flags
 from .reader import Reader
+from .source import source
 from .writer import Shard, own_shard, remove, write
 
 
@@ -80,6 +81,8 @@ class Saver:
             "unrecorded": unrecorded.state_dict(self._engine.accelerator, layout),
             "trainer": self._engine.state_dict(),
         }
+        if self._group.rank == 0:
+            content["source"] = source()
         self._write_model_files()
         shard = own_shard(held, self._group.rank, self._buffers)
         if self._writer is not None:

@@ -22,7 +22,7 @@ from ..state import TrainState
 from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
-from .run_card import attempts, git_commit, launch_command, read_card
+from .run_card import attempts, git_commit, git_diff, launch_command, read_card
 from .trackers import finish_trackers, start_trackers
 from .unrecorded import WEIGHT, Unrecorded
 
@@ -77,6 +77,7 @@ class Recorder:
             self._facts: dict[str, Any] = {
                 "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
                 "git_commit": git_commit(),
+                "git_diff": git_diff(),
                 "launch_command": launch_command(),
                 "hardware": hardware(),
             }

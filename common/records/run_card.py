@@ -13,6 +13,8 @@ import psutil
 
 from ..errors import Failure, StoppedError
 
+MOST_OF_DIFF = 200_000  # characters
+
 
 def read_card(output_dir: Path) -> dict[str, Any]:
     """The run card; an empty dict if the file is missing or is not a run card."""
@@ -46,10 +48,19 @@ def launch_command() -> str:
 
 def git_commit() -> str | None:
     """The commit of the recipe's checkout, with "-dirty" after it if files differ from it."""
-    folder = Path(sys.argv[0]).resolve().parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    return _git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+
+
+def git_diff() -> str | None:
+    """What the files of the recipe's checkout have other than its commit; None if nothing, or if git does not know."""
+    diff = _git("diff", "HEAD") or None
+    return diff if diff is None or len(diff) <= MOST_OF_DIFF else diff[:MOST_OF_DIFF] + "\n... and more"
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

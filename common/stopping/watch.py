@@ -26,7 +26,7 @@ class Watch:
 
     An all-reduce counts the processes with a stop request and the processes with a non-finite number.
     The counts are read one step late, so that no step waits for them; of several GPUs two steps late, because
-    the numbers of a step arrive on the CPU a step later.
+    the numbers of a step arrive on the CPU a step later. A norm of the gradient that is on the CPU is read at once.
 
     Attributes:
         stop_requested: whether a process received a signal; the same in all processes.
@@ -73,7 +73,7 @@ class Watch:
                 "the loss scale: type --mixed_precision bf16 after accelerate launch, or a lower --learning_rate"
             )
         self._start_poll(step, result)
-        if self.stop_requested or self.plan.reads(step):
+        if self.stop_requested or self.plan.reads(step) or _is_known_not_finite(result):
             self.settle()
 
     def is_stopping(self) -> bool:
@@ -144,6 +144,13 @@ class Watch:
             name, value = "grad_norm", float(result.grad_norm)
             where = f" (all losses are finite; the first sample of each process: {', '.join(map(str, first))})"
         return f"{name} is {value} at step {step}{where}: try a lower --learning_rate, or look at these samples"
+
+
+def _is_known_not_finite(result: StepResult) -> bool:
+    """Whether the norm of the gradient, the same in all processes, is on the CPU and not finite."""
+    norm = result.grad_norm
+    is_read = norm is not None and not (isinstance(norm, torch.Tensor) and norm.device.type != "cpu")
+    return is_read and not result.skipped and not math.isfinite(norm)  # type: ignore[arg-type]
 
 
 class _Pending:

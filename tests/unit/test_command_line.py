@@ -11,7 +11,7 @@ from common.command_line import GROUPS, parse
 from common.config import RunConfig
 from common.errors import UsageError
 from common.launch.checks import check_num_gpus
-from common.records.run_card import git_commit
+from common.records.run_card import git_commit, git_diff
 from common.schedule import Schedule
 
 
@@ -94,6 +94,6 @@ def test_commit_is_dirty_by_tracked_files_only(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("sys.argv", [str(script)])
     (tmp_path / "untracked").touch()
     commit = git_commit()
-    assert commit is not None and re.fullmatch("[0-9a-f]{40}", commit)
+    assert commit is not None and re.fullmatch("[0-9a-f]{40}", commit) and git_diff() is None
     script.write_text("changed")
-    assert git_commit() == f"{commit}-dirty"
+    assert git_commit() == f"{commit}-dirty" and "+changed" in (git_diff() or "")
