@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from accelerate_recipes.bundle import ROOT
 from accelerate_recipes.errors import UsageError
 
+QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable for what a function is asked, as JSON
+
 
 def at_fit(
     script: Path | None,

@@ -11,13 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from accelerate_recipes import bundle
-from accelerate_recipes.at_fit import at_fit
+from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.catalog import FLAGS, find_config, find_recipe
 from accelerate_recipes.console import print_json
 from accelerate_recipes.doctor.launched import INHERITED, launched
 from accelerate_recipes.errors import UsageError
 
-QUESTION = "ACCELERATE_RECIPES_KINDS"  # variable with configs, and whether each is for a pipeline
 TABLE = bundle.COMMON / "parallel" / "kinds.py"
 _TEMPLATES = Path(__file__).parent / "templates"
 # What the loop itself needs. A recipe and its tasks add what they import.
@@ -89,12 +88,12 @@ def _kinds_of(script: Path, configs: list[Path]) -> set[str]:
 
 
 def asked_kinds() -> list[str]:
-    """Answers the question of the variable: the modules of the kinds that configs ask for. Imports `common`."""
+    """The modules of the kinds that configs ask for; the question is [(config, whether it is for a pipeline)]."""
     from common import RunConfig
     from common.parallel.kinds import kinds_of, layout_of
 
     found = {"ddp"}  # it takes what no other kind does
-    for config, is_pipeline in json.loads(os.environ[QUESTION]):
+    for config, is_pipeline in json.loads(os.environ.pop(QUESTION)):
         for name in [name for name in os.environ if INHERITED.match(name)]:
             del os.environ[name]
         os.environ.update(launched(Path(config)))

@@ -10,8 +10,8 @@ from .errors import UsageError
 from .launch.start import start
 from .loop import fit
 from .parameter_groups import parameter_groups
+from .run import run
 from .schedule import Schedule
-from .stopping.exit import run
 
 __all__ = [
     "RunConfig",

@@ -1,14 +1,11 @@
-"""The errors that end a run, each with its exit code, and the process that failed first."""
+"""The errors that end a run, each with its exit code, and how to say them in a line."""
 
-import json
 import os
 import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import cache
+from contextlib import contextmanager
 from pathlib import Path
 
 MAX_IDS_NAMED = 8
@@ -114,57 +111,9 @@ def listed(samples: list[int]) -> str:
 
 
 # Messages of gloo and NCCL after the process at the other end of a connection has ended.
-_LOST_PEER = re.compile("Connection (reset|closed) by peer|Broken pipe|remote process exited", re.IGNORECASE)
+LOST_PEER = re.compile("Connection (reset|closed) by peer|Broken pipe|remote process exited", re.IGNORECASE)
 
 
 def needs_no_traceback(error: BaseException) -> bool:
     """Whether the message is enough. A bug in a recipe needs its traceback."""
-    return isinstance(error, RunError | KeyboardInterrupt) or _LOST_PEER.search(str(error)) is not None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first failure on this machine: the process, its exit code and its printed line."""
-
-    pid: int
-    exit_code: int
-    line: str
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether this process was the first."""
-        return self.pid == os.getpid()
-
-
-@cache
-def first_failure(error: BaseException) -> Failure:
-    """Records this failure if it is the first on this machine. The first mostly causes the later ones.
-
-    Returns:
-        The first failure, of this process or of another.
-    """
-    if isinstance(error, RunError):
-        exit_code, line = error.exit_code, f"{error.label}: {error}"
-    elif isinstance(error, KeyboardInterrupt):
-        exit_code, line = 130, "interrupted"
-    elif lost := _LOST_PEER.search(str(error)):
-        exit_code, line = 1, f"stopped: another process has ended ({lost[0]}); the launcher's report says how"
-    else:
-        exit_code, line = 1, f"error: {line_of(error)}"
-    mine = Failure(os.getpid(), exit_code, line)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <one folder per attempt>/<local rank>/error.json
-    if error_file is None:
-        return mine
-    claim = Path(error_file).parents[1] / "first_failure.json"
-    own = claim.with_name(f"failure_{os.getpid()}.json")
-    try:
-        own.write_text(json.dumps(asdict(mine)))
-        os.link(own, claim)  # unlike a rename, fails if another process was first
-        return mine
-    except FileExistsError:
-        with suppress(OSError, ValueError):
-            return Failure(**json.loads(claim.read_text()))
-    except OSError:
-        pass
-    # If another process fails, the launcher removes this folder, and then stops this process.
-    return Failure(0, exit_code, line) if isinstance(error, StoppedError) else mine
+    return isinstance(error, RunError | KeyboardInterrupt) or LOST_PEER.search(str(error)) is not None

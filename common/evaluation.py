@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import Subset
 
 from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
 from .data.batches import Collated, MapDataset, batches, resident
 from .errors import StoppedError, UsageError
-from .parallel.batch_loss import WEIGHT, BatchLoss, gathered, put
-from .parallel.engine import Engine, is_metric
+from .files import for_json
+from .parallel.batch_loss import SAMPLE_WEIGHT, BatchLoss, gathered, put
+from .parallel.engine import Engine, evaluating, is_metric
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.kinds import check_trainable, prepare
 from .parallel.on_disk import fill
@@ -93,7 +93,7 @@ class Evaluation:
                 return
             state.evaluation_due = False
             name = config.metric_for_best_model
-            if name is not None and state.is_best(name, metrics[name]):
+            if name is not None and state.records_best(name, metrics[name]):
                 export_model(engine, config.output_dir / "best", self.export)
         recorder.evaluation(metrics)
         self.metrics = metrics
@@ -161,9 +161,7 @@ def evaluate_exported(
         raise StoppedError("during the evaluation: the same command starts again")
     if accelerator.is_main_process:
         print("  ".join(f"eval/{name} {value:.6g}" for name, value in metrics.items()), flush=True)
-        # JSON has no infinity and no NaN.
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        text = json.dumps({"metrics": finite, "config": asdict(config)}, indent=2, default=str)
+        text = json.dumps({"metrics": for_json(metrics), "config": asdict(config)}, indent=2, default=str)
         (config.output_dir / "evaluation.json").write_text(text + "\n")
     return metrics
 
@@ -187,25 +185,23 @@ def evaluate_set(
     sums: dict[str, torch.Tensor] = {}
     kept: Examples = {}  # of this process, with the padding, of shape (passes, micro_batch, ...)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    _set_training(model, False)
-    for index, batch in enumerate(batches(eval_set, samples, device, plan.config)):
-        if poll():
-            _set_training(model, True)
-            return None
-        num_real = min(max(num_samples - starts[index], 0), size)
-        seed_forward(plan.config.seed, EVALUATION, plan.row(index), device)
-        values = engine.forward_step(model, batch)
-        weight = batch.get("weight", torch.ones(size, device=device)).double()
-        if keeps or batch_loss is not None:
-            put(kept, index, num_passes, values | {WEIGHT: weight})
-        if batch_loss is None:
-            total += weight[:num_real].sum()
-            for name, value in values.items():
-                if is_metric(value) or (not keeps and value.ndim == 1):
-                    sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight[:num_real]).sum()
-    _set_training(model, True)
+    with evaluating(model):
+        for index, batch in enumerate(batches(eval_set, samples, device, plan.config)):
+            if poll():
+                return None
+            num_real = min(max(num_samples - starts[index], 0), size)
+            seed_forward(plan.config.seed, EVALUATION, plan.row(index), device)
+            values = engine.forward_step(model, batch)
+            weight = batch.get("weight", torch.ones(size, device=device)).double()
+            if keeps or batch_loss is not None:
+                put(kept, index, num_passes, values | {SAMPLE_WEIGHT: weight})
+            if batch_loss is None:
+                total += weight[:num_real].sum()
+                for name, value in values.items():
+                    if is_metric(value) or (not keeps and value.ndim == 1):
+                        sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight[:num_real]).sum()
     examples = {name: gathered(engine.accelerator, plan.layout, rows)[:num_samples] for name, rows in kept.items()}
-    weight = examples.pop(WEIGHT, total)
+    weight = examples.pop(SAMPLE_WEIGHT, total)
     if batch_loss is None:
         *totals, total = engine.accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
     else:
@@ -232,8 +228,3 @@ def _exact(value: torch.Tensor) -> torch.dtype:
     if value.ndim > 1:
         return value.dtype
     return torch.float64 if value.is_floating_point() else torch.int64
-
-
-def _set_training(model: nn.Module, training: bool) -> None:
-    model.train(training)
-    model.training = training  # a wrapper may forward train() without setting its own flag

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import math
 import os
 import shutil
 import sys
@@ -9,8 +10,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def for_json(value: Any) -> Any:
+    """Numbers, and lists and dicts of numbers, for JSON, which has no infinity and no NaN: None stands for both."""
+    if isinstance(value, dict):
+        return {name: for_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [for_json(item) for item in value]
+    return value if value is None or math.isfinite(value) else None
 
 
 def flush(path: Path) -> None:

@@ -27,7 +27,7 @@ class TrainState:
     best_metric: str | None = None
     num_not_better: int = 0
 
-    def is_best(self, metric: str, value: float) -> bool:
+    def records_best(self, metric: str, value: float) -> bool:
         """Records the value of an evaluation; returns whether it is the best so far."""
         if metric != self.best_metric:  # the first evaluation, or the run was resumed with another metric
             self.best, self.best_metric, self.num_not_better = None, metric, 0

@@ -10,13 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate_recipes.at_fit import at_fit
+from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.launched import INHERITED, launched
 
 Answer = dict[str, Any]
-# Variable with the config file, whether there is a GPU, and flags for what the file should say.
-QUESTION = "ACCELERATE_RECIPES_QUESTION"
 
 
 def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
@@ -34,7 +32,8 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
 
 
 def question(config: Config) -> dict[str, str]:
-    """The variable that `refusals` reads."""
+    """The variable that `refusals` reads: the config file, whether there is a GPU, and flags for what the file should
+    say."""
     return {QUESTION: json.dumps([str(config.path), bool(config.machine.gpus), config.likely_flags])}
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import yaml
 
-from accelerate_recipes.at_fit import at_fit
+from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.catalog import find_config
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.plan.clock import grown, num_sent, step_seconds
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.zero import divided
 
-QUESTION = "ACCELERATE_RECIPES_PLAN"  # variable with the questions; dry.py reads it
 MOST = 8192  # GPUs of a scaling curve
 PER_MACHINE = 8  # GPUs, where a plan for one machine grows
 SECTIONS = ("fsdp", "parallelism", "deepspeed", "fp8", "dynamo")  # a key that starts so stands in <section>_config

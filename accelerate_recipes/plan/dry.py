@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+from accelerate_recipes.at_fit import QUESTION
 from accelerate_recipes.doctor import asked
 from accelerate_recipes.doctor.launched import INHERITED, launched
-from accelerate_recipes.plan.ask import QUESTION
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.steps import DryRun
 
@@ -142,7 +142,7 @@ def _set_variables(config: Path) -> None:
 def _asked(question: dict[str, Any]) -> Iterator[None]:
     """The doctor's question, with the variables as before afterwards."""
     before = dict(os.environ)
-    os.environ[asked.QUESTION] = json.dumps([question["config"], True, []])
+    os.environ[QUESTION] = json.dumps([question["config"], True, []])
     try:
         yield
     finally:

@@ -125,7 +125,7 @@ class Alone:
         return step
 
     def _micro_batches(self, number: int) -> Iterator[Batch]:
-        """Those of all processes in a step. Raises NotChecked if the rest would take too long."""
+        """The micro-batches of all processes in a step. Raises NotChecked if the rest would take too long."""
         config, started = copy.copy(self.setup.plan.config), time.monotonic()
         config.num_workers = 0
         samples, device = self.setup.plan.global_micro_batches(number), self.setup.accelerator.device

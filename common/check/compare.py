@@ -17,7 +17,7 @@ from .sketch import Sketch
 TOLERANCE = 1e-5
 # ("value", its name), ("eval", its name), ("norm", ""), ("weight", its name), ("replica", name of a weight)
 Key = tuple[str, str]
-Values = Mapping[int, Mapping[str, Tensor]]
+OfMicroBatches = Mapping[int, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def value_gaps(step: Step, alone: Step, plan: Plan, number: int, rank: int = 0) 
 
 
 def _value_gaps(
-    steps: Values, alone: Values, plan: Plan, number: int, rank: int, kind: str, when: str
+    steps: OfMicroBatches, alone: OfMicroBatches, plan: Plan, number: int, rank: int, kind: str, when: str
 ) -> dict[Key, Gap]:
     gaps: dict[Key, Gap] = {}
     ids = [ids.tolist() for _, ids in plan.global_micro_batches(number)]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..data.batches import Batch, ForwardStep
 from ..errors import UsageError
+from ..parallel.batch_loss import Values
+from ..parallel.engine import evaluating
 from ..plan import Plan
 from ..seeds import EVALUATION, generator_states, kept_generators, seed_forward
-
-Values = dict[str, Tensor]
 
 
 @dataclass
@@ -142,12 +142,6 @@ def evaluated(model: nn.Module, forward_step: ForwardStep, batch: Batch) -> Valu
     """What `forward_step` returns in evaluation. Neither the batch nor a generator changes."""
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
-    model.eval()
-    model.training = False  # a wrapper may forward eval() without setting its own flag
-    try:
-        with kept_generators(device):
-            seed_forward(0, EVALUATION, 0, device)
-            return forward_step(model, kept)
-    finally:
-        model.train()
-        model.training = True
+    with evaluating(model), kept_generators(device):
+        seed_forward(0, EVALUATION, 0, device)
+        return forward_step(model, kept)

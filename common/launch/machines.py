@@ -7,8 +7,6 @@ import os
 import re
 import socket
 import sys
-import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,12 +18,10 @@ import psutil
 from torch import distributed as dist
 
 from ..config import RunConfig
-from ..cpu_group import CpuGroup
 from ..environment import CODE_FILE, local_world_size, num_machines, num_restarts, versions
 from ..errors import RunError, UsageError
 
 ARRIVAL_S = 300  # longest wait of one machine's processes for those of the others
-SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file
 # Set by accelerate launch from the config file and its own flags.
 LAUNCHER_VARIABLES = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")
 
@@ -119,28 +115,6 @@ def _exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
             f"machine 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} has gone: its own output says why"
         ) from None
     return machines
-
-
-def check_shared_folder(folder: Path, group: CpuGroup) -> None:
-    """Raises UsageError in all processes unless all machines share the folder."""
-    name = group.broadcast(f".seen_by_all_{uuid.uuid4().hex}")
-    token = folder / name
-    if group.rank == 0:
-        token.touch()
-    group.broadcast(None)  # all wait here until the file exists
-    deadline = time.monotonic() + SHARED_FOLDER_S
-    while not token.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    hosts = group.all_gather((socket.gethostname(), os.environ.get("GROUP_RANK", 0), token.exists()))
-    if group.rank == 0:
-        token.unlink(missing_ok=True)
-    blind = [(host, machine) for host, machine, sees in hosts if not sees]
-    if blind:
-        host, machine = blind[0]
-        raise UsageError(
-            f"machine {machine} ({host}) does not see the --output_dir {folder} of machine 0 ({hosts[0][0]}): type one "
-            "on a file system that all machines share"
-        )
 
 
 def _address_towards(host: str, port: int) -> str | None:

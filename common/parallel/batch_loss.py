@@ -18,7 +18,7 @@ from .guards import check_metrics, check_no_weights
 Values = dict[str, Tensor]
 BatchLossFn = Callable[[Values], Values]  # {name: values of samples, (samples, ...)} -> {metric: (samples,)}
 
-WEIGHT = "weight of the sample"  # stands beside the values of `forward_step` if the batches have a "weight"
+SAMPLE_WEIGHT = "weight of the sample"  # stands beside the values of `forward_step` if the batches have a "weight"
 MOST_DIFFERENCE = 0.02  # between the values of the two passes, relative to their norm: rounding changes less
 
 
@@ -71,7 +71,7 @@ class BatchLoss:
             values: {name: values of the samples, of shape (samples, ...)}.
             step: number of the optimizer step, or EVALUATION; random numbers are a function of it.
         """
-        given = {name: value for name, value in values.items() if name != WEIGHT}
+        given = {name: value for name, value in values.items() if name != SAMPLE_WEIGHT}
         with kept_generators(self.device):
             seed_forward(self.plan.config.seed, step, COMPARISON, self.device)
             metrics = self.function(given)
@@ -83,9 +83,9 @@ class BatchLoss:
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in values.items()}
             metrics = self(leaves, step)
-            total = (metrics["loss"] * values.get(WEIGHT, 1)).sum()
+            total = (metrics["loss"] * values.get(SAMPLE_WEIGHT, 1)).sum()
         check_no_weights(total, leaves.values())
-        sources = [name for name, leaf in leaves.items() if leaf.requires_grad and name != WEIGHT]
+        sources = [name for name, leaf in leaves.items() if leaf.requires_grad and name != SAMPLE_WEIGHT]
         found = torch.autograd.grad(total, [leaves[name] for name in sources], allow_unused=True)
         gradients = {name: gradient for name, gradient in zip(sources, found) if gradient is not None}
         return [Share(*parts) for parts in zip(*map(self._divided, (metrics, values, gradients)))]
@@ -117,7 +117,7 @@ def first_pass(
     ]
     rows: Values = {}
     for index, batch in enumerate(micro_batches):
-        put(rows, index, num, forward(index, batch) | ({WEIGHT: batch["weight"]} if "weight" in batch else {}))
+        put(rows, index, num, forward(index, batch) | ({SAMPLE_WEIGHT: batch["weight"]} if "weight" in batch else {}))
     for layer, name, buffer, value in kept:
         layer._buffers[name] = buffer.copy_(value)
     return rows
@@ -138,5 +138,4 @@ def gathered(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:
     Args:
         rows: those of this process, of shape (micro-batches, micro_batch, ...).
     """
-    replicas = layout.num_processes // layout.data_parallel_size  # processes with the same samples
-    return accelerator.gather(rows[None])[::replicas].transpose(0, 1).flatten(0, 2)
+    return accelerator.gather(rows[None])[:: layout.num_sharing].transpose(0, 1).flatten(0, 2)

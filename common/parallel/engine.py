@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,6 +237,21 @@ class Engine(ABC):
     def _load_loss_scale(self, state: dict[str, float]) -> None:
         if self.accelerator.scaler is not None and "growth_factor" in state:
             self.accelerator.scaler.load_state_dict(state)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode for the `with` block."""
+    _set_training(model, False)
+    try:
+        yield
+    finally:
+        _set_training(model, True)
+
+
+def _set_training(model: nn.Module, training: bool) -> None:
+    model.train(training)
+    model.training = training  # a wrapper may forward train() without setting its own flag
 
 
 def _step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float | None) -> None:

@@ -33,7 +33,7 @@ class Numbers:
         for group, before in zip(self.optimizer.param_groups, self._groups):
             now = _numbers_of(group)
             groups.append({name: value for name, value in now.items() if name not in before or value != before[name]})
-        # Those of DeepSpeed's own optimizers are tensors in torch's.
+        # Numbers of DeepSpeed's own optimizers are tensors in torch's.
         states = () if type(self.optimizer).__module__.startswith("deepspeed") else self.optimizer.state.values()
         slots = {slot: value for state in states for slot, value in state.items()}
         kinds = {slot: type(value).__name__ for slot, value in slots.items() if type(value).__name__ in NUMBERS}

@@ -65,7 +65,7 @@ def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimi
 
 
 def _has_fused_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch 2.13 has a kernel that gives the same result. That of SGD fails on DTensors, and with momentum if
+    """Whether torch 2.13 has a kernel that gives the same result. SGD's kernel fails on DTensors, and with momentum if
     a weight gets its first gradient later than others."""
     if type(optimizer) in FUSED_ADAM:
         return True

@@ -1,8 +1,12 @@
 """The output folder: its lock, the files of an earlier run, and the run card."""
 
+import os
 import re
 import shutil
+import socket
 import sys
+import time
+import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -14,19 +18,34 @@ from filelock import FileLock, Timeout
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..environment import num_machines
-from ..errors import Failure, RunError, UsageError, first_failure
+from ..errors import RunError, UsageError
+from ..failure import Failure, first_failure
 from ..files import flush
-from ..launch.machines import check_shared_folder
 from ..plan import Plan
 from ..state import TrainState
 from .run_card import ending, read_card, replace_card
 
 PREVIOUS = "previous"  # keeps what this run replaces until this run is done
+SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file
 STARTS_OVER = "starts_over"  # this file says that all in the folder is an earlier run's, which a new run replaces
 
 
 class OutputDir:
     """The folder of a run. One run owns it at a time; the main process holds the lock.
+
+    What happens to the files of an earlier run:
+
+    | the folder holds | flags | the run |
+    | --- | --- | --- |
+    | neither checkpoints nor a model | any | starts; a path to resume from must exist |
+    | checkpoints or a model | none, or a path elsewhere to resume from | is refused, with what to type |
+    | checkpoints or a model | `--overwrite_output_dir` | marks it with `starts_over`, moves them to `previous/` |
+    | checkpoints | `latest` | goes on; later ones are damaged: they are renamed |
+    | checkpoints | a path in the folder | goes on from there; later ones move to `previous/` |
+    | `starts_over`, of an interrupted run | `latest` | starts anew |
+    | `model/` of a run that is done | `latest`, without more steps | has nothing to do |
+
+    `previous/` goes when the run is done; `starts_over` when its run card is written.
 
     Attributes:
         path: the folder.
@@ -56,7 +75,7 @@ class OutputDir:
         if problem is not None:
             raise problem
         if num_machines() > 1:
-            check_shared_folder(self.path, self.group)
+            _check_shared(self.path, self.group)
         return self
 
     def __exit__(
@@ -178,6 +197,28 @@ class OutputDir:
                 "--overwrite_output_dir to start over, or another --output_dir"
             )
         return None
+
+
+def _check_shared(folder: Path, group: CpuGroup) -> None:
+    """Raises UsageError in all processes unless all machines share the folder."""
+    name = group.broadcast(f".seen_by_all_{uuid.uuid4().hex}")
+    token = folder / name
+    if group.rank == 0:
+        token.touch()
+    group.broadcast(None)  # all wait here until the file exists
+    deadline = time.monotonic() + SHARED_FOLDER_S
+    while not token.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hosts = group.all_gather((socket.gethostname(), os.environ.get("GROUP_RANK", 0), token.exists()))
+    if group.rank == 0:
+        token.unlink(missing_ok=True)
+    blind = [(host, machine) for host, machine, sees in hosts if not sees]
+    if blind:
+        host, machine = blind[0]
+        raise UsageError(
+            f"machine {machine} ({host}) does not see the --output_dir {folder} of machine 0 ({hosts[0][0]}): type one "
+            "on a file system that all machines share"
+        )
 
 
 def resumes_from_elsewhere(config: RunConfig) -> bool:

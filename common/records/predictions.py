@@ -1,11 +1,11 @@
 """predictions.jsonl: what `forward_step` returns for each evaluation sample."""
 
 import json
-import math
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
+
+from ..files import for_json
 
 
 def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:
@@ -20,11 +20,5 @@ def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:
     part = path.with_name(f"{path.name}.part")
     with part.open("w", encoding="utf-8") as file:
         for sample, row in enumerate(zip(*columns.values())):
-            file.write(json.dumps({"sample": sample, **dict(zip(columns, map(_or_null, row)))}) + "\n")
+            file.write(json.dumps({"sample": sample, **dict(zip(columns, for_json(list(row))))}) + "\n")
     part.rename(path)
-
-
-def _or_null(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_or_null(item) for item in value]
-    return value if math.isfinite(value) else None

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ..environment import versions
 from ..errors import UsageError
+from ..files import for_json
 from ..parallel.engine import StepResult
 from ..plan import Plan
 from ..state import TrainState
@@ -24,7 +25,7 @@ from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
 from .run_card import attempts, git_commit, git_diff, launch_command, read_card
 from .trackers import finish_trackers, start_trackers
-from .unrecorded import WEIGHT, Unrecorded
+from .unrecorded import TOTAL_WEIGHT, Unrecorded
 
 
 class Recorder:
@@ -129,7 +130,7 @@ class Recorder:
         """Writes a training record of the steps since the last one."""
         state, steps = self.state, self.unrecorded
         sums = steps.sums(self.accelerator, self.plan.layout)
-        weight = sums.pop(WEIGHT) or math.nan
+        weight = sums.pop(TOTAL_WEIGHT) or math.nan
         self._count_seconds()
         samples_per_second = steps.num_taken * self.plan.config.batch_size / steps.seconds
         record = {
@@ -177,8 +178,7 @@ class Recorder:
         self._resumed = now
 
     def _write(self, record: dict[str, Any]) -> None:
-        # JSON has no infinity and no NaN; a metric may be either.
-        finite = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
+        finite = for_json(record)
         self.last_metrics |= {name: value for name, value in finite.items() if value is not None}
         if self.accelerator.is_main_process:
             self._metrics.write(finite)

@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 
-from ..errors import Failure, StoppedError
+from ..errors import StoppedError
+from ..failure import Failure
 
 MOST_OF_DIFF = 200_000  # characters
 

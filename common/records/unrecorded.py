@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layout import Layout
 from ..parallel.engine import StepResult
 
-WEIGHT = "weight of the samples"  # stands beside the names of metrics
+TOTAL_WEIGHT = "weight of the samples"  # stands beside the names of metrics
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Unrecorded:
         In float64 a sum of float32 numbers is mostly exact: it does not depend on how the samples were divided.
         """
         device = accelerator.device
-        own = {WEIGHT: _total(self.weights, device), "loss": _total(self.losses, device)}
+        own = {TOTAL_WEIGHT: _total(self.weights, device), "loss": _total(self.losses, device)}
         for name in dict.fromkeys(name for values in self.metrics for name in values):
             own[name] = _total([values[name] for values in self.metrics if name in values], device)
         zero = _total([], device)
         names = [*dict.fromkeys([*own, *self.earlier])]
         totals = accelerator.reduce(torch.stack([own.get(name, zero) for name in names]), "sum").tolist()
-        copies = layout.tensor * layout.sequence  # the processes that count a sample
+        copies = layout.num_sharing // layout.stages  # the processes that count a sample: of a pipeline, the last stage
         return {name: total / copies + self.earlier.get(name, 0.0) for name, total in zip(names, totals)}
 
     def state_dict(self, accelerator: Accelerator, layout: Layout) -> dict[str, Any]:

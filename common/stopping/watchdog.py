@@ -18,7 +18,8 @@ import psutil
 from torch import distributed as dist
 
 from ..cpu_group import CpuGroup
-from ..errors import HangError, RunError, first_failure
+from ..errors import HangError, RunError
+from ..failure import first_failure
 from ..records.run_card import read_card, write_failure
 from .exit import end, report
 

@@ -34,7 +34,7 @@ class PhotoFormat:
 
     @classmethod
     def of(cls, name_or_path: str) -> "PhotoFormat":
-        """That of a pretrained model, from its settings. Raises UsageError if it has none."""
+        """The format of a pretrained model, from its settings. Raises UsageError if it has none."""
         from transformers.utils import cached_file
 
         try:

@@ -190,7 +190,7 @@ def add_reference(
 ) -> None:
     """Gives the training and the evaluation set the log-probabilities that the model has before training.
 
-    Those of pairs that are on disk stay there, too, for the same weights, pairs and precision. Collective.
+    Values of pairs that are on disk stay there, too, for the same weights, pairs and precision. Collective.
 
     Args:
         model: for `fit`, before it; perhaps with adapters. It stays as it is.
