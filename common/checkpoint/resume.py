@@ -11,7 +11,8 @@ from torch import nn
 
 from ..cpu_group import CpuGroup
 from ..errors import UsageError
-from ..parallel.engine import Engine, load_optimizer
+from ..parallel.engine import Engine
+from ..parallel.engine_state import load_optimizer
 from ..parallel.on_disk import leave_on_disk
 from ..parallel.optimizer_state import Numbers
 from ..parallel.parts import kept_tensors

@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import RunConfig
 from ..layout import Layout
-from .accelerate_engine import AccelerateEngine
+from .engine import Engine
 from .kind import Kind, Seen
 from .on_disk import fill
 from .setup import Setup, choose_fused_kernels, compile_if_asked
@@ -27,13 +27,13 @@ class Ddp(Kind):
     def variables(self, layout: Layout) -> dict[str, str]:
         return {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}  # DDP needs no mesh
 
-    def wrap(self, setup: Setup) -> AccelerateEngine:
+    def wrap(self, setup: Setup) -> Engine:
         fill(setup.model)
         compile_if_asked(setup.model, setup.plan)
         _let_ddp_send_state_alone(setup.model)
         model, optimizer = setup.accelerator.prepare(setup.model, setup.optimizer)
         choose_fused_kernels(setup.accelerator, setup.optimizer)
-        return AccelerateEngine(setup, model, optimizer)
+        return Engine(setup, model, optimizer)
 
     def likely_cause(self, seen: Seen) -> str | None:
         if not seen.only_weights:

@@ -12,7 +12,8 @@ from torch import distributed as dist
 from ..data.batches import Batch
 from ..errors import UsageError
 from ..seeds import UPDATE, seed_forward
-from .engine import Engine, StepResult, counts_on_device, optimizer_slots
+from .engine import Engine, StepResult
+from .engine_state import counts_on_device, optimizer_slots
 from .optimizer_state import as_tensor
 from .parts import Part, TensorReader
 from .setup import Setup

@@ -1,9 +1,8 @@
-"""The base class for optimizer steps and for the state that a checkpoint saves."""
+"""Takes optimizer steps: `Engine.step`, for one process, DDP, FSDP2 and tensor parallelism."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +11,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from ..data.batches import Batch
-from ..errors import UsageError
+from ..norms import clip
 from ..seeds import UPDATE, seed_forward
 from .batch_loss import Share, first_pass, gathered
 from .ema import EMA
-from .optimizer_state import Numbers, as_tensor
-from .parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
+from .engine_state import EngineState
+from .optimizer_state import Numbers
+from .parts import local, norm_over_processes
 from .setup import Setup
 
 
@@ -43,14 +43,13 @@ class StepResult:
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-class Engine(ABC):
-    """Takes optimizer steps with the model and optimizer that a kind of parallelism has wrapped.
+class Engine(EngineState):
+    """Takes optimizer steps with the model and optimizer that a kind of parallelism has wrapped. DeepSpeed and
+    pipelines have a `step` of their own.
 
     Attributes:
         model: the model that `forward_step` calls.
-        ema: the moving average of the weights; None without `--ema_decay`.
         shares: of this process's micro-batches in the loss of the global batch; of the last step with a first pass.
-        numbers: what the optimizer keeps beside tensors.
         rounds_weights: whether the first step finds other weights than the model had, because they were rounded.
     """
 
@@ -70,7 +69,6 @@ class Engine(ABC):
         mean_scale = self.plan.layout.data_parallel_size / self.plan.config.batch_size
         self._mean_scale = torch.tensor(mean_scale, device=self.accelerator.device)  # made once: a copy stalls a GPU
 
-    @abstractmethod
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """Takes optimizer step `number`, counted from 0, on this process's part of the global batch.
 
@@ -78,6 +76,19 @@ class Engine(ABC):
         batch has one. The number of processes and micro-batches does not change it. A step whose gradient norm is
         known and not finite leaves the weights as they were.
         """
+        scale, weight = self._loss_scale(micro_batches)
+        self._first_pass(number, micro_batches)
+        losses, metrics = [], []
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            with nullcontext() if is_last else self._no_sync():
+                loss, others = self._forward(number, index, batch)
+                self._backward(loss, scale.to(loss))
+            losses.append(loss.detach())
+            metrics.append(others)
+        grad_norm = self._clip() if self.plan.config.max_grad_norm or wants_norm else None
+        skipped = self._update(number, grad_norm)
+        return StepResult(losses, weight, grad_norm, skipped, metrics)
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
         """(factor, weight). The mean over data-parallel ranks of factor × (a rank's summed losses) is the mean loss of
@@ -123,6 +134,40 @@ class Engine(ABC):
         """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
         seed_forward(self.plan.config.seed, number, self.plan.row(index), self.accelerator.device)
 
+    def _backward(self, loss: Tensor, scale: Tensor) -> None:
+        """Adds the gradient of scale × loss to the weights' gradients; loss * scale takes one operation more."""
+        if self.accelerator.scaler is None:
+            loss.backward(gradient=scale)  # accelerator.backward adds a division by 1
+        else:
+            self.accelerator.backward(loss, gradient=scale)
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """Accumulates gradients in each process, without a sum over the replicas of the model.
+
+        FSDP2 nevertheless sums those of each micro-batch over its shards: otherwise every process would hold the
+        gradients of the whole model."""
+        sum_over_replicas = getattr(self.model, "set_requires_all_reduce", None)  # of FSDP2
+        if sum_over_replicas is None:
+            with self.accelerator.no_sync(self.model):
+                yield
+        else:
+            sum_over_replicas(False)
+            yield
+            sum_over_replicas(True)
+
+    def _clip(self) -> Tensor:
+        """Clips the gradient of the whole model to `--max_grad_norm`, unless that is 0; returns the norm before.
+
+        Like torch's `clip_grad_norm_`, but accurate for large weights, and for several device meshes.
+        """
+        self.accelerator.unscale_gradients(self.optimizer)
+        gradients = [weight.grad for weight in self._updated_tensors() if weight.grad is not None]
+        norm = norm_over_processes(gradients)
+        if max_norm := self.plan.config.max_grad_norm:
+            clip([local(gradient) for gradient in gradients], norm, max_norm)
+        return norm
+
     def _update(self, number: int, grad_norm: Tensor | float | None) -> bool:
         """Lets the optimizer change the weights, unless the norm is not finite, and drops the gradients. Returns
         whether a loss scaler skipped the step."""
@@ -138,105 +183,11 @@ class Engine(ABC):
             self.ema.update()
         return skipped
 
-    @property
-    def _own_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that the recipe made, without wrappers."""
-        return self.optimizer.optimizer
-
-    @property
-    @abstractmethod
-    def module(self) -> nn.Module:
-        """The recipe's own module, without the wrappers of the parallelism."""
-
-    def _updated_tensors(self) -> list[Tensor]:
-        """The weights, or shards of weights, that this process's optimizer updates."""
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
-
-    def _after_swap(self) -> None:
-        """After an evaluation FSDP2 keeps the gathered weights of the outermost module for a backward pass."""
-        for module in self.model.modules():
-            if reshard := getattr(module, "reshard", None):
-                reshard()
-
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
-
-    def ema_weights(self) -> AbstractContextManager[None]:
-        """Context in which the model has the moving averages as its weights; a no-op without `--ema_decay`."""
-        return nullcontext() if self.ema is None else self.ema.applied()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint holds as JSON, beside the tensors."""
-        averaged, numbers = 0 if self.ema is None else self.ema.num_updates, self.numbers.state_dict()
-        return {"num_averaged": averaged, "loss_scale": self._loss_scale_state(), "optimizer": numbers}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`; the loss scale only if both runs have one."""
-        if self.ema is not None:
-            self.ema.num_updates = state["num_averaged"]
-        self._load_loss_scale(state["loss_scale"])
-        self.numbers.load_state_dict(state["optimizer"])
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """{name: parameter or buffer} of the module, with the same parameter objects as the optimizer."""
-        # Not named_parameters: after an evaluation FSDP2 returns gathered weights there and frees their memory when
-        # it shards again. state_dict shards again first.
-        return kept_tensors(self.module)
-
-    def parts(self) -> list[Part]:
-        """This process's parts of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
-        `average.<name>`."""
-        averages = {} if self.ema is None else self.ema.averages
-        parts: list[Part] = []
-        for name, tensor in self.saved_tensors().items():
-            holders = self._holders(name)
-            # Buffers may differ between processes: DDP uses those of the first.
-            parts += parts_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
-            for slot, value in self.optimizer.optimizer.state.get(tensor, {}).items():
-                if value is not None and not isinstance(value, Tensor):
-                    value = as_tensor(type(self._own_optimizer).__name__, slot, value)
-                if value is not None:
-                    parts += parts_of(f"optimizer.{name}.{slot}", value, holders)
-            if tensor in averages:
-                parts += parts_of(f"average.{name}", averages[tensor], holders)
-        return parts
-
-    def _holders(self, name: str) -> range:
-        """Ranks of the processes that hold a saved tensor, or shards of it."""
-        return range(self.plan.layout.num_processes)
-
-    def load_parts(self, reader: TensorReader) -> None:
-        """Restores the optimizer state and the moving averages. The weights were loaded before `prepare`."""
-        load_optimizer(self.optimizer.optimizer, self.saved_tensors(), reader)
-        for name, weight in self.saved_tensors().items():
-            if self.ema is not None and f"average.{name}" in reader.tensors:
-                self.ema.averages[weight] = placed_like(weight, reader, f"average.{name}")
-
-    def each_full_weight(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, parameter or saved buffer), whole in the main process, one at a time.
-
-        A collective: all processes must call it and take all.
-        """
-        for name, tensor in self._tensors_to_export():
-            yield name, self._whole(tensor).detach()
-
-    def _tensors_to_export(self) -> Iterable[tuple[str, Tensor]]:
-        return self.saved_tensors().items()
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if is_divided(tensor) else tensor
-
-    def _loss_scale_state(self) -> dict[str, float]:
-        """State of the fp16 loss scaler; empty in other precisions."""
-        scaler = self.accelerator.scaler
-        return {} if scaler is None else scaler.state_dict()
-
-    def _load_loss_scale(self, state: dict[str, float]) -> None:
-        if self.accelerator.scaler is not None and "growth_factor" in state:
-            self.accelerator.scaler.load_state_dict(state)
 
 
 @contextmanager
@@ -287,32 +238,3 @@ def weighted_metrics(values: dict[str, Tensor], batch: Batch) -> dict[str, Tenso
 def is_metric(value: Tensor) -> bool:
     """Whether a value of `forward_step` is a number to take means of, and not a class id or a mask."""
     return value.is_floating_point() or (value.dtype == torch.bool and value.ndim == 1)
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], reader: TensorReader) -> None:
-    """Restores the tensors of an optimizer's state; each is placed as its weight is."""
-    slots, on_device = optimizer_slots(reader), counts_on_device(optimizer)
-    for name, weight in weights.items():
-        for slot in slots.get(name, []):
-            key = f"optimizer.{name}.{slot}"
-            shape = list(reader.tensors[key]["shape"])
-            if optimizer.defaults.get("fused") and shape not in ([], list(weight.shape)):  # its kernel does not look
-                raise UsageError(f"{key} of the checkpoint has the shape {shape}, the weight {list(weight.shape)}")
-            kept = reader.tensor(key) if slot == "step" and not on_device else placed_like(weight, reader, key)
-            optimizer.state[weight][slot] = kept
-
-
-def optimizer_slots(reader: TensorReader) -> dict[str, list[str]]:
-    """{weight name: slots of its optimizer state} in a checkpoint."""
-    slots: dict[str, list[str]] = {}
-    for key in reader.tensors:
-        kind, _, rest = key.partition(".")
-        if kind == "optimizer":
-            name, _, slot = rest.rpartition(".")
-            slots.setdefault(name, []).append(slot)
-    return slots
-
-
-def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps its step count on the device, as torch's fused and capturable ones do."""
-    return any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))

@@ -15,8 +15,8 @@ from ..environment import is_true, mesh_size, world_size
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from .accelerate_engine import AccelerateEngine
 from .checks import check_divisible_weights
+from .engine import Engine
 from .kind import Kind, rehearse_on_gloo
 from .on_disk import filled
 from .setup import Setup, choose_fused_kernels, compile_if_asked, float32_outputs, say_what_is_cast
@@ -70,7 +70,7 @@ class Fsdp2(Kind):
     def rehearse(self, timeout: timedelta) -> None:
         rehearse_on_gloo(timeout)
 
-    def wrap(self, setup: Setup) -> AccelerateEngine:
+    def wrap(self, setup: Setup) -> Engine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
         for end in ("input", "output"):
             if embedding_of(model, end) is None:  # Accelerate asks models of transformers, and some raise an error
@@ -91,7 +91,7 @@ class Fsdp2(Kind):
         with filled(model, "cpu" if offloads else accelerator.device), _found_by_name(model, setup.optimizer):
             model, optimizer = accelerator.prepare(model, setup.optimizer)
         choose_fused_kernels(accelerator, setup.optimizer)
-        return AccelerateEngine(setup, model, optimizer)
+        return Engine(setup, model, optimizer)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from ..environment import is_true, mesh_size
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from .accelerate_engine import AccelerateEngine
+from .engine import Engine
 from .fsdp2 import mixed_precision_policy, sharded_layers
 from .kind import Kind, Seen, rehearse_on_gloo
 from .on_disk import filled
@@ -64,7 +64,7 @@ class TensorParallel(Kind):
     def rehearse(self, timeout: timedelta) -> None:
         rehearse_on_gloo(timeout)
 
-    def wrap(self, setup: Setup) -> AccelerateEngine:
+    def wrap(self, setup: Setup) -> Engine:
         """Accelerate reads the size from the model: from its attribute `tp_size`, or from the config of a transformers
         model, where that attribute cannot be set."""
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
@@ -87,7 +87,7 @@ class TensorParallel(Kind):
             else:
                 config.distributed_config = before
         choose_fused_kernels(accelerator, inner)
-        return AccelerateEngine(setup, model, optimizer)
+        return Engine(setup, model, optimizer)
 
     def likely_cause(self, seen: Seen) -> str | None:
         if not seen.at_once:

@@ -1,6 +1,7 @@
 """Promise: configs and code have the structure that the documentation describes."""
 
 import re
+import sys
 from pathlib import Path
 
 import nbformat
@@ -11,6 +12,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from common.launch.machines import files_of
 from support.launching import CONFIGS
 from support.runs import ROOT
+
+sys.path.insert(0, str(ROOT / "docs" / "tools"))
+import walk
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -86,6 +90,17 @@ def test_links_lead_somewhere(path: Path) -> None:
             if heading:
                 headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
                 assert heading in [re.sub(r"[^\w\- ]", "", one).lower().replace(" ", "-") for one in headings], target
+
+
+def test_the_walk_through_a_step_is_what_a_step_does() -> None:
+    page = walk.PAGE.read_text()
+    stops = walk.walked()
+    assert page == walk.written(page, walk.table(stops)), "type: python docs/tools/walk.py"
+    core = [stop for stop in stops if not stop.is_plug]
+    step = [stop for stop in core if stop.file.startswith("parallel/")] + [
+        stop for stop in core if "seeds" in stop.file
+    ]
+    assert sum(stop.lines for stop in core) < 350 and len({stop.file for stop in step}) <= 6
 
 
 def test_what_machines_of_others_run_is_in_the_makefile() -> None:

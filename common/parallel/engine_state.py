@@ -1,0 +1,161 @@
+"""The state of model and optimizer: what checkpoints save, and what exports gather."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import UsageError
+from ..plan import Plan
+from .ema import EMA
+from .optimizer_state import Numbers, as_tensor
+from .parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
+
+
+class EngineState:
+    """The weights, the optimizer's state and the moving averages of an engine.
+
+    Attributes:
+        accelerator: from `start(config)`.
+        model: as the engine's kind of parallelism wrapped it.
+        optimizer: as Accelerate wrapped it.
+        plan: of the run.
+        ema: the moving average of the weights; None without `--ema_decay`.
+        numbers: what the optimizer keeps beside tensors.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: AcceleratedOptimizer
+    plan: Plan
+    ema: EMA | None
+    numbers: Numbers
+
+    @property
+    def module(self) -> nn.Module:
+        """The recipe's own module, without the wrappers of the parallelism."""
+        # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    @property
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that the recipe made, without wrappers."""
+        return self.optimizer.optimizer
+
+    def _updated_tensors(self) -> list[Tensor]:
+        """The weights, or shards of weights, that this process's optimizer updates."""
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
+    def _after_swap(self) -> None:
+        """After an evaluation FSDP2 keeps the gathered weights of the outermost module for a backward pass."""
+        for module in self.model.modules():
+            if reshard := getattr(module, "reshard", None):
+                reshard()
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model has the moving averages as its weights; a no-op without `--ema_decay`."""
+        return nullcontext() if self.ema is None else self.ema.applied()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a checkpoint holds as JSON, beside the tensors."""
+        averaged, numbers = 0 if self.ema is None else self.ema.num_updates, self.numbers.state_dict()
+        return {"num_averaged": averaged, "loss_scale": self._loss_scale_state(), "optimizer": numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the result of `state_dict`; the loss scale only if both runs have one."""
+        if self.ema is not None:
+            self.ema.num_updates = state["num_averaged"]
+        self._load_loss_scale(state["loss_scale"])
+        self.numbers.load_state_dict(state["optimizer"])
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """{name: parameter or buffer} of the module, with the same parameter objects as the optimizer."""
+        # Not named_parameters: after an evaluation FSDP2 returns gathered weights there and frees their memory when
+        # it shards again. state_dict shards again first.
+        return kept_tensors(self.module)
+
+    def parts(self) -> list[Part]:
+        """This process's parts of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
+        `average.<name>`."""
+        averages = {} if self.ema is None else self.ema.averages
+        parts: list[Part] = []
+        for name, tensor in self.saved_tensors().items():
+            holders = self._holders(name)
+            # Buffers may differ between processes: DDP uses those of the first.
+            parts += parts_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
+            for slot, value in self.optimizer.optimizer.state.get(tensor, {}).items():
+                if value is not None and not isinstance(value, Tensor):
+                    value = as_tensor(type(self._own_optimizer).__name__, slot, value)
+                if value is not None:
+                    parts += parts_of(f"optimizer.{name}.{slot}", value, holders)
+            if tensor in averages:
+                parts += parts_of(f"average.{name}", averages[tensor], holders)
+        return parts
+
+    def _holders(self, name: str) -> range:
+        """Ranks of the processes that hold a saved tensor, or shards of it."""
+        return range(self.plan.layout.num_processes)
+
+    def load_parts(self, reader: TensorReader) -> None:
+        """Restores the optimizer state and the moving averages. The weights were loaded before `prepare`."""
+        load_optimizer(self.optimizer.optimizer, self.saved_tensors(), reader)
+        for name, weight in self.saved_tensors().items():
+            if self.ema is not None and f"average.{name}" in reader.tensors:
+                self.ema.averages[weight] = placed_like(weight, reader, f"average.{name}")
+
+    def each_full_weight(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, parameter or saved buffer), whole in the main process, one at a time.
+
+        A collective: all processes must call it and take all.
+        """
+        for name, tensor in self._tensors_to_export():
+            yield name, self._whole(tensor).detach()
+
+    def _tensors_to_export(self) -> Iterable[tuple[str, Tensor]]:
+        return self.saved_tensors().items()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if is_divided(tensor) else tensor
+
+    def _loss_scale_state(self) -> dict[str, float]:
+        """State of the fp16 loss scaler; empty in other precisions."""
+        scaler = self.accelerator.scaler
+        return {} if scaler is None else scaler.state_dict()
+
+    def _load_loss_scale(self, state: dict[str, float]) -> None:
+        if self.accelerator.scaler is not None and "growth_factor" in state:
+            self.accelerator.scaler.load_state_dict(state)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], reader: TensorReader) -> None:
+    """Restores the tensors of an optimizer's state; each is placed as its weight is."""
+    slots, on_device = optimizer_slots(reader), counts_on_device(optimizer)
+    for name, weight in weights.items():
+        for slot in slots.get(name, []):
+            key = f"optimizer.{name}.{slot}"
+            shape = list(reader.tensors[key]["shape"])
+            if optimizer.defaults.get("fused") and shape not in ([], list(weight.shape)):  # its kernel does not look
+                raise UsageError(f"{key} of the checkpoint has the shape {shape}, the weight {list(weight.shape)}")
+            kept = reader.tensor(key) if slot == "step" and not on_device else placed_like(weight, reader, key)
+            optimizer.state[weight][slot] = kept
+
+
+def optimizer_slots(reader: TensorReader) -> dict[str, list[str]]:
+    """{weight name: slots of its optimizer state} in a checkpoint."""
+    slots: dict[str, list[str]] = {}
+    for key in reader.tensors:
+        kind, _, rest = key.partition(".")
+        if kind == "optimizer":
+            name, _, slot = rest.rpartition(".")
+            slots.setdefault(name, []).append(slot)
+    return slots
+
+
+def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer keeps its step count on the device, as torch's fused and capturable ones do."""
+    return any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))
