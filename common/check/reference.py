@@ -1,10 +1,12 @@
 """What the main process does before `prepare`, while the model is whole: it takes the first steps alone."""
 
 import math
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
+from torch import nn
 
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..parallel.on_disk import held_whole
@@ -12,6 +14,8 @@ from ..parallel.setup import Setup
 from .alone import Alone, Step, sketches
 from .copies import NotChecked, kept_optimizer
 from .sketch import Sketch
+
+LARGE = 100_000_000  # bytes of weights: a model whose steps are repeated while the memory of training is still free
 
 
 @dataclass
@@ -21,12 +25,33 @@ class Moved:
     Attributes:
         steps: {number: what the step did}.
         start: {name: weight from which they start}.
-        base: the steps from weights that are not moved.
     """
 
     steps: dict[int, Step]
     start: dict[str, Sketch]
-    base: dict[int, Step]
+
+    @classmethod
+    def taken(cls, alone: Alone, numbers: range, roundings: int) -> "Moved":
+        """Takes these steps, from weights that are moved by so many rounding errors."""
+        start: dict[str, Sketch] = {}
+        is_low = alone.setup.plan.layout.precision != "float32"
+
+        def move(model: nn.Module) -> None:
+            _move_by_rounding(model, roundings, is_low)
+            start.update(sketches(model))
+
+        return cls(alone.steps(numbers, move), start)
+
+
+@torch.no_grad()
+def _move_by_rounding(model: nn.Module, roundings: int, is_low: bool) -> None:
+    """Moves each weight by so many rounding errors of its type, or with `is_low` of bfloat16, up or down at random."""
+    generator = torch.Generator().manual_seed(roundings)
+    for weight in model.parameters():
+        if weight.is_floating_point() or weight.is_complex():
+            rounding = torch.finfo(torch.bfloat16 if is_low else weight.dtype).eps * roundings
+            sign = torch.randint(2, weight.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+            weight.mul_((sign.to(weight.dtype) * rounding).add_(1).to(weight.device))
 
 
 @dataclass
@@ -38,12 +63,19 @@ class Reference:
         initial: {name: parameter or buffer before the first step}.
         steps: {number: what the step did}.
         moved: {rounding errors: the steps from weights that are moved by so many}.
+        repeated: the steps once more, by the copies, if they had to be repeated.
     """
 
     alone: Alone
     initial: dict[str, Sketch]
     steps: dict[int, Step]
     moved: dict[int, Moved] = field(default_factory=dict)
+    repeated: dict[int, Step] | None = None
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the steps."""
+        return range(min(self.steps), max(self.steps) + 1)
 
     @property
     def setup(self) -> Setup:
@@ -63,8 +95,11 @@ def take_reference(alone: Alone, checkpoint: Checkpoint | FreshStart, numbers: r
     try:
         with held_whole(setup.model), kept_optimizer(setup.model, setup.optimizer):
             checkpoint.load_optimizer(setup.model, setup.optimizer)
-            steps = alone.steps(numbers)
-            return Reference(alone.twin(), sketches(setup.model), steps)
+            steps, moved = alone.steps(numbers), dict[int, Moved]()
+            if sum(weight.nbytes for weight in setup.model.parameters()) > LARGE:
+                with suppress(NotChecked, torch.OutOfMemoryError, MemoryError):
+                    moved[1] = Moved.taken(replace(alone, first_pass=None), numbers, 1)
+            return Reference(alone.twin(), sketches(setup.model), steps, moved)
     except (torch.OutOfMemoryError, MemoryError):
         raise NotChecked("one device has too little memory for the whole model") from None
 

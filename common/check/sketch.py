@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 WIDTH = 4096
-BLOCK = 64 * WIDTH  # elements that are added at a time: their float64 copy stays in the processor's cache
+BLOCK = 64 * WIDTH  # elements that are added at a time: a copy of them stays in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Sketch:
             sums = values.to(exact)
         else:
             sums = torch.zeros(WIDTH, dtype=exact, device=values.device)
-            for block, signs in zip(values.split(BLOCK), _signs(values.device)):
+            values = values if has_rounding else values.to(exact)
+            for block, signs in zip(values.split(BLOCK), _signs(values.device, values.dtype)):
                 padded = block if len(block) == BLOCK else torch.nn.functional.pad(block, (0, -len(block) % WIDTH))
-                signed = padded.to(exact).mul_(signs[: len(padded)])
-                sums += signed.view(-1, WIDTH).sum(0)
+                sums += (padded * signs[: len(padded)]).view(-1, WIDTH).sum(0, dtype=exact)
         return cls(sums.cpu(), torch.finfo(tensor.dtype).eps if has_rounding else 0.0)
 
     def __add__(self, other: "Sketch") -> "Sketch":
@@ -55,16 +55,16 @@ class Sketch:
         return float(self.sums.norm())
 
 
-def _signs(device: torch.device) -> Iterator[Tensor]:
+def _signs(device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
     """Random signs for one block after the other: windows into the same signs, so that none is made twice."""
-    signs, starts = _drawn(device)
+    signs, starts = _drawn(device, dtype)
     while True:
         for start in starts:
             yield signs[start : start + BLOCK]
 
 
 @cache
-def _drawn(device: torch.device) -> tuple[Tensor, list[int]]:
+def _drawn(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(2, (2 * BLOCK,), generator=generator, dtype=torch.int8) * 2 - 1
-    return signs.double().to(device), torch.randint(BLOCK, (1021,), generator=generator).tolist()
+    return signs.to(device, dtype), torch.randint(BLOCK, (1021,), generator=generator).tolist()

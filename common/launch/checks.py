@@ -145,7 +145,8 @@ def check_kinds(layout: Layout, config: RunConfig) -> None:
 
 def launch_checks(layout: Layout) -> list[LaunchCheck]:
     """What a run refuses of a launch: it raises the first refusal, `accelerate-recipes doctor` asks for all of them."""
-    of_kinds = [check for kind in kinds_of(layout) for check in kind.launch_checks]
+    kinds = sorted(kinds_of(layout), key=lambda kind: kind.wraps)  # what joins another kind says what it joins
+    of_kinds = [check for kind in kinds for check in kind.launch_checks]
     return [
         check_launcher,
         check_device,
