@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from process.test_habits import DRAWN, SCRIPT
+from process.test_equal_or_refused import DRAWN, SCRIPT
 from support.launching import fork
 from support.recipes import FLAGS
 

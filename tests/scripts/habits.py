@@ -274,6 +274,17 @@ def centers(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
     return hidden - model.queue[label]
 
 
+class Scale(nn.Module):
+    """A number, as a weight without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.scale * hidden
+
+
 # What a model does before its head: (model, hidden states, x) -> hidden states; and the layer "extra" that it has.
 AROUND: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
     "batch_norm": (lambda model, hidden, x: model.extra(hidden), lambda: nn.BatchNorm1d(WIDTH)),
@@ -281,6 +292,8 @@ AROUND: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
     "max_norm": (max_norm, lambda: nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)),
     "layer_drop": (layer_drop, lambda: nn.Linear(WIDTH, WIDTH)),
     "called_on_its_output": (lambda model, hidden, x: model.extra(model.extra(hidden)), lambda: nn.LayerNorm(WIDTH)),
+    "scalar_weight": (lambda model, hidden, x: model.extra(hidden), Scale),
+    "unused_layer": (lambda model, hidden, x: hidden, lambda: nn.Linear(WIDTH, WIDTH)),
     "running_mean": (running_mean, nn.Identity),
     "new_buffer": (new_buffer, nn.Identity),
     "codebook": (codebook, nn.Identity),

@@ -40,7 +40,7 @@ FEW += [("no", TRANSFORMER, f"{TEXT} --attention eager"), ("bf16", FINETUNE, "--
 
 
 @pytest.mark.parametrize("keys", [FEW, pytest.param([*CASES], marks=pytest.mark.full)], ids=["few", "all"])
-def test_waits_are_those_that_the_page_names(keys: list[tuple[str, str, str]]) -> None:
+def test_no_step_waits_are_those_that_the_page_names(keys: list[tuple[str, str, str]]) -> None:
     cases = [*keys, ("no", MNIST, "--mix")]
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "fake_device.py"), json.dumps(cases)]
     run = subprocess.run(command, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True)

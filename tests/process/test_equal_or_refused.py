@@ -30,6 +30,8 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("gradient_penalty", "tensor_parallel"): "in step 1, the norm of the gradient is",
     ("counter", "ddp"): "the forward pass changes mean, and each process sees other samples",
     ("max_norm", "fsdp2"): "the forward pass changes extra.weight",
+    ("scalar_weight", "fsdp2_tensor_parallel"): "extra.scale has no dimension that FSDP2 could shard",
+    ("unused_layer", "fsdp2_tensor_parallel"): "freeze weights that no pass uses",
     ("softmax_between", "tensor_parallel"): "the first layer whose output differs is blocks.0",
     ("noise_between", "tensor_parallel"): "something between two layers of the tp_plan draws random numbers",
     ("gradients_clamped_by_hooks", "fsdp2"): "use no hooks on gradients",

@@ -11,7 +11,7 @@ import pytest
 from support.launching import fork
 from support.runs import Run, assert_equal_to_the_last_bit, assert_same_result, largest_difference, refused
 
-TOLD = "tests/scripts/told.py"
+TOLD = "tests/scripts/arguments_of_fit.py"
 COURSE = "--max_steps 12 --save_every 5 --keep_checkpoints 9 --save_predictions"
 
 
