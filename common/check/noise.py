@@ -3,10 +3,9 @@
 from .alone import Step
 from .compare import TOLERANCE, Gap, Key, step_gaps, value_gaps, weight_gap
 from .copies import NotChecked
-from .reference import Moved, Reference
+from .reference import ROUNDINGS, Moved, Reference
 
 TIMES_FLOOR = 4  # a difference up to this many times what rounding does to one process is noise
-ROUNDINGS = (1, 2, 4, 8)  # rounding errors by which the weights are moved, until the differences are explained
 
 
 def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> dict[Key, Gap]:
