@@ -151,6 +151,8 @@ def prepare_rehearsal(layout: Layout, timeout: timedelta) -> None:
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         print_once("fp16 needs a GPU: this rehearsal runs in float32")
+    # Accelerate imports deepspeed where it is installed, under other configs, too, and that warns about a missing GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     wrapper_of(layout).rehearse(timeout)
 
 

@@ -143,7 +143,6 @@ class DeepSpeed(Kind):
         return f"DeepSpeed ZeRO-{zero_stage()}{' with CPU offload' * offloads()}"
 
     def rehearse(self, timeout: timedelta) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns about a missing GPU
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         with contextlib.redirect_stdout(io.StringIO()):  # hides "... built successfully" of every process
             load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads() else [])])
