@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.launching import CONFIGS, fork
+from support.launching import CONFIGS, fork, launch
 from support.recipes import FOREACH, HELD, LINEAR, LOADED, MNIST, RECIPES, TRANSFORMER
 from support.runs import Run, assert_same_result, refused
 from support.small_model import write_model
@@ -44,6 +44,12 @@ def test_sizes_that_would_not_be_applied(tmp_path: Path, config: str, before: st
     (tmp_path / "config.yaml").write_text(text.replace(before, after) + "fsdp_config:\n  fsdp_version: 2\n")
     run = fork(tmp_path / "run", tmp_path / "config.yaml", MNIST, "--model mlp", succeeds=False)
     assert expected in refused(run)
+
+
+def test_a_run_prints_no_warning_of_others(tmp_path: Path) -> None:
+    """Accelerate imports deepspeed under FSDP2, too, and that warns about a missing GPU."""
+    run = launch(tmp_path / "run", "fsdp2", LINEAR, "--max_steps 2")
+    assert "WARNING" not in run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("config", ["tensor_parallel", "fsdp2_tensor_parallel"])
