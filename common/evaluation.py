@@ -174,43 +174,36 @@ def evaluate_set(
 
     Every process runs the same number of forward passes, because the processes of a sharded model wait for each other.
     The last passes are padded with samples that are not counted. `poll` is called before each pass, and must return the
-    same in all processes. If the values are kept, integers, such as class ids, have no mean. With a `batch_loss`, they
-    are kept, and the means are those of its metrics."""
-    model, plan, batch_loss, device = engine.model, engine.plan, engine.batch_loss, engine.accelerator.device
+    same in all processes. The means come from the values of all samples in their order, so that no layout changes them.
+    If the values are kept, integers, such as class ids, have no mean. With a `batch_loss`, the means are those of its
+    metrics."""
+    plan, batch_loss, device = engine.plan, engine.batch_loss, engine.accelerator.device
     size, num_samples = plan.micro_batch_size, len(eval_set)
     num_passes = -(-num_samples // (size * plan.layout.data_parallel_size))
     # Ids past the end are padding.
     starts = [plan.row(index) * size for index in range(num_passes)]
     samples = ((EVALUATION, torch.arange(start, start + size).clamp_(max=num_samples - 1)) for start in starts)
-    sums: dict[str, torch.Tensor] = {}
-    kept: Examples = {}  # of this process, with the padding, of shape (passes, micro_batch, ...)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    with evaluating(model):
+    rows: Examples = {}  # of this process, with the padding, of shape (passes, micro_batch, ...)
+    with evaluating(engine.model):
         for index, batch in enumerate(batches(eval_set, samples, device, plan.config)):
             if poll():
                 return None
-            num_real = min(max(num_samples - starts[index], 0), size)
             seed_forward(plan.config.seed, EVALUATION, plan.row(index), device)
-            values = engine.forward_step(model, batch)
-            weight = batch.get("weight", torch.ones(size, device=device)).double()
-            if keeps or batch_loss is not None:
-                put(kept, index, num_passes, values | {SAMPLE_WEIGHT: weight})
-            if batch_loss is None:
-                total += weight[:num_real].sum()
-                for name, value in values.items():
-                    if is_metric(value) or (not keeps and value.ndim == 1):
-                        sums[name] = sums.get(name, 0) + (value[:num_real].double() * weight[:num_real]).sum()
-    examples = {name: gathered(engine.accelerator, plan.layout, rows)[:num_samples] for name, rows in kept.items()}
-    weight = examples.pop(SAMPLE_WEIGHT, total)
-    if batch_loss is None:
-        *totals, total = engine.accelerator.reduce(torch.stack([*sums.values(), total]), "sum").tolist()
-    else:
-        metrics = _in_batches(batch_loss, examples, plan.config.batch_size)
-        examples |= metrics
-        sums = {name: (value.double() * weight).sum() for name, value in metrics.items() if is_metric(value)}
-        *totals, total = torch.stack([*sums.values(), weight.sum()]).tolist()
-    means = {name: value / (total or math.nan) for name, value in zip(sums, totals)}
-    return means, {name: whole.to(_exact(whole)).cpu() for name, whole in examples.items()}
+            values = engine.forward_step(engine.model, batch)
+            if not keeps and batch_loss is None:  # predictions of many dimensions would fill the memory for nothing
+                values = {name: value for name, value in values.items() if value.ndim == 1}
+            weight = batch.get("weight", torch.ones(size, device=device))
+            put(rows, index, num_passes, values | {SAMPLE_WEIGHT: weight})
+    examples = {name: gathered(engine.accelerator, plan.layout, each)[:num_samples] for name, each in rows.items()}
+    weight = examples.pop(SAMPLE_WEIGHT).double()
+    metrics = examples if batch_loss is None else _in_batches(batch_loss, examples, plan.config.batch_size)
+    ids_count = not keeps and batch_loss is None  # integers have no mean if something else makes use of them
+    averaged = {name: value for name, value in metrics.items() if is_metric(value) or (ids_count and value.ndim == 1)}
+    sums = [(value.double() * weight).sum() for value in averaged.values()]
+    *totals, total = torch.stack([*sums, weight.sum()]).tolist()
+    means = {name: value / (total or math.nan) for name, value in zip(averaged, totals)}
+    kept = examples | metrics if keeps or batch_loss is not None else {}
+    return means, {name: whole.to(_exact(whole)).cpu() for name, whole in kept.items()}
 
 
 def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:
