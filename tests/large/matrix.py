@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -190,13 +190,23 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f} s"
 
 
+def _kept() -> dict[str, dict[str, dict[str, Any]]]:
+    """The results of earlier runs, without cells that another version of this script wrote."""
+    content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    names = {field.name for field in fields(Cell)}
+    cells = {
+        case: {name: cell for name, cell in found.items() if cell.keys() == names} for case, found in content.items()
+    }
+    return {case: found for case, found in cells.items() if found}
+
+
 def main() -> int:
     """Runs the chosen cells and writes the page. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, help="only these")
     parser.add_argument("--config", action="append", choices=CONFIGS, help="only these")
     arguments = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = _kept()
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     is_bad = False
     for name in arguments.case or CASES:
