@@ -47,3 +47,21 @@ def test_fused_kernels_look_at_a_flag_on_their_device() -> None:
         optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
         optimizer.step()
         assert torch.equal(weight.detach(), torch.ones(3))
+
+
+def test_fused_kernels_look_at_it_for_weights_that_fsdp2_divides() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(3, 1), mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+        for found, expected in ((1.0, True), (0.0, False)):
+            model(torch.ones(2, 3)).sum().backward()
+            before = model.weight.to_local().clone()
+            optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found)
+            optimizer.step()
+            assert torch.equal(before, model.weight.to_local()) == expected
+    finally:
+        torch.distributed.destroy_process_group()
