@@ -58,7 +58,7 @@ def first_line(error: BaseException) -> str:
 def place_of(error: BaseException) -> str | None:
     """The file and line of the recipe's own code that raised the error, or called what did; None if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_own(frame.filename)]
+    own = [frame for frame in frames if is_own(frame.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
 
 
@@ -80,12 +80,12 @@ def trace_of(error: BaseException) -> str:
     whole.__notes__ = []  # they are in the line
     calls = [number for number, frame in enumerate(whole.stack) if Path(frame.filename).is_relative_to(_LOOP)]
     called = whole.stack[max(calls, default=-1) + 1 :]
-    if own := [frame for frame in called if _is_own(frame.filename) or frame is called[-1]]:
+    if own := [frame for frame in called if is_own(frame.filename) or frame is called[-1]]:
         whole.stack = traceback.StackSummary.from_list(own)
     return "".join(whole.format())
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
     """Whether a file is the recipe's, or another one of the user's: not of the loop, of a package or of Python."""
     path, others = Path(file), (sysconfig.get_path("stdlib"), _LOOP)
     is_package = {"site-packages", "dist-packages"} & {*path.parts}

@@ -9,11 +9,11 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from ..errors import is_own
 from ..records.run_card import launch_command
 
 LOOP = Path(__file__).parents[1]
 LONG_AGO = (1980, 1, 1, 0, 0, 0)  # one archive for one source
-PACKAGES = {"site-packages", "dist-packages"}
 
 
 @cache
@@ -37,7 +37,7 @@ def _files() -> dict[str, Path]:
     files = {script.name: script}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "")
-        if path.suffix == ".py" and path.is_relative_to(script.parent) and not PACKAGES & {*path.parts}:
+        if path.suffix == ".py" and path.is_relative_to(script.parent) and is_own(str(path)):
             files[str(path.relative_to(script.parent))] = path
     files |= {f"{LOOP.name}/{path.relative_to(LOOP)}": path for path in LOOP.rglob("*.py")}
     words = shlex.split(launch_command())

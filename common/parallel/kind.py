@@ -65,7 +65,7 @@ class Kind:
 
     def is_asked(self, config: RunConfig) -> bool:
         """Whether the launcher's variables or the flags ask for this kind."""
-        raise NotImplementedError
+        return False
 
     def sizes(self, config: RunConfig) -> dict[str, Any]:
         """{axis of Layout: its size}"""
@@ -102,7 +102,7 @@ class Kind:
 
     def wrap(self, setup: Setup) -> Engine:
         """Wraps model and optimizer into what takes the steps. `check_trainable` has accepted them."""
-        raise NotImplementedError
+        raise AssertionError(f"{self.name} wraps no model")
 
     def likely_cause(self, seen: Seen) -> str | None:
         """What this kind may have to do with a difference, and what to type; None if nothing."""
