@@ -3,7 +3,6 @@
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import RunConfig
 from ..layout import Layout
 from .engine import Engine
 from .kind import Kind, Seen
@@ -12,12 +11,10 @@ from .setup import Setup, choose_fused_kernels, compile_if_asked
 
 
 class Ddp(Kind):
+    """Takes what no other kind asks for."""
+
     name = "DDP"
     needs_all_weights = True  # DDP waits for the gradient of each
-
-    def is_asked(self, config: RunConfig) -> bool:
-        """It takes what no other kind does."""
-        return True
 
     def title(self, layout: Layout) -> str:
         if layout.sequence > 1:

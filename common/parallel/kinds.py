@@ -33,7 +33,7 @@ KINDS: tuple[Kind, ...] = (
 
 def layout_of(config: RunConfig) -> Layout:
     """What the launcher's environment variables and the flags ask for. Starts no process."""
-    asked = [kind for kind in KINDS if kind is not DDP and kind.is_asked(config)]
+    asked = [kind for kind in KINDS if kind.is_asked(config)]
     asked += [] if any(kind.wraps for kind in asked) else [DDP]
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision == "no":
