@@ -14,7 +14,7 @@ from accelerate_recipes import bundle
 from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.catalog import FLAGS, find_config, find_recipe
 from accelerate_recipes.console import print_json
-from accelerate_recipes.doctor.launched import INHERITED, launched
+from accelerate_recipes.doctor.launched import set_variables
 from accelerate_recipes.errors import UsageError
 
 TABLE = bundle.COMMON / "parallel" / "kinds.py"
@@ -93,10 +93,8 @@ def asked_kinds() -> list[str]:
     from common.parallel.kinds import kinds_of, layout_of
 
     found = {"ddp"}  # it takes what no other kind does
-    for config, is_pipeline in json.loads(os.environ.pop(QUESTION)):
-        for name in [name for name in os.environ if INHERITED.match(name)]:
-            del os.environ[name]
-        os.environ.update(launched(Path(config)))
+    for config, is_pipeline in json.loads(os.environ[QUESTION]):
+        set_variables(Path(config))
         layout = layout_of(RunConfig(pipeline_stages=1 + is_pipeline))
         found |= {type(kind).__module__.rpartition(".")[2] for kind in kinds_of(layout)}
     return sorted(found)

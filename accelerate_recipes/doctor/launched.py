@@ -1,5 +1,6 @@
 """The variables that `accelerate launch` gives the processes under a config file, without starting any."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,3 +34,10 @@ def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
     sizes = {"WORLD_SIZE": arguments.num_processes, "GROUP_WORLD_SIZE": arguments.num_machines}
     sizes["LOCAL_WORLD_SIZE"] = arguments.num_processes // arguments.num_machines
     return variables | {name: str(size) for name, size in sizes.items()} | {"RANK": "0", "LOCAL_RANK": "0"}
+
+
+def set_variables(config: Path) -> None:
+    """Sets the variables of the launcher for a config file, and none of another launcher."""
+    for name in [name for name in os.environ if INHERITED.match(name)]:
+        del os.environ[name]
+    os.environ.update(launched(config))

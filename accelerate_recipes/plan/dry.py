@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from accelerate_recipes.at_fit import QUESTION
 from accelerate_recipes.doctor import asked
-from accelerate_recipes.doctor.launched import INHERITED, launched
+from accelerate_recipes.doctor.launched import set_variables
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.steps import DryRun
 
@@ -81,7 +81,7 @@ def _measured(
         told = asked.refusals(accelerator, model, optimizer, forward_step, train_set, eval_set, config, **keywords)
     if lines := [*told["lines"], *told["of_the_launcher"]]:
         return {"refused": lines}
-    _set_variables(Path(question["config"]))
+    set_variables(Path(question["config"]))
     check_steps, gpu = config.check_steps, Gpu(**question["gpu"])
     config = replace(config, pipeline_stages=question["stages"], check_steps=0, compile=False)
     layout = replace(layout_of(config), device="cpu")
@@ -129,13 +129,6 @@ def _facts(plan: Any, layout: Any, keywords: dict[str, Any]) -> dict[str, Any]:
         "flops_per_sample": keywords.get("flops_per_sample"),
         "tokens_per_sample": keywords.get("tokens_per_sample"),
     }
-
-
-def _set_variables(config: Path) -> None:
-    """Sets the variables of the launcher for a config file, and none of another launcher."""
-    for name in [name for name in os.environ if INHERITED.match(name)]:
-        del os.environ[name]
-    os.environ.update(launched(config))
 
 
 @contextmanager
