@@ -72,6 +72,9 @@ def new(
         ),
     ] = None,
     plain: Annotated[bool, typer.Option(help="one file on Accelerate alone, without common/")] = False,
+    minimal: Annotated[
+        bool, typer.Option(help="the loop in one file: no check of the first steps, checkpoints or records; DDP alone")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a project of your own from a recipe.
@@ -80,7 +83,7 @@ def new(
     """
     from accelerate_recipes.project import make
 
-    make(recipe, folder, config, plain, as_json)
+    make(recipe, folder, config, plain, as_json, minimal)
 
 
 @app.command()

@@ -24,9 +24,18 @@ _LOOP = {"accelerate", "filelock", "numpy", "psutil", "pyyaml", "safetensors", "
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "tokenizers": "transformers"}  # where names differ
 PLAIN = bundle.RECIPES / "plain" / "plain_accelerate.py"
 PLAIN_CONFIGS = ("single", "ddp", "fsdp2", "deepspeed_zero2")  # its docstring says: verified under these
+# With --minimal: common/minimal.py takes the place of these modules.
+INIT = bundle.COMMON / "__init__.py"
+MINIMAL_CONFIGS = ("single", "ddp", "ddp_bf16")
+MINIMAL = "the loop in `minimal.py`, without checkpoints and records, and what it imports"
+NOT_MINIMAL = ("diffusion", "embeddings", "preferences")  # moving averages, batch_loss, evaluations before `fit`
+TYPES = "TYPE_CHECKING"
+WHOLE_LOOP = r"from \.(checkpoint\.export|launch\.start|loop|run) import"
 
 
-def make(recipe: str, folder: Path | None, configs: list[str] | None, plain: bool, as_json: bool) -> None:
+def make(
+    recipe: str, folder: Path | None, configs: list[str] | None, plain: bool, as_json: bool, minimal: bool = False
+) -> None:
     """Makes the project, and prints its files and the two commands.
 
     Args:
@@ -36,10 +45,13 @@ def make(recipe: str, folder: Path | None, configs: list[str] | None, plain: boo
             they need. None: ddp, and all kinds.
         plain: make a project of one script on Accelerate alone.
         as_json: print JSON.
+        minimal: bring the loop in one file, without check, checkpoints, records and watchdog.
 
     Raises:
         UsageError: an unknown recipe or config, a config that the recipe does not support, a folder with content.
     """
+    if plain and minimal:
+        raise UsageError("--plain and --minimal exclude each other: type one of them")
     if plain:
         if folder is not None:
             raise UsageError(f"--plain has one script: type accelerate-recipes new --plain {folder}")
@@ -51,11 +63,13 @@ def make(recipe: str, folder: Path | None, configs: list[str] | None, plain: boo
     chosen = [find_config(name) for name in dict.fromkeys(configs or ["ddp"])]
     for config in chosen:
         _check_pair(script, config)
+        if minimal:
+            _check_minimal(script, config)
     _check_target(target)
-    kinds = None if plain or configs is None else _kinds_of(script, chosen)
+    kinds = None if plain or minimal or configs is None else _kinds_of(script, chosen)
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}_") as scratch:
-        _write(Path(scratch) / target.name, script, chosen, kinds)
+        _write(Path(scratch) / target.name, script, chosen, kinds, minimal)
         (Path(scratch) / target.name).rename(target)  # as a whole, or not at all
     commands = [f"cd {target}", "make train", "make test"]
     if as_json:
@@ -74,6 +88,16 @@ def _check_pair(script: Path, config: Path) -> None:
     if FLAGS.get((script.stem, config.stem), "") is None:
         fitting = [path.stem for path in bundle.configs() if FLAGS.get((script.stem, path.stem), "") is not None]
         raise UsageError(f"--config {config.stem}: {script.name} has no plan for it; type one of {', '.join(fitting)}")
+
+
+def _check_minimal(script: Path, config: Path) -> None:
+    if script.stem in NOT_MINIMAL:
+        raise UsageError(f"{script.stem} needs the whole loop: leave out --minimal")
+    if config.stem not in MINIMAL_CONFIGS:
+        raise UsageError(
+            f"--config {config.stem}: the minimal loop holds the whole model in each process: type one of "
+            f"{', '.join(MINIMAL_CONFIGS)}, or leave out --minimal"
+        )
 
 
 def _check_target(target: Path) -> None:
@@ -100,7 +124,7 @@ def asked_kinds() -> list[str]:
     return sorted(found)
 
 
-def _write(project: Path, script: Path, configs: list[Path], kinds: set[str] | None) -> None:
+def _write(project: Path, script: Path, configs: list[Path], kinds: set[str] | None, minimal: bool) -> None:
     """Writes all files of a project into a new folder, with these kinds of parallelism; None: all."""
     place = f"recipes/plain/{script.name}" if script == PLAIN else f"recipes/{script.name}"
     (project / "accelerate_configs").mkdir(parents=True)
@@ -113,10 +137,10 @@ def _write(project: Path, script: Path, configs: list[Path], kinds: set[str] | N
         (project / "accelerate_configs" / config.name).write_text(text, encoding="utf-8")
     packages = _LOOP | _imported(script)
     if script != PLAIN:
-        table = _table_of_kinds(kinds)
-        files = _used(script, table)
+        changed = {INIT: _minimal_init()} if minimal else {TABLE: _table_of_kinds(kinds)}
+        files = _used(script, changed)
         packages = packages.union(*map(_imported, [file for file in files if file.parent.name == "tasks"]))
-        _copy_common(project / "common", files, table)
+        _copy_common(project / "common", files, changed)
     name = re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project"
     required = _requirements() + _requirements("data")
     flags = {config.stem: FLAGS.get((script.stem, config.stem)) or "" for config in configs}
@@ -128,10 +152,12 @@ def _write(project: Path, script: Path, configs: list[Path], kinds: set[str] | N
         "extras": ",".join(["deepspeed"] * any("deepspeed" in name for name in flags) + ["test"]),
         "flags": flags[configs[0].stem],
         "flags_of_configs": json.dumps(flags),
+        "loop": MINIMAL if minimal else "the loop: batches, steps, evaluation, checkpoints, records",
+        "outputs": "`model/`" if minimal else "`metrics.jsonl`, `run.json`, `model/`, `checkpoints/`",
         "name": name,
         "origin": f"{place} of accelerate-recipes {bundle.VERSION}",
     }
-    test = f"test_train{'_plain' * (script == PLAIN)}.py"
+    test = f"test_train{'_plain' * (script == PLAIN)}{'_minimal' * minimal}.py"
     readme = "README_plain.md" if script == PLAIN else "README.md"
     products = {readme: "README.md", "Makefile": "Makefile", "pyproject.toml": "pyproject.toml"}
     products |= {"gitignore": ".gitignore", test: "tests/test_train.py"}
@@ -151,26 +177,35 @@ def _table_of_kinds(kinds: set[str] | None) -> str:
     return text
 
 
-def _copy_common(target: Path, files: list[Path], table: str) -> None:
-    """Copies these files of `common/`, with this text of the table of kinds."""
+def _minimal_init() -> str:
+    """The text of `common/__init__.py`, with the interface of the minimal loop."""
+    text = re.sub(WHOLE_LOOP, "from .minimal import", INIT.read_text(encoding="utf-8"))
+    return re.sub(r"from \.stopping import .*\n\n# isort: split\n", "", text)
+
+
+def _copy_common(target: Path, files: list[Path], changed: dict[Path, str]) -> None:
+    """Copies these files of `common/`; some have another text."""
     for file in files:
         copy = target / file.relative_to(bundle.COMMON)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
-    (target / TABLE.relative_to(bundle.COMMON)).write_text(table, encoding="utf-8")
+        if file in changed:
+            copy.write_text(changed[file], encoding="utf-8")
     init = target / "__init__.py"
     line = f"# From accelerate-recipes {bundle.VERSION}. This copy is yours: change what you like.\n"
     init.write_text(line + init.read_text(encoding="utf-8"), encoding="utf-8")
 
 
-def _used(script: Path, table: str) -> list[Path]:
-    """The files of `common/` that a recipe imports, and those that these import. `table`: the text of kinds.py."""
+def _used(script: Path, changed: dict[Path, str]) -> list[Path]:
+    """The files of `common/` that a recipe imports, and those that these import. `changed`: the text of some."""
     found: set[Path] = set()
-    waiting = {bundle.COMMON / "__init__.py", *_files_of(_modules(script.read_text(encoding="utf-8")), script)}
+    waiting = {INIT, *_files_of(_modules(script.read_text(encoding="utf-8")), script)}
+    if INIT in changed:
+        waiting.discard(bundle.COMMON / "run.py")  # `from common import run` is that of the minimal loop
     while waiting:
         path = waiting.pop()
         found.add(path)
-        text = table if path == TABLE else path.read_text(encoding="utf-8")
+        text = changed.get(path) or path.read_text(encoding="utf-8")
         waiting |= _files_of(_modules(text), path) - found
     return sorted(found)
 
@@ -203,9 +238,13 @@ def _imported(path: Path) -> set[str]:
 
 
 def _modules(text: str) -> list[str]:
-    """The modules that a file imports anywhere: `a.b`, and `.b` for one of the same folder."""
+    """The modules that a file imports anywhere, except for its annotations: `a.b`, and `.b` for one of the same
+    folder."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    for_types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == TYPES]
+    skipped = {id(inner) for node in for_types for inner in ast.walk(node)}
+    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -6,7 +6,7 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +17,9 @@ from .errors import UsageError
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
-def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -> ConfigT:
+def parse(
+    config_class: type[ConfigT], arguments: Sequence[str] | None = None, without: Collection[str] = ()
+) -> ConfigT:
     """Reads the command line into a config.
 
     Flags are the fields of `config_class`; `--batch_size` and `--batch-size` are the same.
@@ -25,12 +27,14 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
     Args:
         config_class: RunConfig or a dataclass that extends it.
         arguments: words to parse instead of `sys.argv[1:]`.
+        without: names of fields that are no flags.
 
     Raises:
         UsageError: an unknown flag, or a value of the wrong type or out of range.
         SystemExit: with code 0 after `--help`.
     """
-    config = config_class(**_Parser(config_class).parse(sys.argv[1:] if arguments is None else arguments))
+    words = sys.argv[1:] if arguments is None else arguments
+    config = config_class(**_Parser(config_class, without).parse(words))
     config.validate()
     return config
 
@@ -61,7 +65,7 @@ OF_THE_LAUNCHER = [
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, config_class: type[RunConfig]):
+    def __init__(self, config_class: type[RunConfig], without: Collection[str] = ()):
         self.config_class = config_class
         super().__init__(
             prog=f"{script_name()}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS
@@ -69,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
         groups = {title: self.add_argument_group(title) for title in ("this recipe", *GROUPS)}
         group_of = {name: groups[title] for title, names in GROUPS.items() for name in names}
-        for field in dataclasses.fields(config_class):
+        for field in [field for field in dataclasses.fields(config_class) if field.name not in without]:
             hint, metadata = declaration(config_class, field.name)
             help, group = metadata.get("help", ""), group_of.get(field.name, groups["this recipe"])
             if field.default not in (None, "") and hint is not bool:

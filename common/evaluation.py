@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
-from .data.batches import Collated, MapDataset, batches, resident
+from .data.batches import Collated, Examples, MapDataset, Metrics, batches, resident
 from .errors import StoppedError, UsageError
 from .files import for_json
 from .parallel.batch_loss import SAMPLE_WEIGHT, BatchLoss, gathered, put
@@ -26,9 +26,6 @@ from .records.recorder import Recorder
 from .seeds import EVALUATION, seed_forward
 from .state import TrainState
 from .stopping.watch import Watch
-
-Metrics = dict[str, float]
-Examples = dict[str, torch.Tensor]
 
 
 class Evaluation:

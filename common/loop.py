@@ -15,8 +15,8 @@ from .checkpoint.resume import find_checkpoint
 from .checkpoint.save import Saver
 from .config import RunConfig
 from .cpu_group import CpuGroup
-from .data.batches import CollateFn, ForwardStep, MapDataset, batches, checked_datasets
-from .evaluation import Evaluation, Examples, Metrics, evaluate_exported
+from .data.batches import CollateFn, Examples, ForwardStep, MapDataset, Metrics, batches, checked_datasets
+from .evaluation import Evaluation, evaluate_exported
 from .parallel.batch_loss import BatchLossFn
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.kinds import check_trainable, layout_of, prepare

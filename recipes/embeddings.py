@@ -25,8 +25,7 @@ from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
-from common.data import Batch, pad_to_longest
-from common.evaluation import Examples, Metrics
+from common.data import Batch, Examples, Metrics, pad_to_longest
 from common.tasks.encoder import (
     BERT_TP_PLAN,
     Embedder,

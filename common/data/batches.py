@@ -20,6 +20,8 @@ Batch = dict[str, torch.Tensor]
 # (model, batch) -> metrics. The model is Any because a pipeline passes a function in its place.
 ForwardStep = Callable[[Any, Batch], dict[str, torch.Tensor]]
 CollateFn = Callable[[list[Any]], Batch]
+Metrics = dict[str, float]
+Examples = dict[str, torch.Tensor]  # {name: values of `forward_step` for all samples of an evaluation set}
 
 
 class MapDataset(Protocol):

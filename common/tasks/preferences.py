@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
-from ..data.batches import Batch, CollateFn, ForwardStep, MapDataset, checked_datasets
+from ..data.batches import Batch, CollateFn, Examples, ForwardStep, MapDataset, checked_datasets
 from ..environment import print_once
 from ..errors import UsageError
-from ..evaluation import Examples, evaluate_set
+from ..evaluation import evaluate_set
 from ..parallel.guards import check_same_start, freeze_what_is_not_trained
 from ..parallel.kinds import check_trainable, layout_of, prepare
 from ..parallel.setup import Setup

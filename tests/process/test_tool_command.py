@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.errors import UsageError
@@ -59,6 +60,42 @@ def test_a_project_trains_bit_for_bit_like_the_recipe(tmp_path: Path) -> None:
     assert_equal_to_the_last_bit(copy, fork(tmp_path / "recipe", "ddp", MNIST, flags))
 
 
+@pytest.mark.parametrize("recipe", ["mnist", pytest.param("finetune", marks=pytest.mark.full)])
+def test_a_minimal_project_trains_like_the_recipe(tmp_path: Path, recipe: str) -> None:
+    make(recipe, tmp_path / "project", ["ddp"], plain=False, as_json=True, minimal=True)
+    lines = sum(len(path.read_text().splitlines()) for path in (tmp_path / "project").rglob("*.py"))
+    assert lines <= {"mnist": 2700, "finetune": 3800}[recipe]
+    assert not list((tmp_path / "project" / "common").rglob("check*"))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+    flags = "--max_steps 6 --micro_batch_size 4 --eval_every 3 --output_dir"
+    for place, script in (("small", tmp_path / "project" / "train.py"), ("whole", ROOT / "recipes" / f"{recipe}.py")):
+        config = str(ROOT / "accelerate_configs" / "ddp.yaml")
+        run = execute([*launch, config, str(script), *flags.split(), str(tmp_path / place)], tmp_path, tmp_path)
+        assert run.exit_code == 0, run.stderr
+    small, whole = (load_file(tmp_path / place / "model" / "model.safetensors") for place in ("small", "whole"))
+    assert small.keys() == whole.keys()
+    for name, weight in whole.items():
+        assert float((small[name] - weight).norm()) <= 1e-5 * float(weight.norm()), name
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "line"),
+    [
+        ("fsdp2", "", "for one process or DDP in float32 or bf16"),
+        ("single", "--save_every 2", "--save_every: no such flag"),
+        ("single", "--batch_size 0", "--batch_size 0: expected 1 or more"),
+    ],
+)
+def test_a_minimal_project_refuses_in_one_line(tmp_path: Path, config: str, flags: str, line: str) -> None:
+    make("linear_regression", tmp_path / "project", ["single"], plain=False, as_json=True, minimal=True)
+    file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
+    command = ["accelerate", "launch", "--config_file", file, "--main_process_port", "0", "train.py", *flags.split()]
+    run = execute(command, tmp_path / "project", tmp_path / "project")
+    assert run.exit_code != 0
+    assert run.stderr.count("error: ") >= 1 and line in run.stderr
+    assert run.stderr.index("error: ") < run.stderr.find("Traceback") or "Traceback" not in run.stderr
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
@@ -67,6 +104,7 @@ def test_a_project_trains_bit_for_bit_like_the_recipe(tmp_path: Path) -> None:
         "transformer project --config fsdp2 --config pipeline_parallel",
         "linear_regression project --config deepspeed_zero3",
         "--plain project --config ddp --config deepspeed_zero2",
+        "transformer project --minimal --config ddp --config ddp_bf16",
     ],
 )
 def test_the_tests_of_a_project_pass(tmp_path: Path, arguments: str) -> None:
@@ -74,7 +112,8 @@ def test_the_tests_of_a_project_pass(tmp_path: Path, arguments: str) -> None:
     project = tmp_path / "project"
     run = execute([sys.executable, "-m", "pytest", "-q"], project, project)
     assert run.exit_code == 0, run.stdout + run.stderr
-    assert f"{1 + arguments.count('--config')} passed" in run.stdout
+    is_minimal = "--minimal" in arguments  # one test a config: that it trains is part of it
+    assert f"{1 - is_minimal + arguments.count('--config')} passed" in run.stdout
 
 
 @pytest.mark.parametrize(("config", "kind"), [("fsdp2", "FSDP2"), ("deepspeed_zero2", "DeepSpeed")])
