@@ -75,7 +75,8 @@ def _main(function: str, weights: str, result: str, script: str, *flags: str) ->
         os._exit(0)
 
     def start(config: Any) -> Any:
-        return begin(replace(config, pipeline_stages=1))  # one process is no pipeline
+        sizes = [name for name in ("pipeline_stages", "expert_parallel") if hasattr(config, name)]
+        return begin(replace(config, **dict.fromkeys(sizes, 1)))  # one process shares nothing
 
     begin = common.start
     vars(common)["fit"] = vars(loop)["fit"] = answer

@@ -9,10 +9,11 @@ import shutil
 from importlib.metadata import requires
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from accelerate_recipes import bundle
 from accelerate_recipes.at_fit import QUESTION, at_fit
-from accelerate_recipes.catalog import FLAGS, find_config, find_recipe
+from accelerate_recipes.catalog import FLAGS, SIZES, find_config, find_recipe
 from accelerate_recipes.console import print_json
 from accelerate_recipes.doctor.launched import set_variables
 from accelerate_recipes.errors import UsageError
@@ -107,19 +108,20 @@ def _check_target(target: Path) -> None:
 
 def _kinds_of(script: Path, configs: list[Path]) -> set[str]:
     """The modules of the kinds of parallelism that a recipe has under these configs."""
-    asked = [(str(config), "--pipeline_stages" in (FLAGS.get((script.stem, config.stem)) or "")) for config in configs]
+    asked = [(str(config), SIZES.get(config.stem, [])) for config in configs]
     return {*at_fit(None, [], f"{__name__}:asked_kinds", {QUESTION: json.dumps(asked)})}
 
 
 def asked_kinds() -> list[str]:
-    """The modules of the kinds that configs ask for; the question is [(config, whether it is for a pipeline)]."""
+    """The modules of the kinds that configs ask for; the question is [(config, [flag, size] or nothing)]."""
     from common import RunConfig
     from common.parallel.kinds import kinds_of, layout_of
 
     found = {"ddp"}  # it takes what no other kind does
-    for config, is_pipeline in json.loads(os.environ[QUESTION]):
+    for config, size in json.loads(os.environ[QUESTION]):
         set_variables(Path(config))
-        layout = layout_of(RunConfig(pipeline_stages=1 + is_pipeline))
+        sizes: dict[str, Any] = {size[0].removeprefix("--"): int(size[1])} if size else {}
+        layout = layout_of(RunConfig(**sizes))
         found |= {type(kind).__module__.rpartition(".")[2] for kind in kinds_of(layout)}
     return sorted(found)
 

@@ -51,7 +51,9 @@ GROUPS = {
         *("resume_from_checkpoint", "metric_for_best_model", "export_dtype"),
     ),
     "records": ("log_every", "eval_every", "evaluate_only", "save_predictions", "report_to"),
-    "machine": ("pipeline_stages", "compile", "deterministic", "tf32", "check_steps", "hang_timeout"),
+    "machine": (
+        *("pipeline_stages", "expert_parallel", "compile", "deterministic", "tf32", "check_steps", "hang_timeout"),
+    ),
 }
 OF_THE_LAUNCHER = [
     "--config_file",

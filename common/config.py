@@ -44,6 +44,9 @@ class RunConfig:
     pipeline_stages: int = flag(
         1, "pipeline stages: processes that each hold some of the layers; several pipelines divide the batch", minimum=1
     )
+    expert_parallel: int = flag(
+        1, "processes that each hold some of the experts of a mixture, and share each other's tokens", minimum=1
+    )
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
     warmup_steps: int = flag(0, "optimizer steps over which the learning rate rises to its peak", minimum=0)
     lr_schedule: Schedule = flag(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A grid of processes. Its axes are replicas, shards, tensor, sequence and stages.
+    """A grid of processes. Its axes are replicas, shards, tensor, sequence, stages and experts.
 
     `layout_of` in parallel/kinds.py makes it from what a launch asks for.
 
@@ -21,6 +21,7 @@ class Layout:
         tensor: processes that share each layer.
         sequence: processes that share the tokens of each sample.
         stages: of a pipeline.
+        experts: processes that share the experts of each layer; each has samples of its own.
         needs_all_weights: whether each forward pass must use all weights.
     """
 
@@ -35,6 +36,7 @@ class Layout:
     tensor: int = 1
     sequence: int = 1
     stages: int = 1
+    experts: int = 1
     needs_all_weights: bool = False
 
     def __str__(self) -> str:

@@ -32,8 +32,8 @@ from .seeds import EVALUATION, UPDATE, seed_forward
 # Flags of the other loop.
 LEFT_OUT = (
     *("async_save", "check_steps", "deterministic", "early_stopping_patience", "ema_decay", "evaluate_only"),
-    *("export_dtype", "hang_timeout", "keep_checkpoints", "metric_for_best_model", "pipeline_stages", "report_to"),
-    *("resume_from_checkpoint", "save_every", "save_predictions"),
+    *("expert_parallel", "export_dtype", "hang_timeout", "keep_checkpoints", "metric_for_best_model"),
+    *("pipeline_stages", "report_to", "resume_from_checkpoint", "save_every", "save_predictions"),
 )
 OTHERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 WEIGHT = "weight of the sample"

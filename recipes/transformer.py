@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
@@ -54,6 +54,7 @@ class Config(RunConfig):
     num_layers: int = flag(4, "decoder layers", minimum=1)
     num_heads: int = flag(4, "attention heads; --hidden_size must be a multiple of twice this number", minimum=1)
     hidden_size: int = flag(128, "width of the model", minimum=2)
+    num_experts: int = flag(0, "experts in each layer, of which a token takes two: a Mixtral; 0: a Llama", minimum=0)
     attention: Literal["sdpa", "eager", "flash_attention_2"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "continue from this causal model and its tokenizer (folder or Hub id)")
@@ -80,19 +81,22 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
                 f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads of even width: "
                 f"type --hidden_size {max(2, round(config.hidden_size / config.num_heads / 2) * 2) * config.num_heads}"
             )
-        shape = LlamaConfig(
+        experts = {"num_local_experts": config.num_experts} if config.num_experts else {}
+        shape = (MixtralConfig if experts else LlamaConfig)(
             vocab_size=256,
             hidden_size=config.hidden_size,
             intermediate_size=-(-config.hidden_size * 8 // 3 // 32) * 32,  # Llama's 8/3, rounded up to a multiple of 32
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_heads,
             max_position_embeddings=config.context,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=None,
             attn_implementation=config.attention,
+            **experts,
         )
-        return LlamaForCausalLM(shape), byte_tokenizer()
+        return AutoModelForCausalLM.from_config(shape), byte_tokenizer()
     return load_pretrained(config.model_name_or_path, config.context, config.attention)
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from accelerate_recipes import bundle
 from accelerate_recipes.at_fit import at_fit
-from accelerate_recipes.catalog import count_gpus, find_config, runs_here
+from accelerate_recipes.catalog import SIZES, count_gpus, find_config, runs_here
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.verify.against import kept
 from accelerate_recipes.verify.causes import likely_cause
@@ -20,7 +20,6 @@ from accelerate_recipes.verify.certificate import CHECKED, Row, Table, write
 from accelerate_recipes.verify.compare import Difference, compare, starts_alike
 from accelerate_recipes.verify.runs import Finished, Launch
 
-PIPELINE = ["--pipeline_stages", "2"]  # the number of stages is no setting of the config file
 EVIDENCE = "accelerate_recipes.verify.causes:evidence"
 
 
@@ -163,7 +162,7 @@ class _Verification:
 
     def _all_flags(self, config: Path | None = None) -> list[str]:
         records = ["--max_steps", str(self.steps), "--log_every", "1", "--eval_every", str(max(1, self.steps // 2))]
-        return [*self.flags, *records, *(PIPELINE if config is not None and config.stem.startswith("pipeline") else [])]
+        return [*self.flags, *records, *(SIZES.get(config.stem, []) if config is not None else [])]
 
     def _bf16(self, launch: Launch) -> Finished:
         """The reference for configs in bf16: one process in bf16. The first call runs it."""

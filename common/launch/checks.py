@@ -135,6 +135,7 @@ def check_kinds(layout: Layout, config: RunConfig) -> None:
         "TP": mesh_size("tp") > 1,
         "SP": mesh_size("sp") > 1,
         "pipeline": config.pipeline_stages > 1,
+        "EP": config.expert_parallel > 1,
     }
     if lacking := [name for name in asked if asked[name] and name not in layout.kinds]:
         raise UsageError(

@@ -19,6 +19,7 @@ from .checks import check_divisible_weights
 from .engine import Engine
 from .kind import Kind, rehearse_on_gloo
 from .on_disk import filled
+from .parts import is_divided
 from .setup import Setup, choose_fused_kernels, compile_if_asked, float32_outputs, say_what_is_cast
 
 if TYPE_CHECKING:
@@ -88,6 +89,9 @@ class Fsdp2(Kind):
             model.register_forward_hook(float32_outputs)  # Accelerate's autocast under DDP casts; FSDP2 does not
         compile_if_asked(model, plan, sharded_layers(model))
         offloads = is_true("FSDP_OFFLOAD_PARAMS")
+        # Weights that another kind has divided stay as they are.
+        divided = [module for module in model.modules() if any(map(is_divided, module.parameters(recurse=False)))]
+        accelerator.state.fsdp_plugin.ignored_modules = divided or None
         with filled(model, "cpu" if offloads else accelerator.device), _found_by_name(model, setup.optimizer):
             model, optimizer = accelerator.prepare(model, setup.optimizer)
         choose_fused_kernels(accelerator, setup.optimizer)

@@ -12,6 +12,7 @@ from .checks import check_optimizer
 from .ddp import DDP
 from .deepspeed import DEEPSPEED
 from .engine import Engine
+from .expert import EXPERT
 from .fsdp2 import FSDP2
 from .kind import Kind, ModelCheck
 from .parts import local
@@ -27,6 +28,7 @@ KINDS: tuple[Kind, ...] = (
     TENSOR,
     FSDP2,
     SEQUENCE,
+    EXPERT,
     DDP,
 )
 

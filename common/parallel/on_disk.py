@@ -116,8 +116,11 @@ def made_up(module: nn.Module) -> AbstractContextManager[None]:
     def window(weight: Tensor, origin: Origin) -> Tensor:
         if weight.ndim < 2:
             return torch.ones(weight.shape, dtype=weight.dtype)
+        if weight.ndim > 2:  # such as experts, whose kernels need matrices without overlaps
+            values = torch.randn(weight.shape[-2:], generator=generator, dtype=weight.dtype) / weight.shape[-1] ** 0.5
+            return values.expand(weight.shape)
         values = torch.randn(sum(weight.shape), generator=generator, dtype=weight.dtype) / weight.shape[-1] ** 0.5
-        return values.as_strided(weight.shape, [1] * weight.ndim)
+        return values.as_strided(weight.shape, [1, 1])
 
     return _lent(module, window)
 

@@ -1,6 +1,6 @@
 """What takes the steps of a run, before it is wrapped, and what several kinds of parallelism do with it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..data.batches import ForwardStep
 from ..plan import Plan
 from .batch_loss import BatchLoss, BatchLossFn
 from .guards import checked
-from .parts import is_divided, local
+from .parts import by_mesh, is_divided, local
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -76,6 +76,40 @@ def _has_fused_kernel(optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_dense(weight: Tensor) -> bool:
     return torch.empty_like(weight, device="meta").stride() == weight.stride()
+
+
+def exchange_weights(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Gives an optimizer divided weights in place of its own, {own: divided}, with the state that it has of them."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(weight, weight) for weight in group["params"]]
+    for before, after in replaced.items():
+        if before in optimizer.state and after is not before:
+            optimizer.state[after] = _divided_like(after, optimizer.state.pop(before))
+    _split_groups_by_mesh(optimizer)
+
+
+def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """The state that an optimizer made in its constructor, as Adagrad does, divided as the weight now is."""
+    if not is_divided(weight):
+        return state
+    from torch.distributed.tensor import distribute_tensor
+
+    return {
+        name: distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+        if isinstance(value, Tensor) and value.shape == weight.shape
+        else value
+        for name, value in state.items()
+    }
+
+
+def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
+    """Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on
+    GPUs, refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
+    for index, group in enumerate(list(optimizer.param_groups)):
+        divided = by_mesh(group["params"])
+        if len(divided) > 1:
+            group["params"], *others = divided
+            optimizer.param_groups += [group | {"params": weights, "split_from": index} for weights in others]
 
 
 def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] = ()) -> None:

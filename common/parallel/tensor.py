@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import RunConfig
 from ..environment import is_true, mesh_size
@@ -19,8 +19,7 @@ from .engine import Engine
 from .fsdp2 import mixed_precision_policy, sharded_layers
 from .kind import Kind, Seen, rehearse_on_gloo
 from .on_disk import filled
-from .parts import by_mesh, is_divided
-from .setup import Setup, choose_fused_kernels, compile_if_asked
+from .setup import Setup, choose_fused_kernels, compile_if_asked, exchange_weights
 
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
@@ -125,7 +124,6 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
     }
     mesh = accelerator.torch_device_mesh
     before = dict(model.named_parameters())
-    names = {id(weight): name for name, weight in before.items()}
     plan = check_plan(model, layout.tensor)
     data_parallel = tuple(accelerator.parallelism_config.dp_dim_names)
     with filled(model, accelerator.device):
@@ -137,37 +135,8 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
                 fully_shard(module, mesh=mesh[data_parallel], mp_policy=mixed_precision_policy(layout.precision))
     if not data_parallel:
         model.to(accelerator.device)  # Accelerate does not move a model that holds DTensors; FSDP2 has
-    weights = dict(model.named_parameters())
-    for group in optimizer.param_groups:
-        group["params"] = [weights[names[id(weight)]] for weight in group["params"]]
-    for name, weight in before.items():
-        if weight in optimizer.state and weights[name] is not weight:
-            optimizer.state[weights[name]] = _divided_like(weights[name], optimizer.state.pop(weight))
-    _split_groups_by_mesh(optimizer)
-
-
-def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """The state that an optimizer made in its constructor, as Adagrad does, divided as the weight now is."""
-    if not is_divided(weight):
-        return state
-    from torch.distributed.tensor import distribute_tensor
-
-    return {
-        name: distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
-        if isinstance(value, Tensor) and value.shape == weight.shape
-        else value
-        for name, value in state.items()
-    }
-
-
-def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on
-    GPUs, refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
-    for index, group in enumerate(list(optimizer.param_groups)):
-        divided = by_mesh(group["params"])
-        if len(divided) > 1:
-            group["params"], *others = divided
-            optimizer.param_groups += [group | {"params": weights, "split_from": index} for weights in others]
+    after = dict(model.named_parameters())
+    exchange_weights(optimizer, {weight: after[name] for name, weight in before.items()})
 
 
 def check_plan(model: nn.Module, size: int) -> dict[str, str]:

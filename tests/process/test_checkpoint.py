@@ -132,6 +132,7 @@ RELAYS = {
     "mnist mlp": "single ddp fsdp2 hsdp tensor_parallel fsdp2_tensor_parallel deepspeed_zero1 deepspeed_zero2 "
     "deepspeed_zero3 fsdp2",
     "transformer": "tensor_parallel pipeline_parallel sequence_parallel deepspeed_zero3",
+    "experts": "fsdp2_expert_parallel ddp fsdp2_expert_parallel fsdp2 deepspeed_zero3",
     "text classification": "single fsdp2 tensor_parallel deepspeed_zero2 deepspeed_zero3 ddp",
     "embeddings": "single fsdp2 tensor_parallel deepspeed_zero2 deepspeed_zero3 ddp",
     "finetune": "pipeline_parallel fsdp2 fsdp2_sequence_parallel tensor_parallel deepspeed_zero3 ddp",
@@ -143,6 +144,7 @@ RELAYS = {
     ("relay", "others"),
     [
         ("transformer", ""),
+        ("experts", "--ema_decay 0.9"),
         pytest.param("mnist mlp", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("text classification", "", marks=pytest.mark.full),
         pytest.param("embeddings", "", marks=pytest.mark.full),

@@ -53,6 +53,7 @@ OFTEN = {
     "linear regression": ("ddp", "fsdp2", "deepspeed_zero1"),
     "text classification": ("ddp", "tensor_parallel", "deepspeed_zero3"),
     "embeddings": ("ddp",),
+    "experts": ("fsdp2_expert_parallel", "deepspeed_zero2"),
     "finetune": ("ddp", "fsdp2", "pipeline_parallel", "sequence_parallel"),
     "diffusion": ("ddp", "tensor_parallel"),
     "preferences": ("ddp",),

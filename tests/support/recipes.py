@@ -30,6 +30,7 @@ FLOAT32_CONFIGS = [
     "hsdp_tensor_parallel",
     "sequence_parallel",
     "fsdp2_sequence_parallel",
+    "fsdp2_expert_parallel",
     "pipeline_parallel",
     "deepspeed_zero1",
     "deepspeed_zero2",
@@ -56,6 +57,7 @@ RECIPES = {
     "mnist mlp": (MNIST, STEPS + "--model mlp"),
     "linear regression": (LINEAR, STEPS),
     "transformer": (TRANSFORMER, STEPS + TEXT),
+    "experts": (TRANSFORMER, STEPS + TEXT + " --num_experts 4"),
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
     "embeddings": (EMBEDDINGS, STEPS + PAIRS),
     "finetune": (FINETUNE, STEPS + CHATS),
@@ -76,8 +78,10 @@ DIVIDED = {
     "pipeline_parallel": CAUSAL_MODELS,
     "sequence_parallel": CAUSAL_MODELS,
     "fsdp2_sequence_parallel": CAUSAL_MODELS,
+    "fsdp2_expert_parallel": ("experts",),
 }
-FLAGS = {"pipeline_parallel": " --pipeline_stages 2"}  # flags that a config needs beside its file
+# Flags that a config needs beside its file.
+FLAGS = {"pipeline_parallel": " --pipeline_stages 2", "fsdp2_expert_parallel": " --expert_parallel 2"}
 
 # DISTURBED has 4 steps per epoch, a record every 3 steps and an evaluation every 4, so that most resumes are in the
 # middle of an epoch.

@@ -1,0 +1,232 @@
+"""Expert parallelism: each process of a group holds some of the experts of each layer, and has samples of its own.
+
+Before the experts, the processes of a group gather all their tokens. Each takes those that the router sends to its own
+experts. Then the outputs are summed, and each process gets those of its tokens back. GShard (Lepikhin et al. 2020) and
+DeepSpeed-MoE send each token only where it goes; here no size depends on the router, so that a GPU never waits for one,
+and the traffic is the same from as many experts per token on as the group has processes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from ..config import RunConfig
+from ..environment import is_true
+from ..errors import UsageError
+from ..layout import Layout
+from ..plan import Plan
+from .kind import Kind, Seen
+from .on_disk import filled
+from .parts import is_divided, local
+from .setup import Setup, exchange_weights
+
+NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in transformers
+
+
+def check_config(layout: Layout, config: RunConfig) -> None:
+    """Experts without FSDP2 or beside a kind that divides layers, or a group that does not divide the processes."""
+    if not is_true("ACCELERATE_USE_FSDP") or layout.num_sharing > 1:  # Accelerate refuses divided weights under DDP
+        raise UsageError(
+            f"--expert_parallel {layout.experts} needs FSDP2 for the other weights: type --config_file "
+            "accelerate_configs/fsdp2_expert_parallel.yaml"
+        )
+    if layout.num_processes % layout.experts:
+        raise UsageError(
+            f"--expert_parallel {layout.experts} does not divide {layout.num_processes} processes: type "
+            f"--num_processes {layout.experts} after accelerate launch"
+        )
+    if layout.precision == "fp16" or config.compile:
+        raise UsageError("--expert_parallel needs float32 or bf16, without --compile: remove that flag or type bf16")
+
+
+def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """A model without experts, or with a number of them that does not divide."""
+    found, size = experts_of(model), plan.layout.experts
+    if not found:
+        raise UsageError(
+            f"{type(model).__name__} has no experts of transformers 5 to divide: remove --expert_parallel, or use a "
+            "mixture of experts, as recipes/transformer.py --num_experts 4 does"
+        )
+    for name, experts in found.items():
+        if experts.num_experts % size:
+            fitting = [n for n in range(2, experts.num_experts + 1) if experts.num_experts % n == 0]
+            raise UsageError(
+                f"{name} has {experts.num_experts} experts, which {size} processes cannot share: type "
+                f"--expert_parallel {', '.join(map(str, fitting))}"
+            )
+        for weight in experts.parameters():
+            if weight.shape[0] != experts.num_experts:
+                raise UsageError(f"{name} has a weight that all experts share: remove --expert_parallel")
+
+
+class ExpertParallel(Kind):
+    name = "EP"
+    wraps = False
+    launch_checks = (check_config,)
+    model_checks = (check_experts,)
+
+    def is_asked(self, config: RunConfig) -> bool:
+        return config.expert_parallel > 1
+
+    def sizes(self, config: RunConfig) -> dict[str, Any]:
+        return {"experts": config.expert_parallel}
+
+    def title(self, layout: Layout) -> str:
+        return f"EP {layout.experts}"
+
+    def divide(self, setup: Setup) -> None:
+        from torch.distributed.device_mesh import init_device_mesh  # these imports take a second
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        layout, device = setup.plan.layout, setup.accelerator.device
+        shape = (layout.num_processes // layout.experts, layout.experts)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "experts"))
+        group, replaced = ExpertGroup(mesh, layout), dict[nn.Parameter, nn.Parameter]()
+        for experts in experts_of(setup.model).values():
+            with filled(experts, device):
+                for name, weight in list(experts.named_parameters()):
+                    own = weight.detach().chunk(group.size)[group.rank].to(weight.device if weight.is_meta else device)
+                    shard = DTensor.from_local(own.clone(), mesh, [Replicate(), Shard(0)], run_check=False)
+                    replaced[weight] = nn.Parameter(shard, requires_grad=weight.requires_grad)
+                    setattr(experts, name, replaced[weight])
+            group.take_over(experts)
+        exchange_weights(setup.optimizer, replaced)
+
+    def likely_cause(self, seen: Seen) -> str | None:
+        return None
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """{name: the experts of a layer}: modules of transformers that take (tokens, experts of each, weights of these)."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "_is_expert_parallel") and any(hasattr(module, weight) for weight in NAMES)
+    }
+
+
+class ExpertGroup:
+    """The processes that share the experts of each layer.
+
+    Attributes:
+        size: number of processes.
+        rank: of this process among them; it holds the experts from `rank` × (experts / size) on.
+    """
+
+    def __init__(self, mesh: Any, layout: Layout):
+        self.size, self.rank = layout.experts, mesh.get_local_rank("experts")
+        self._group, self._replicas = mesh.get_group("experts"), mesh.get_group("replicas")
+        self._num_replicas, self._num_processes = layout.num_processes // layout.experts, layout.num_processes
+        # The numbers of tokens, which the CPU must know.
+        self._counts = self._group if mesh.device_type == "cpu" else _group_on_cpu(mesh)
+
+    def take_over(self, experts: Any) -> None:
+        """Lets a module of experts that holds its share of the weights compute the tokens of all processes."""
+        forward, config = experts.forward, experts.config
+        experts.num_experts //= self.size
+        experts._is_expert_parallel = True  # an index that is no expert of this process stands for none
+        if config._experts_implementation == "eager":  # it may leave a weight without a gradient
+            config._experts_implementation = "grouped_mm"
+        for weight in experts.parameters():
+            if weight.requires_grad:
+                weight.register_hook(self._averaged)
+
+        def on_all_tokens(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            longest = self._longest(len(hidden))
+            first, missing = self.rank * experts.num_experts, longest - len(hidden)
+            index = self._gathered(F.pad(index, (0, 0, 0, missing), value=-1)) - first
+            tokens, shares = (self._gathered(F.pad(value, (0, 0, 0, missing))) for value in (hidden, weights))
+            is_other = (index < 0) | (index >= experts.num_experts)
+            index, shares = index.masked_fill(is_other, experts.num_experts), shares.masked_fill(is_other, 0.0)
+            with _own_weights(experts, hidden.dtype):
+                output = forward(tokens, index, shares)
+            return self._summed(output)[: len(hidden)]
+
+        experts.forward = on_all_tokens
+
+    def _averaged(self, gradient: Tensor) -> Tensor:
+        """The gradient of the mean over all processes, as DDP and FSDP2 take it, of one for the tokens of a group."""
+        own = local(gradient)
+        if self._num_replicas > 1:
+            own = own.clone()
+            dist.all_reduce(own, group=self._replicas)
+        own.div_(self._num_processes)
+        if not is_divided(gradient):
+            return own
+        return type(gradient).from_local(own, gradient.device_mesh, gradient.placements, run_check=False)
+
+    def _longest(self, number: int) -> int:
+        """The largest number of tokens of a process."""
+        count = torch.tensor(number)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=self._counts)
+        return int(count)
+
+    def _gathered(self, values: Tensor) -> Tensor:
+        return _Gathered.apply(values.contiguous(), self._group, self.size)
+
+    def _summed(self, values: Tensor) -> Tensor:
+        return _Summed.apply(values.contiguous(), self._group, self.size)
+
+
+class _Gathered(torch.autograd.Function):
+    """The values of all processes of a group, one after the other in dimension 0."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _gather(values, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _sum_and_divide(gradient.contiguous(), ctx.group, ctx.size), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the processes of a group; each gets its part of dimension 0."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _sum_and_divide(values, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _gather(gradient.contiguous(), ctx.group, ctx.size), None, None
+
+
+def _gather(values: Tensor, group: Any, size: int) -> Tensor:
+    whole = values.new_empty(size * len(values), *values.shape[1:])
+    dist.all_gather_into_tensor(whole, values, group=group)
+    return whole
+
+
+def _sum_and_divide(values: Tensor, group: Any, size: int) -> Tensor:
+    part = values.new_empty(len(values) // size, *values.shape[1:])
+    dist.reduce_scatter_tensor(part, values, group=group)
+    return part
+
+
+def _group_on_cpu(mesh: Any) -> Any:
+    """The group of this process's experts, with a backend for the CPU."""
+    groups = [dist.new_group(ranks.tolist(), backend="gloo") for ranks in mesh.mesh]
+    return groups[mesh.get_local_rank("replicas")]
+
+
+@contextmanager
+def _own_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Gives a module its shards as plain tensors of a type for the `with` block."""
+    kept = module._parameters
+    plain: Any = {name: None if weight is None else local(weight).to(dtype) for name, weight in kept.items()}
+    module._parameters = plain
+    try:
+        yield
+    finally:
+        module._parameters = kept
+
+
+EXPERT = ExpertParallel()
