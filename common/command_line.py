@@ -41,7 +41,7 @@ def parse(
 
 # The groups of --help; a recipe's own flags come first.
 GROUPS = {
-    "data": ("data", "num_workers"),
+    "data": ("data", "mixture_ends", "num_workers"),
     "optimisation": (
         *("epochs", "max_steps", "batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "lr_schedule"),
         *("weight_decay", "max_grad_norm", "ema_decay", "early_stopping_patience", "seed"),

@@ -33,7 +33,14 @@ def flag(
 class RunConfig:
     """The flags that all recipes share. A recipe extends the class, overrides defaults and adds its own flags."""
 
-    data: str = flag("", "name of an embedded dataset, a Hub id or a local path")
+    data: str = flag(
+        "", "name of an embedded dataset, a Hub id or a local path; or several with weights: a.jsonl:3,b.jsonl:1"
+    )
+    mixture_ends: Literal["first", "all"] = flag(
+        "first",
+        "an epoch of several sources of --data ends when the first is used up, without repeats, or when all are: "
+        "smaller ones repeat",
+    )
     output_dir: Path = flag(None, "folder for records, checkpoints and model/ (default: outputs/<recipe>)")
     epochs: int = flag(1, "passes over the training data", minimum=1)
     max_steps: int | None = flag(None, "optimizer steps; overrides --epochs", minimum=1)

@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
 from .data.batches import Collated, Examples, MapDataset, Metrics, batches, resident
+from .data.mixture import OF, of_sources
 from .errors import StoppedError, UsageError
 from .files import for_json
 from .parallel.batch_loss import SAMPLE_WEIGHT, BatchLoss, gathered, put
@@ -198,9 +199,9 @@ def evaluate_set(
     averaged = {name: value for name, value in metrics.items() if is_metric(value) or (ids_count and value.ndim == 1)}
     sums = [(value.double() * weight).sum() for value in averaged.values()]
     *totals, total = torch.stack([*sums, weight.sum()]).tolist()
-    means = {name: value / (total or math.nan) for name, value in zip(averaged, totals)}
+    means = of_sources({name: value / (total or math.nan) for name, value in zip(averaged, totals)})
     kept = examples | metrics if keeps or batch_loss is not None else {}
-    return means, {name: whole.to(_exact(whole)).cpu() for name, whole in kept.items()}
+    return means, {name: whole.to(_exact(whole)).cpu() for name, whole in kept.items() if OF not in name}
 
 
 def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:

@@ -16,6 +16,7 @@ from .checkpoint.save import Saver
 from .config import RunConfig
 from .cpu_group import CpuGroup
 from .data.batches import CollateFn, Examples, ForwardStep, MapDataset, Metrics, batches, checked_datasets
+from .data.mixture import by_source
 from .evaluation import Evaluation, evaluate_exported
 from .parallel.batch_loss import BatchLossFn
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
@@ -55,7 +56,7 @@ def fit(
         forward_step: (model, batch) -> metrics, each of shape (batch,), one value per example;
             "loss" is the training loss. If a batch has a "weight" of shape (batch,), such as a
             number of tokens, all means are weighted by it.
-        train_set: map-style dataset of dicts of tensors.
+        train_set: map-style dataset of dicts of tensors, or a `Mixture` of several.
         eval_set: the same kind; each sample counts exactly once. Or {name: set}: then the name stands
             before the metrics of each set.
         config: the flags.
@@ -85,6 +86,7 @@ def fit(
         UsageError: flags, data, a model or an output_dir that the run cannot use.
         NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
     """
+    forward_step, sampler = by_source(train_set, forward_step, sampler)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
     plan = Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
     setup = Setup(accelerator, model, optimizer, forward_step, plan, batch_loss)
@@ -92,8 +94,7 @@ def fit(
     if config.evaluate_only:
         return evaluate_exported(setup, train_set, eval_sets, summarize, examples, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
-        checkpoint = find_checkpoint(plan, this_run, model, optimizer, group)
-        state = checkpoint.state
+        state = (checkpoint := find_checkpoint(plan, this_run, model, optimizer, group)).state
         if output_dir.is_done(state):
             return {}
         checkpoint.load_weights(model)
@@ -116,9 +117,9 @@ def fit(
                 learning_rate = engine.set_learning_rate(plan.learning_rate_factor(state))
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
-                wants_norm = plan.reads(state.step + 1) or watch.stop_requested or first.checks(state.step)
                 first.before(engine, state.step, micro_batches)
-                result = engine.step(state.step, micro_batches, wants_norm)
+                reads = plan.reads(state.step + 1) or watch.stop_requested or first.checks(state.step)
+                result = engine.step(state.step, micro_batches, wants_norm=reads)
                 first.after(engine, state.step, result)
                 state.step += 1
                 recorder.add(learning_rate, result)

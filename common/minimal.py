@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .command_line import ConfigT, parse
 from .config import RunConfig
 from .data.batches import Batch, CollateFn, Examples, ForwardStep, MapDataset, Metrics, batches, checked_datasets
+from .data.mixture import by_source, of_sources
 from .environment import has_gpu, is_true, local_world_size, num_cores, rank, user_chose_threads, world_size
 from .errors import NonFiniteError, RunError, UsageError
 from .layout import Layout
@@ -132,6 +133,7 @@ def fit(
         UsageError: flags or data that the run cannot use.
         NonFiniteError: the norm of a gradient is not finite.
     """
+    forward_step, sampler = by_source(train_set, forward_step, sampler)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
     layout = Layout(num_processes=world_size(), rank=rank())
     plan = Plan.of(config, layout, len(train_set), schedule, sampler)
@@ -225,6 +227,7 @@ def _evaluate(
         is_mean = examples is None or value.is_floating_point() or value.dtype == torch.bool
         if value.ndim == 1 and is_mean:
             means[name] = float((value.double() * weight).sum() / weight.sum())
+    means = of_sources(means)
     return summarize(means) | ({} if examples is None else examples(whole))
 
 

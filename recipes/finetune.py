@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
-from common.data import Batch, MapDataset, pad_to_longest
+from common.data import Batch, pad_to_longest
 from common.environment import has_gpu
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
 from common.tasks.lora import add_lora, write_merged
+from common.tasks.mixture import Sources
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 
@@ -119,19 +120,17 @@ def main(config: Config) -> Any:
     accelerator = start(config)
     model, tokenizer = build(config)
     limits = config.max_length, config.messages_column, config.max_samples
-    train_chats, eval_chats = load_chats(config.data, tokenizer, *limits)
-    print_once(train_chats.facts(config.max_length))
+    sources = Sources(config, lambda data: load_chats(data, tokenizer, *limits))
+    print_once(sources.train.facts(config.max_length))
     # A pipeline needs micro-batches of one length, and computes the logits of all tokens.
     is_pipeline = config.pipeline_stages > 1
     collate_fn = pad_to_longest({"labels": IGNORED, "places": -1}, None, config.max_length if is_pipeline else 1)
-    train_set: MapDataset = ChatDataset(train_chats, places=not is_pipeline)
-    eval_set: MapDataset = ChatDataset(eval_chats, places=not is_pipeline)
-    if config.packing:
-        train_set, eval_set = (PackedDataset(chats, config.max_length) for chats in (train_chats, eval_chats))
+    packed = partial(PackedDataset, length=config.max_length)
+    make = packed if config.packing else partial(ChatDataset, places=not is_pipeline)
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
-    data = accelerator, model, optimizer, forward_step, train_set, eval_set, config
+    data = accelerator, model, optimizer, forward_step, *sources.sets(make, make), config
     fit(*data, summarize, collate_fn=collate_fn, export=tokenizer.save_pretrained)
-    return None if config.evaluate_only else partial(write_answers, config, tokenizer, eval_chats)
+    return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)
 
 
 if __name__ == "__main__":

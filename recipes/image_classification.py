@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch
 from common.tasks.encoder import freeze_key_biases
+from common.tasks.mixture import Sources
 from common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
 from common.tasks.pretrained import load
 
@@ -117,14 +118,15 @@ def main(config: Config) -> Callable[[], None]:
     """Trains. Returns what the main process does alone afterwards: draw which classes are taken for which."""
     disable_progress_bar()
     accelerator = start(config)
-    train, evaluation = load_photos(config.data, config.max_samples)
-    model, form = build(config, train.classes)
+    sources = Sources(config, lambda data: load_photos(data, config.max_samples), same=("classes",))
+    classes = sources.train.classes
+    model, form = build(config, classes)
     if config.freeze_backbone:
         model.base_model.requires_grad_(False)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    forward_step = make_forward_step(config.label_smoothing, len(train.classes))
-    sets = Photos(train, form, config.least_area), Photos(evaluation, form, None)
-    confusion = Confusion(train.classes)
+    forward_step = make_forward_step(config.label_smoothing, len(classes))
+    sets = sources.sets(lambda part: Photos(part, form, config.least_area), lambda part: Photos(part, form, None))
+    confusion = Confusion(classes)
     fit(accelerator, model, optimizer, forward_step, *sets, config, examples=confusion, export=form.write)
     return partial(confusion.write, config.output_dir / "confusion.png")
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from common import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, print_once, run, start
 from common.data import Batch
 from common.tasks.images import load_images
+from common.tasks.mixture import Sources
 from common.tasks.pictures import ImageFormat, read_picture
 
 
@@ -125,13 +126,13 @@ def main(config: Config) -> None:
     if config.predict is not None:
         return predict(config.predict, config)
     accelerator = start(config)
-    train_set, eval_set = load_images(config.data, config.max_samples)
-    network = NETWORKS[config.model]
+    sources = Sources(config, lambda data: load_images(data, config.max_samples), same=("image_shape", "classes"))
+    train_set, network = sources.train, NETWORKS[config.model]
     model = network(train_set.image_shape, train_set.num_classes)
     optimizer_class = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
     optimizer = optimizer_class(parameter_groups(model, config.weight_decay), config.learning_rate)
     form = ImageFormat.of(train_set, config.model)
-    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, export=form.write)
+    fit(accelerator, model, optimizer, forward_step, *sources.sets(), config, export=form.write)
 
 
 if __name__ == "__main__":

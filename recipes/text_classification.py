@@ -16,6 +16,7 @@ To train on your own texts, or to continue from a pretrained encoder:
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from common.tasks.encoder import (
     word_tokenizer,
 )
 from common.tasks.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
+from common.tasks.mixture import Sources
 
 
 @dataclass(kw_only=True)
@@ -118,14 +120,14 @@ def main(config: Config) -> None:
     """Trains the encoder, and exports its tokenizer with it."""
     disable_progress_bar()
     accelerator = start(config)
-    train_texts, eval_texts = load_labelled_texts(config.data, config.text_column, config.label_column)
-    model, tokenizer = build(config, train_texts)
-    weights = train_texts.weights() if config.balanced else [1.0] * len(train_texts.classes)
-    train_set = EncodedTexts(train_texts, tokenizer, config.max_length, weights)
-    eval_set = EncodedTexts(eval_texts, tokenizer, config.max_length, weights)
+    columns = config.text_column, config.label_column
+    sources = Sources(config, lambda data: load_labelled_texts(data, *columns), same=("classes",))
+    model, tokenizer = build(config, sources.train)
+    weights = sources.train.weights() if config.balanced else [1.0] * len(sources.train.classes)
+    encoded = partial(EncodedTexts, tokenizer=tokenizer, max_length=config.max_length, class_weights=weights)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     padding = pad_to_longest({"input_ids": tokenizer.pad_token_id})
-    data = accelerator, model, optimizer, forward_step, train_set, eval_set, config
+    data = accelerator, model, optimizer, forward_step, *sources.sets(encoded, encoded), config
     fit(*data, examples=macro_f1, collate_fn=padding, export=tokenizer.save_pretrained)
 
 

@@ -8,7 +8,6 @@ Time: 2,000 steps in a minute or two on two CPU cores.
 
 To train on your own text, or to continue from your own model:
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/transformer.py --data path/to/file.txt
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/transformer.py --data path/to/file.txt \\
         --model_name_or_path path/or/hub-id --learning_rate 1e-5
 """
@@ -31,8 +30,10 @@ from common.tasks.causal_lm import (
     flops_per_sample,
     load_pretrained,
     load_trained,
+    router_loss,
     with_losses,
 )
+from common.tasks.mixture import Sources
 from common.tasks.text import load_tokens
 from common.tasks.tokenization import byte_tokenizer
 
@@ -55,6 +56,7 @@ class Config(RunConfig):
     num_heads: int = flag(4, "attention heads; --hidden_size must be a multiple of twice this number", minimum=1)
     hidden_size: int = flag(128, "width of the model", minimum=2)
     num_experts: int = flag(0, "experts in each layer, of which a token takes two: a Mixtral; 0: a Llama", minimum=0)
+    router_loss: float = flag(0.0, "weight of a loss that spreads tokens over the experts, such as 0.01", minimum=0)
     attention: Literal["sdpa", "eager", "flash_attention_2"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "continue from this causal model and its tokenizer (folder or Hub id)")
@@ -63,13 +65,14 @@ class Config(RunConfig):
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The loss of each example: the mean over its tokens."""
-    return {"loss": model(batch["tokens"], batch["labels"])}
+    """The loss of each example: the mean over its tokens. With `--router_loss`, what that needs."""
+    losses = model(batch["tokens"], batch["labels"])
+    return losses if isinstance(losses, dict) else {"loss": losses}
 
 
 def summarize(means: dict[str, float]) -> dict[str, float]:
     """Adds the perplexity to the mean metrics of an evaluation."""
-    return means | {"perplexity": math.exp(min(means["loss"], 700))}
+    return means | {"perplexity": math.exp(min(means.get("cross_entropy", means["loss"]), 700))}
 
 
 def build(config: Config) -> tuple[PreTrainedModel, Any]:
@@ -81,20 +84,17 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
                 f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads of even width: "
                 f"type --hidden_size {max(2, round(config.hidden_size / config.num_heads / 2) * 2) * config.num_heads}"
             )
-        experts = {"num_local_experts": config.num_experts} if config.num_experts else {}
-        shape = (MixtralConfig if experts else LlamaConfig)(
+        experts = {"num_local_experts": config.num_experts, "num_key_value_heads": config.num_heads}
+        shape = (MixtralConfig if config.num_experts else LlamaConfig)(
             vocab_size=256,
             hidden_size=config.hidden_size,
             intermediate_size=-(-config.hidden_size * 8 // 3 // 32) * 32,  # Llama's 8/3, rounded up to a multiple of 32
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_heads,
             max_position_embeddings=config.context,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=None,
+            **{"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
             attn_implementation=config.attention,
-            **experts,
+            **(experts if config.num_experts else {}),
         )
         return AutoModelForCausalLM.from_config(shape), byte_tokenizer()
     return load_pretrained(config.model_name_or_path, config.context, config.attention)
@@ -103,8 +103,6 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
 def print_sample(config: Config, prompt: Tensor) -> None:
     """Prints a sample that the exported model generates from `prompt`, shape (tokens,)."""
     folder = config.output_dir / "model"
-    if config.sample_tokens == 0:
-        return
     model = load_trained(folder)
     text = prompt.to(model.device)
     while len(text) < len(prompt) + config.sample_tokens:
@@ -119,21 +117,22 @@ def main(config: Config) -> Any:
     disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)
-    train_set, eval_set = load_tokens(config.data, tokenizer, config.context, config.max_samples)
+    sources = Sources(config, lambda data: load_tokens(data, tokenizer, config.context, config.max_samples))
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    groups = parameter_groups(model, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, config.learning_rate, betas=(0.9, 0.99))
-    data = accelerator, with_losses(model), optimizer, forward_step, train_set, eval_set, config
+    optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate, betas=(0.9, 0.99))
+    model = with_losses(model, routes=config.router_loss > 0)
+    data = accelerator, model, optimizer, forward_step, *sources.sets(), config
     fit(
         *data,
         summarize,
         tokens_per_sample=config.context,
         flops_per_sample=flops_per_sample(model, config.context),
         export=tokenizer.save_pretrained,
+        batch_loss=partial(router_loss, config.router_loss) if config.router_loss else None,
     )
-    prompt = eval_set[0]["tokens"][: max(1, config.context // 2)]
-    return None if config.evaluate_only else partial(print_sample, config, prompt)
+    prompt = sources.evaluation[0]["tokens"][: max(1, config.context // 2)]
+    return None if config.evaluate_only or not config.sample_tokens else partial(print_sample, config, prompt)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,10 @@ def processes(number: int, rank: int) -> Iterator[None]:
             stack.enter_context(patched(owner, name, value))
         if masks := sys.modules.get("transformers.masking_utils"):  # it takes tensors without data for tracing
             stack.enter_context(patched(masks, "is_tracing", lambda *_: False))
+        if experts := sys.modules.get("transformers.integrations.moe"):  # its operation for tracing takes any type
+            stack.enter_context(patched(experts, "_can_use_grouped_mm", lambda *_: False))
+        if sharing := sys.modules.get("common.parallel.expert"):  # all processes have as many tokens as this one
+            stack.enter_context(patched(sharing.ExpertGroup, "_longest", lambda _, number: number))
         if number > 1:
             joined()
         yield

@@ -55,7 +55,7 @@ class DryRun:
             number, dtype = 1, torch.bfloat16 if layout.precision == "bf16" else None
             for name in [name for name in os.environ if INHERITED.match(name)]:
                 del os.environ[name]
-        mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(self.gpu, plan.config.tf32)
+        mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(self.gpu, plan.config.tf32, layout.experts)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")

@@ -46,12 +46,12 @@ class Tracker(TorchDispatchMode):
         flops: floating-point operations.
     """
 
-    def __init__(self, gpu: Gpu, tf32: bool):
+    def __init__(self, gpu: Gpu, tf32: bool, experts: int = 1):
         super().__init__()
         self.held = self.peak = 0
         self.events: list[list[Any]] = []
         self.flops = 0.0
-        self._gpu, self._tf32 = gpu, tf32
+        self._gpu, self._tf32, self._experts = gpu, tf32, experts
         self._sizes: dict[int, int] = {}  # {storage: its bytes}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,6 +132,10 @@ class Tracker(TorchDispatchMode):
             batch, heads, length, width = query.shape
             forward = 4.0 * batch * heads * length * key.shape[2] * width * (0.5 if causal else 1)
             return forward * 2.5 if is_backward else forward
+        if func.namespace == "transformers" and packet.__name__.startswith("grouped_mm"):  # experts
+            tokens, weight = args[:2]  # an expert-parallel process has those of its group, and computes its share
+            forward = 2.0 * len(tokens) / self._experts * weight.shape[1] * weight.shape[2]
+            return forward * 2 if packet.__name__.endswith("backward") else forward
         return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
 
     def _collective(self, func: Any, args: Any) -> None:

@@ -18,8 +18,8 @@ LONG_AGO = (1980, 1, 1, 0, 0, 0)  # one archive for one source
 
 @cache
 def source() -> str:
-    """A zip archive as base64: the recipe, what it imports from its folder, the loop, the config file, and the command
-    that started the run."""
+    """A zip archive as base64: the recipe, what it imports from its folder and for its task, the loop, the config file,
+    and the command that started the run."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
         opened.writestr(zipfile.ZipInfo("command.txt", LONG_AGO), launch_command() + "\n")
@@ -39,7 +39,9 @@ def _files() -> dict[str, Path]:
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix == ".py" and path.is_relative_to(script.parent) and is_own(str(path)):
             files[str(path.relative_to(script.parent))] = path
-    files |= {f"{LOOP.name}/{path.relative_to(LOOP)}": path for path in LOOP.rglob("*.py")}
+    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    own = [path for path in LOOP.rglob("*.py") if path.parent.name != "tasks" or str(path) in loaded]
+    files |= {f"{LOOP.name}/{path.relative_to(LOOP)}": path for path in own}
     words = shlex.split(launch_command())
     for word, following in zip(words, [*words[1:], ""]):
         if word.startswith("--config_file"):

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from ..data.mixture import OF, SHARE, of_sources
 from ..environment import versions
 from ..errors import UsageError
 from ..files import for_json
@@ -136,7 +137,7 @@ class Recorder:
         record = {
             "step": state.step,
             "epoch": round(state.step / self.plan.steps_per_epoch, 4),
-            **{f"train/{name}": total / weight for name, total in sums.items()},
+            **of_sources({f"train/{name}": total / weight for name, total in sums.items()}),
             "learning_rate": self._learning_rate,
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "samples_per_second": round(samples_per_second, 1),
@@ -190,10 +191,12 @@ class Recorder:
         if not self.accelerator.is_main_process:
             return
         if seconds_left is None:
-            shown = [f"{name} {_short(value)}" for name, value in record.items() if name != "step"]
+            hidden = ("step", *(name for name in record if SHARE + OF in name))
+            shown = [f"{name} {_short(value)}" for name, value in record.items() if name not in hidden]
         else:
             # What evaluations do not report are parts of it, such as the sums of a ratio; metrics.jsonl has them.
             names = {"loss"} | {name.rpartition("/")[2] for name in self.last_metrics if name.startswith("eval/")}
+            names -= {name for name in names if SHARE + OF in name}
             own = {name.removeprefix("train/"): value for name, value in record.items() if name.startswith("train/")}
             unit = "tokens" if self.tokens_per_sample else "samples"
             shown = [f"{name} {_short(value)}" for name, value in own.items() if name in names]

@@ -1,6 +1,7 @@
 """Causal language models of transformers: loading, losses and floating-point operations."""
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -100,7 +101,9 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
     return not torch.allclose(first, second, rtol=1e-3, atol=1e-5)
 
 
-def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, longest: int = 0) -> PreTrainedModel:
+def with_losses(
+    model: PreTrainedModel, packs: bool = False, chunk: int = 0, longest: int = 0, routes: bool = False
+) -> PreTrainedModel:
     """Makes a causal model's forward return losses.
 
     forward(tokens, labels, positions=None, places=None), all int64 of shape (batch, context), returns the mean loss of
@@ -115,9 +118,10 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
         chunk: the most tokens whose logits are in memory at one time; the backward pass computes them again. 0: all.
         longest: the length of the longest sample, if there is a chunk or samples have places. Shorter ones, and those
             with fewer places, take the same number of chunks, as ZeRO needs.
+        routes: of a mixture of experts: forward returns what `router_loss` needs, with the losses as "cross_entropy".
 
     Raises:
-        UsageError: with `packs`, the model lets a document see the one before it.
+        UsageError: with `packs`, the model lets a document see the one before it; with `routes`, it has no routers.
     """
 
     def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -129,7 +133,7 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
         labels: Tensor,
         positions: Tensor | None = None,
         places: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Tensor]:
         given = {} if positions is None else {"position_ids": positions}
         num_labels, group, num_tokens = (labels != IGNORED).sum(1), self.sequence_parallel.group, len(labels) * longest
         if group is not None:
@@ -142,11 +146,17 @@ def with_losses(model: PreTrainedModel, packs: bool = False, chunk: int = 0, lon
                 hidden, labels = _at(places, hidden, labels)
             losses = _in_chunks(self.get_output_embeddings(), hidden, labels, num_chunks)
         else:
-            logits = type(self).forward(self, input_ids=tokens, use_cache=False, **given).logits
-            losses = _cross_entropy(logits, labels.flatten())
+            output = type(self).forward(self, input_ids=tokens, use_cache=False, **given, **asked)
+            losses = _cross_entropy(output.logits, labels.flatten())
         means = _means(losses, labels, num_labels)
+        if routes:
+            return {"cross_entropy": means} | _routes(output.router_logits, labels != IGNORED, num_chosen)
         return means if group is None else group.total(means)
 
+    num_chosen: int = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+    if routes and (num_chosen == 0 or "router_logits" not in (model._can_record_outputs or {})):
+        raise UsageError(f"--router_loss: {type(model).__name__} has no routers of transformers 5: leave it out")
+    asked = {"output_router_logits": True} if routes else {}
     if packs:
         _check_documents_are_apart(model)
     else:
@@ -169,6 +179,39 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def _means(losses: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
     """The mean loss of each example over its labels, of which these may be a part."""
     return losses.view_as(labels).sum(1) / num_labels.clamp(min=1)
+
+
+def _routes(logits: Sequence[Tensor], counted: Tensor, num_chosen: int) -> dict[str, Tensor]:
+    """What the routers of all layers do with the tokens of each sample.
+
+    Args:
+        logits: of each layer, shape (batch × context, experts).
+        counted: whether a token has a label, shape (batch, context).
+        num_chosen: experts of each token.
+
+    Returns:
+        "chosen", the share of tokens that each expert gets, and "probability", each of shape (batch, experts);
+        "tokens", the number of counted ones, of shape (batch,).
+    """
+    number = counted.sum(1)
+    chosen, probability = (torch.zeros(len(number), logits[0].shape[-1], device=number.device) for _ in range(2))
+    for layer in logits:
+        shares = layer.float().softmax(-1)
+        places = torch.zeros_like(shares).scatter_(1, shares.topk(num_chosen, dim=-1).indices, 1.0)
+        for total, values in ((chosen, places), (probability, shares)):
+            total += (values.view(*counted.shape, -1) * counted.unsqueeze(-1)).sum(1)
+    size = (len(logits) * number.clamp(min=1)).unsqueeze(1)
+    return {"chosen": chosen / size, "probability": probability / size, "tokens": number.float()}
+
+
+def router_loss(weight: float, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For `batch_loss` of `fit`: the cross-entropy, plus `weight` times the loss that is least if all experts get as
+    many tokens of the global batch (Fedus et al. 2021; transformers' `load_balancing_loss_func`)."""
+    share = (values["tokens"] / values["tokens"].sum()).unsqueeze(1)
+    chosen, probability = (share * values["chosen"]).sum(0), (share * values["probability"]).sum(0)
+    balance = len(chosen) * (chosen * probability).sum().expand_as(values["tokens"])
+    losses = values["cross_entropy"]
+    return {"loss": losses + weight * balance, "cross_entropy": losses, "router_loss": balance}
 
 
 def trained_places(labels: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import RunError, UsageError, first_line
 from .cache import cache_folder, first_process_first
+from .mixture import weights_of
 from .streams import convert_stream
 
 # {end of a file's name: its kind for `datasets`}
@@ -35,6 +36,8 @@ def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[
     """
     import datasets  # not at the top: the import takes seconds
 
+    if weights_of(data) is not None:
+        raise UsageError(f"--data {data}: this recipe takes one source: type it without a weight")
     path = Path(data).expanduser()
     if path.suffix in KINDS and not path.is_file():
         raise UsageError(f"--data {data}: no such file; {advice}")

@@ -29,7 +29,7 @@ from models import CASES, Case, write_data
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from accelerate_recipes.verify import PIPELINE  # noqa: E402
+from accelerate_recipes.catalog import SIZES  # noqa: E402
 from accelerate_recipes.verify.certificate import COLUMNS, Row  # noqa: E402
 from accelerate_recipes.verify.compare import compare, starts_alike  # noqa: E402
 from accelerate_recipes.verify.runs import Finished, Launch  # noqa: E402
@@ -132,8 +132,7 @@ def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str,
     for config in ["single", *configs]:
         path = ROOT / "accelerate_configs" / f"{config}.yaml"
         in_bf16 = yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
-        more = PIPELINE if config == "pipeline_parallel" else []
-        launch = Launch(ROOT / "recipes" / f"{case.recipe}.py", path, [*flags, *more])
+        launch = Launch(ROOT / "recipes" / f"{case.recipe}.py", path, [*flags, *SIZES.get(config, [])])
         run, seconds, peak = measured(launch, scratch / config)
         row, step = Row(config, None, refusal=run.refusal, failure=run.failure), None
         if run.is_done:
@@ -210,7 +209,7 @@ def main() -> int:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     is_bad = False
     for name in arguments.case or CASES:
-        configs = arguments.config or (CONFIGS if name == ALL_CONFIGS else KINDS)
+        configs = arguments.config or (CONFIGS if name == ALL_CONFIGS else KINDS + CASES[name].more)
         with TemporaryDirectory(prefix="large_") as scratch:
             found = cells(name, CASES[name], configs, Path(scratch))
         is_bad |= any(cell.is_bad for cell in found.values())

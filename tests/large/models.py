@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,14 @@ class Case:
         title: for the table.
         flags: of the recipe; {data} is the folder with the data, {model} that of the model.
         write: writes the model into a folder; None: the recipe builds it from the flags.
+        more: configs for this model alone.
     """
 
     recipe: str
     title: str
     flags: str
     write: Callable[[Path], None] | None = None
+    more: list[str] = field(default_factory=list)
 
 
 def _write(folder: Path, kind: str, config: Any, tokenizer: Any) -> None:
@@ -125,7 +127,7 @@ CASES = {
         _llama(tie_word_embeddings=True, num_key_value_heads=4),
     ),
     "gpt2": Case("transformer", "GPT-2, 124 M", TEXT, GPT2),
-    "mixtral": Case("transformer", "Mixtral, 8 experts, 115 M", TEXT, MIXTRAL),
+    "mixtral": Case("transformer", "Mixtral, 8 experts, 115 M", TEXT, MIXTRAL, ["fsdp2_expert_parallel"]),
     "bert": Case(
         "text_classification",
         "BERT-base, 109 M",

@@ -47,7 +47,7 @@ def made(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("num_processes", "flags"),
     [
-        (4, "--expert_parallel 2 --micro_batch_size 2"),
+        (4, "--expert_parallel 2 --micro_batch_size 2 --router_loss 0.1"),
         pytest.param(4, "--expert_parallel 4 --activation_checkpointing", marks=pytest.mark.full),
         pytest.param(2, "--expert_parallel 2 --max_grad_norm 0.05 --ema_decay 0.9", marks=pytest.mark.full),
     ],
@@ -105,6 +105,7 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
             f"{ARGUMENTS} --num_experts 3",
             "has 3 experts, which 2 processes cannot share: type",
         ),
+        ("ddp", *RECIPES["transformer"], "--router_loss: LlamaForCausalLM has no routers of transformers 5: leave it"),
         (CONFIG, *RECIPES["mnist cnn"], "ConvNet has no experts of transformers 5 to divide: remove --expert_parallel"),
         ("ddp", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights: type --config_file acc"),
         ("deepspeed_zero2", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
@@ -113,7 +114,8 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, config: str, script: str, flags: str, line: str) -> None:
-    run = fork(tmp_path / "run", config, script, f"{flags} --expert_parallel 2", succeeds=False)
+    more = " --router_loss 0.1" if "--router_loss" in line else " --expert_parallel 2"
+    run = fork(tmp_path / "run", config, script, f"{flags}{more}", succeeds=False)
     assert line in refused(run)
 
 

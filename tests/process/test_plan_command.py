@@ -133,3 +133,16 @@ def test_a_recipe_of_ones_own_that_looks_at_its_weights(tmp_path: Path, monkeypa
     page = tmp_path / "plan.html"
     assert tool(monkeypatch, str(script), "--config", "ddp", "--scaling", "--plot", str(page)) == 0
     assert '"name":"ddp"' in page.read_text()
+
+
+def test_a_plan_divides_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, plans = ["--num_experts", "8", "--micro_batch_size", "3"], []
+    for config, more in (("fsdp2", []), ("fsdp2_expert_parallel", ["--expert_parallel", "2"])):
+        assert tool(monkeypatch, "transformer", "--config", config, "--json", "--", *flags, *more) == 0
+        plans += json.loads(capsys.readouterr().out)["plans"]
+    whole, divided = plans
+    assert divided["layout"] == "FSDP2 × EP 2"
+    for name in ("weights", "gradients", "optimizer"):  # experts are divided by one of the two, and not gathered
+        assert divided[name] == pytest.approx(whole[name], rel=0.01)
+    assert divided["flops"] == pytest.approx(whole["flops"], rel=0.05)
+    assert sum(divided["sent"].values()) < sum(whole["sent"].values())

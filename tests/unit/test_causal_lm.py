@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -28,7 +29,7 @@ from common.data import pad_to_longest
 from common.errors import UsageError
 from common.parallel.on_disk import fill, on_disk
 from common.tasks import causal_lm
-from common.tasks.causal_lm import with_losses
+from common.tasks.causal_lm import IGNORED, router_loss, with_losses
 from common.tasks.tokenization import byte_tokenizer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -173,3 +174,27 @@ def test_weights_on_disk_are_read_when_they_are_used(tmp_path: Path) -> None:
         if len(model.state_dict()["lm_head.weight"]) == 256:  # resized ones are random
             torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
         assert {type(weight) for weight in model.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Olmoe"])
+def test_the_router_loss_is_that_of_transformers(kind: str) -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    experts = {"num_experts_per_tok": 2, "num_local_experts" if kind == "Mixtral" else "num_experts": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **experts, num_attention_heads=2, num_key_value_heads=2)
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tokens, labels = torch.randint(64, (2, 3, 9))
+    labels[1, 5:] = labels[2, 2:] = IGNORED
+    logits = model(tokens, output_router_logits=True, use_cache=False).router_logits
+    expected = load_balancing_loss_func(logits, 4, 2, attention_mask=(labels != IGNORED).float())
+    found = router_loss(0.5, with_losses(model, routes=True)(tokens, labels))
+    assert float((found["router_loss"] - expected).abs().max()) < 1e-6
+    assert torch.equal(found["loss"], found["cross_entropy"] + 0.5 * found["router_loss"])
+    expected.backward()
+    gradient = model.model.layers[0].mlp.gate.weight.grad.clone()
+    model.zero_grad()
+    router_loss(1.0, with_losses(model, routes=True)(tokens, labels))["router_loss"][0].backward()
+    torch.testing.assert_close(model.model.layers[0].mlp.gate.weight.grad, gradient, rtol=1e-4, atol=1e-7)

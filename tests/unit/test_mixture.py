@@ -1,0 +1,116 @@
+"""Promise: a mixture takes of each source its share, as a function of the seed and the epoch."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config import RunConfig
+from common.data.mixture import Mixture, of_sources
+from common.errors import UsageError
+from common.layout import Layout
+from common.plan import Plan
+from common.tasks.mixture import Sources, weights_of
+
+SIZES = {"a": 300, "b": 100, "c": 11}
+SETS = {name: [{"value": number} for number in range(size)] for name, size in SIZES.items()}
+WEIGHTS = {"a": 2.0, "b": 1.0, "c": 0.1}
+
+
+def epoch(mixture: Mixture, seed: int, number: int) -> list[tuple[str, int]]:
+    plan = Plan.of(RunConfig(seed=seed, batch_size=1), Layout(), len(mixture), sampler=mixture.sampler)
+    samples = [mixture[index] for index in plan.epoch_order(number).tolist()]
+    return [(mixture.names[sample["source"]], sample["value"]) for sample in samples]
+
+
+def test_an_epoch_has_of_each_source_its_share_and_none_twice() -> None:
+    mixture = Mixture(SETS, WEIGHTS)
+    epochs = [epoch(mixture, seed, number) for seed in (0, 1) for number in (0, 1)]
+    for samples in epochs:
+        assert [sum(name == source for name, _ in samples) for source in SIZES] == [200, 100, 10]
+        assert len({*samples}) == len(samples) == 310
+    assert len({tuple(samples) for samples in epochs}) == 4  # another order in each epoch
+    assert len({frozenset(samples) for samples in epochs}) == 4  # and other samples
+    assert epoch(mixture, 1, 1) == epochs[3]
+
+
+def test_with_repeats_an_epoch_has_each_sample() -> None:
+    samples = epoch(Mixture(SETS, WEIGHTS, repeats=True), 0, 0)
+    counts = [sum(name == source for name, _ in samples) for source in SIZES]
+    assert counts == [300, 150, 15]  # b and c come one and a half times, or nearly
+    assert {*samples} == {(name, value) for name, size in SIZES.items() for value in range(size)}
+
+
+def test_an_evaluation_takes_each_sample_once() -> None:
+    mixture = Mixture(SETS)
+    assert [mixture[index]["source"] for index in range(len(mixture))] == [0] * 300 + [1] * 100 + [2] * 11
+
+
+def test_metrics_of_a_source_are_means_over_its_samples() -> None:
+    def forward_step(model: object, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert "source" not in batch
+        return {"loss": batch["value"] * 2.0, "label": batch["value"]}
+
+    batch = {"value": torch.tensor([1, 2, 3]), "source": torch.tensor([0, 1, 0])}
+    values = Mixture(SETS).noted(forward_step)(None, batch)
+    means = of_sources({f"train/{name}": float(value.double().mean()) for name, value in values.items()})
+    assert means["train/loss"] == 4 and means["train/loss@a"] == pytest.approx(4) and means["train/loss@b"] == 4
+    assert means["train/share@a"] == pytest.approx(2 / 3) and math.isnan(means["train/loss@c"])
+    assert "train/label@a" not in means
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes", "line"),
+    [
+        ({"a": 1, "b": 1}, {"a": 3, "b": 0}, "b is empty: remove it from the mixture"),
+        ({"a": 1000, "b": 1}, {"a": 300, "b": 300}, "b has a share of less than one sample in an epoch: type a larger"),
+    ],
+)
+def test_sources_that_cannot_be_mixed(weights: dict[str, float], sizes: dict[str, int], line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        Mixture({name: [{}] * size for name, size in sizes.items()}, weights)
+
+
+def test_data_names_sources_and_weights(tmp_path: Path) -> None:
+    assert weights_of("digits") is weights_of("org/name") is weights_of("a.jsonl") is weights_of("C:/a") is None
+    assert weights_of("a.jsonl:3,path/b.csv:0.5") == {"a.jsonl": 3.0, "path/b.csv": 0.5}
+    (tmp_path / "mix.yaml").write_text("a b, c.jsonl: 3\norg/name: 1\n")
+    assert weights_of(str(tmp_path / "mix.yaml")) == {"a b, c.jsonl": 3.0, "org/name": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("a.jsonl: 3\nb.jsonl: none\n", "b.jsonl has the weight none: expected a number above 0"),
+        ("a.jsonl: 3\nb.jsonl: -1\n", "b.jsonl has the weight -1: expected a number above 0"),
+        ("a.jsonl: 3\n", "expected two sources or more: type a source and its weight a line"),
+        ("[1, 2", "cannot be read .no YAML.: type a source and its weight a line, such as chats.jsonl: 3"),
+        (None, "cannot be read .No such file or directory.: type a source"),
+    ],
+)
+def test_weights_that_are_none(tmp_path: Path, content: str | None, line: str) -> None:
+    if content is not None:
+        (tmp_path / "mix.yaml").write_text(content)
+    with pytest.raises(UsageError, match=line):
+        weights_of(str(tmp_path / "mix.yaml"))
+
+
+@pytest.mark.parametrize("data", ["a.jsonl:0,b.jsonl:1", "a.jsonl:1,b.jsonl:1.2.3"])
+def test_weights_on_the_command_line_that_are_none(data: str) -> None:
+    with pytest.raises(UsageError, match="expected a number above 0"):
+        weights_of(data)
+
+
+def test_a_source_twice() -> None:
+    with pytest.raises(UsageError, match="names a source twice"):
+        weights_of("a.jsonl:1,a.jsonl:2")
+
+
+def test_sources_have_short_names_where_these_differ() -> None:
+    def names(data: str) -> list[str]:
+        return list(Sources(RunConfig(data=data), lambda data: (data, data)).parts)
+
+    assert names("x/a.jsonl:1,x/b.jsonl:1") == ["a", "b"]
+    assert names("x/a.jsonl:1,y/a.jsonl:1") == ["x/a.jsonl", "y/a.jsonl"]
+    assert names("x/a.jsonl") == ["a"]
