@@ -24,7 +24,7 @@ from .parallel.on_disk import fill
 from .parallel.setup import Setup
 from .records.predictions import write_predictions
 from .records.recorder import Recorder
-from .seeds import EVALUATION, seed_forward
+from .seeds import EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
 from .stopping.watch import Watch
 
@@ -105,6 +105,7 @@ class Evaluation:
             if results is None:
                 return None
             means, values = results
+            seed_forward(config.seed, EVALUATION, SUMMARY, engine.accelerator.device)
             reported = self.summarize(means) | ({} if self.examples is None else self.examples(values))
             prefix = f"{key}/" if key else ""
             metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}

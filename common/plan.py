@@ -10,7 +10,7 @@ from .config import RunConfig
 from .errors import UsageError
 from .layout import Layout
 from .schedule import ScheduleFn, learning_rate_factor
-from .seeds import seed_epoch
+from .seeds import seed_epoch, seed_schedule
 from .state import TrainState
 
 # (epoch, generator seeded for this epoch) -> the order of sample ids; an id may be there several times or not at all.
@@ -180,6 +180,7 @@ class Plan:
     def factor_at(self, position: int) -> float:
         """The share of the peak learning rate at this position of the schedule, in steps from 0."""
         if self.schedule is not None:
+            seed_schedule(self.config.seed, position)
             return float(self.schedule(position, self.num_steps, self.config.warmup_steps))
         return learning_rate_factor(self.config.lr_schedule, position, self.num_steps, self.config.warmup_steps)
 

@@ -12,6 +12,8 @@ import torch
 EVALUATION = -1  # stands for the epoch of an evaluation, which draws the same numbers each time
 UPDATE = -1  # stands for the micro-batch when the optimizer changes the weights
 COMPARISON = -2  # stands for the micro-batch when `batch_loss` compares the samples of all
+SCHEDULE = -3  # stands for the micro-batch when the recipe's own schedule is asked
+SUMMARY = -4  # stands for the micro-batch when the metrics of an evaluation are summarized
 CPU = torch.device("cpu")
 
 
@@ -47,6 +49,11 @@ def seed_forward(seed: int, step: int, row: int, device: torch.device) -> None:
         device: of the model.
     """
     _seed(_mixed(~seed, step, row), device)  # other numbers than those of the samples
+
+
+def seed_schedule(seed: int, step: int) -> None:
+    """Like `seed_sample`, before a schedule of the recipe's own gives the learning rate of a step."""
+    _seed(_mixed(~seed, step, SCHEDULE), CPU)
 
 
 def generator_states(device: torch.device) -> list[Any]:

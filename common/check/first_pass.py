@@ -50,7 +50,8 @@ class FirstPass:
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm counts no version
         states = generator_states(device)
         try:
-            yield
+            with _no_new_weights(module):
+                yield
         finally:
             hook.remove()
         if not calls:
@@ -142,6 +143,18 @@ def evaluated(model: nn.Module, forward_step: ForwardStep, batch: Batch) -> Valu
     """What `forward_step` returns in evaluation. Neither the batch nor a generator changes."""
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
-    with evaluating(model), kept_generators(device):
+    with _no_new_weights(model), evaluating(model), kept_generators(device):
         seed_forward(0, EVALUATION, 0, device)
         return forward_step(model, kept)
+
+
+@contextmanager
+def _no_new_weights(module: nn.Module) -> Iterator[None]:
+    """Raises UsageError if the forward pass in the `with` block makes a weight."""
+    before = {name for name, _ in module.named_parameters()}
+    yield
+    for name in [name for name, _ in module.named_parameters() if name not in before]:
+        raise UsageError(
+            f"the forward pass makes the weight {name}, which neither the optimizer nor another process has: make it "
+            "in the constructor"
+        )

@@ -160,10 +160,11 @@ def _used_weights(values: Sequence[Tensor]) -> set[Tensor] | None:
 def check_same_start(
     model: nn.Module, train_set: MapDataset, eval_sets: Mapping[str, MapDataset], group: CpuGroup
 ) -> None:
-    """Raises UsageError in all processes if the weights or data of one process differ from those of process 0.
+    """Raises UsageError in all processes if the weights or data of one process differ from those of process 0, or an
+    evaluation set gives another sample when it is read again; of a training set, the first steps show it.
 
-    Compares up to 64 elements of each weight, and the length and the first sample of each dataset. Of a weight that is
-    still on disk, these are its first ones.
+    Compares up to 64 elements of each weight, and the length and up to four samples of each dataset. Of a weight that
+    is still on disk, these are its first ones.
     """
     if group.size == 1:
         return
@@ -172,11 +173,21 @@ def check_same_start(
     datasets = {"training": train_set} | {
         f"evaluation{f' {name}' * bool(name)}": eval_set for name, eval_set in eval_sets.items()
     }
+    changing = None
     for kind, dataset in datasets.items():
         facts[f"the length of the {kind} set"] = str(len(dataset))
-        facts[f"the first sample of the {kind} set"] = _digest(fetch(dataset, [0]))
+        for place in sorted({len(dataset) * part // 4 for part in range(4)}):
+            facts[f"sample {place} of the {kind} set"] = _digest(fetch(dataset, [place]))
+        if kind != "training" and facts[f"sample 0 of the {kind} set"] != _digest(fetch(dataset, [0])):
+            changing = kind
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
-    if len(set(group.all_gather(digest))) == 1:
+    digests, found = zip(*group.all_gather((digest, changing)))
+    for kind in filter(None, found):
+        raise UsageError(
+            f"sample 0 of the {kind} set has another content when it is read again: let the set draw from the "
+            "generators of torch, numpy or random, which are seeded for each sample, and not from one of its own"
+        )
+    if len(set(digests)) == 1:
         return
     first, *others = group.all_gather(facts)
     for rank, other in enumerate(others, start=1):

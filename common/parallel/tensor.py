@@ -67,6 +67,7 @@ class TensorParallel(Kind):
         """Accelerate reads the size from the model: from its attribute `tp_size`, or from the config of a transformers
         model, where that attribute cannot be set."""
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
+        torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's takes no divided weights
         compile_if_asked(model, plan, sharded_layers(model) if plan.layout.shards > 1 else ())
         parallelize(accelerator, model, inner, plan.layout)
         size, config = plan.layout.tensor, getattr(model, "config", None)

@@ -132,3 +132,37 @@ def test_check_that_is_off_lets_a_wrong_run_through(tmp_path: Path, reference: C
     arguments = "--habit gradients_clamped_by_hooks --hang_timeout 60"
     run = fork(tmp_path / "run", "ddp", SCRIPT, f"{arguments} --check_steps 0")
     assert weight_distance(run, reference(SCRIPT, arguments)) > 0.01
+
+
+DRAWS = "tests/scripts/draws.py"
+DRAWS_REFUSED = {
+    "evaluation": "sample 0 of the evaluation set has another content when it is read again: let the set draw from",
+    "shuffled_evaluation": "of the evaluation set than process 0: build the same model and data in each process",
+    "weight": "the forward pass makes the weight gain, which neither the optimizer nor another process has: make it in",
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "config"),
+    [
+        ("summarize", "ddp"),
+        ("schedule", "ddp"),
+        ("encoder", "tensor_parallel"),
+        ("evaluation", "ddp"),
+        ("shuffled_evaluation", "ddp"),
+        ("weight", "fsdp2"),
+        *(pytest.param(where, "deepspeed_zero3", marks=pytest.mark.full) for where in ("summarize", "schedule")),
+    ],
+)
+def test_what_draws_where_few_expect_it_has_one_result_or_is_refused(
+    tmp_path: Path, reference: Callable[..., Run], where: str, config: str
+) -> None:
+    arguments = f"--where {where}"
+    run = fork(tmp_path / "run", config, DRAWS, arguments, succeeds=where not in DRAWS_REFUSED)
+    if where in DRAWS_REFUSED:
+        assert DRAWS_REFUSED[where] in refused(run)
+        return
+    expected = reference(DRAWS, arguments)
+    assert_close(run, expected)
+    assert run.column("learning_rate") == expected.column("learning_rate")
+    assert [record.get("eval/drawn") for record in run.records] == [r.get("eval/drawn") for r in expected.records]

@@ -1,0 +1,94 @@
+"""A run with random numbers, or a weight, from a place where few expect them."""
+
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common import RunConfig, fit, flag, run, start
+from common.data import Batch
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    where: Literal["summarize", "schedule", "evaluation", "shuffled_evaluation", "weight", "encoder"] = flag(
+        "summarize", "what is unusual"
+    )
+    max_steps: int | None = 6
+    batch_size: int = 8
+    micro_batch_size: int | None = 2
+    log_every: int = 1
+    eval_every: int | None = 3
+
+
+class Rows:
+    """Random rows; an evaluation may draw them anew, or have them in another order in each process."""
+
+    def __init__(self, size: int, where: str):
+        self.rows, self.where = torch.randn(size, 8, generator=torch.Generator().manual_seed(1)), where
+        self.generator = torch.Generator().manual_seed(0)
+        if where == "shuffled_evaluation":
+            self.rows[1:] = self.rows[1:][torch.from_numpy(numpy.random.default_rng().permutation(size - 1))]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        noise = torch.randn(8, generator=self.generator) if self.where == "evaluation" else 0
+        return {"x": self.rows[index] + noise}
+
+
+class Net(nn.Module):
+    """Two layers, with a weight that the first forward pass makes."""
+
+    _no_split_modules = ["Linear"]
+
+    def __init__(self, makes_weight: bool):
+        super().__init__()
+        self.first, self.second, self.makes_weight = nn.Linear(8, 16), nn.Linear(16, 8), makes_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.first(x))
+        if self.makes_weight and not hasattr(self, "gain"):
+            self.gain = nn.Parameter(torch.ones(16, device=x.device))
+        return self.second(hidden * self.gain if self.makes_weight else hidden)
+
+
+class Encoder(nn.Module):
+    """torch's encoder with a mask: in evaluation it has kernels of its own."""
+
+    tp_plan = {"encoder.layers.*.linear1": "colwise", "encoder.layers.*.linear2": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, mask = torch.stack([x, 2 * x, 3 * x], 1), torch.zeros(len(x), 3, dtype=torch.bool, device=x.device)
+        mask[::2, 2] = True
+        return self.encoder(tokens, src_key_padding_mask=mask)[:, 0]
+
+
+def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    return {"loss": (model(batch["x"]) - batch["x"]).square().mean(1)}
+
+
+def main(config: Config) -> None:
+    accelerator = start(config)
+    model = Encoder() if config.where == "encoder" else Net(config.where == "weight")
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    more: dict[str, Any] = {}
+    if config.where == "summarize":
+        more["summarize"] = lambda means: means | {"drawn": random.random() + float(torch.rand(()))}
+    if config.where == "schedule":
+        more["schedule"] = lambda step, num_steps, warmup_steps: 0.5 + random.random()
+    sets = Rows(32, ""), Rows(20, config.where)
+    fit(accelerator, model, optimizer, forward_step, *sets, config, **more)
+
+
+if __name__ == "__main__":
+    run(main, Config)
