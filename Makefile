@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train quick quick-tests test test-full test-large ready extensions test-gpu benchmark-gpu gallery verified docs lint clean
+.PHONY: train quick quick-tests test test-full test-large ready extensions test-gpu benchmark-gpu gallery verified upgrades docs lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
 train: $(VENV)/trains
@@ -56,6 +56,10 @@ gallery: $(VENV)/installed
 # Writes docs/verified.md from docs/certificates/.
 verified: $(VENV)/trains
 	python docs/tools/catalogue.py
+
+# One process of each recipe against docs/records/, which an earlier version of the packages may have made.
+upgrades: $(VENV)/installed
+	python docs/tools/upgrades.py compare
 
 # The site, in site/. A link that leads nowhere is an error.
 docs: $(VENV)/trains

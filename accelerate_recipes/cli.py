@@ -101,9 +101,12 @@ def verify(
     accelerate: Annotated[
         bool, typer.Option("--accelerate", help="a script on plain Accelerate, watched from outside")
     ] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="file for the first steps of one process, to compare with later, and no more")
+    ] = None,
     against: Annotated[
         Path | None,
-        typer.Option(help="certificate.json of an earlier version: compare one process with that of then, and no more"),
+        typer.Option(help="record or certificate.json of then: compare one process of now with it, and no more"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -111,13 +114,17 @@ def verify(
 
     Example: accelerate-recipes verify recipes/mnist.py --config ddp --config fsdp2 -- --model mlp
     """
+    from accelerate_recipes.verify import against as single
     from accelerate_recipes.verify import run
-    from accelerate_recipes.verify.against import run as run_against
 
     if against is not None:
-        if accelerate or config or flags or output:
-            raise UsageError("--against runs one process, with the flags of the certificate: remove all but --json")
-        sys.exit(run_against(script, against, as_json))
+        if accelerate or config or flags or output or record:
+            raise UsageError("--against runs one process, with the flags of the record: remove all but --json")
+        sys.exit(single.run(script, against, as_json))
+    if record is not None:
+        if config or output:
+            raise UsageError("--record runs one process: remove --config and --output")
+        sys.exit(single.record(script, flags or [], steps, record, accelerate, as_json))
     sys.exit(run(script, flags or [], steps, config, output, accelerate, as_json))
 
 

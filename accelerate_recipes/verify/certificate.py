@@ -141,7 +141,7 @@ def write(
         "cause": cause,
         "gap": gap,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"accelerate-recipes": VERSION, "python": platform.python_version()} | _versions(),
+        "versions": versions(),
         "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
         "reference": reference,
     }
@@ -192,8 +192,9 @@ def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _versions() -> dict[str, str]:
-    found = {}
+def versions() -> dict[str, str]:
+    """{name: version} of this tool, Python and what a result depends on."""
+    found = {"accelerate-recipes": VERSION, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)

@@ -106,14 +106,18 @@ def verify_watched(script: Path, flags: list[str], steps: int, output: Path | No
         UsageError: no such script, or it takes no steps.
     """
     file, table = _file_of(script), Table(sys.stderr if as_json else sys.stdout)
-    table.begin(["single", "ddp (MULTI_CPU)"])
+    table.begin(["single, 2 accumulated", "ddp (MULTI_CPU)"])
     with TemporaryDirectory(prefix="verify_") as scratch:
 
         def watched(name: str, config: str, *how: str) -> Watched:
-            return _watch(script, flags, steps, config, Path(scratch) / name, *how)
+            return watch(script, flags, steps, config, Path(scratch) / name, *how)
 
         single, ddp = watched("single", "single"), watched("ddp", "ddp")
         table.add(Row(f"single ({single.fact('distributed_type')})", 1, note="the reference"))
+        if _uses_trainer(file):  # it keeps the global batch, however it is divided
+            table.add(
+                Row("single, 2 accumulated", 1, difference=_compare(watched("in_2", "single", "accumulated"), single))
+            )
         difference, cause = _compare(ddp, single), None
         if not difference.is_same:
             again = watched("again", "single")
@@ -144,8 +148,15 @@ def _file_of(script: Path) -> Path:
     return Path(found.origin)
 
 
-def _watch(script: Path, flags: list[str], steps: int, config: str, folder: Path, how: str = "as it is") -> Watched:
+def _uses_trainer(file: Path) -> bool:
+    """Whether a script trains by a Trainer of transformers, or of TRL."""
+    return re.search(r"\w*Trainer\(", file.read_text(encoding="utf-8", errors="replace")) is not None
+
+
+def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path, how: str = "as it is") -> Watched:
+    """Runs a script under a config, and returns what its processes did. Raises UsageError if it takes no step."""
     folder.mkdir()
+    how = f"trainer, {how}" if _uses_trainer(_file_of(script)) else how
     command = [*LAUNCH, "--config_file", str(find_config(config)), str(WATCHED), str(folder), str(steps), how]
     # Without a GPU, Accelerate would run each process of the config alone.
     rehearsal = {} if count_gpus() else {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DDPCommunicationHookType
 from torch.utils.data import DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -44,6 +45,8 @@ class Watcher:
         self.newest_loader: Any = None  # the prepared one that gave the last batch
         self.training_loaders: list[Any] = []
         self.states: list[Any] = []  # of the generators, when a loader gave the last batch
+        self.accumulation = 1  # of a Trainer, whose micro-batches each give their part of the loss
+        self.read: list[dict[str, Any]] = []  # batches since the last step; a Trainer reads all of a step first
 
     def install(self) -> None:
         """Puts itself between the script and Accelerate."""
@@ -64,6 +67,24 @@ class Watcher:
             (_BaseDataLoaderIter, "__next__", self._next),
         ):
             setattr(target, name, _bound(wrapper, getattr(target, name)))
+
+    def keep_global_batch(self, parts: int) -> None:
+        """Lets the processes of a Trainer of transformers, or TRL's, share the batch of one, in so many micro-batches
+        each."""
+        from transformers import TrainingArguments
+
+        number, finish = int(os.environ.get("WORLD_SIZE", 1)) * parts, TrainingArguments.__post_init__
+
+        def divided(arguments: Any) -> None:
+            size = arguments.per_device_train_batch_size
+            if size % number:
+                raise ValueError(f"per_device_train_batch_size {size} does not divide into {number}: type a multiple")
+            arguments.per_device_train_batch_size = size // number
+            arguments.gradient_accumulation_steps *= parts
+            self.accumulation = arguments.gradient_accumulation_steps
+            finish(arguments)
+
+        TrainingArguments.__post_init__ = divided
 
     def end(self) -> None:
         """Ends the process. Every process ends after the same step, or the same evaluation."""
@@ -91,7 +112,7 @@ class Watcher:
             sampler = getattr(thing, "sampler", None)
             self.facts["divided_twice"] |= isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
         handler = getattr(accelerator, "ddp_handler", None)
-        self.facts["comm_hook"] = getattr(handler, "comm_hook", "no") != "no"
+        self.facts["comm_hook"] = getattr(handler, "comm_hook", None) not in (None, DDPCommunicationHookType.NO)
         self.facts["distributed_type"] = accelerator.distributed_type.name
         self.facts["num_processes"] = accelerator.num_processes
         return original(accelerator, *objects, **options)
@@ -104,7 +125,9 @@ class Watcher:
         self.facts["draws"] |= bool(self.states) and self.states != _generator_states()
         if self.newest_loader is not None and self.newest_loader not in self.training_loaders:
             self.training_loaders.append(self.newest_loader)
-        self.micro_batches.append({"loss": loss.item(), **self.batch})
+        place = len(self.micro_batches) - self.accumulation  # counted from the end of those that were read
+        batch = self.read[place] if self.accumulation > 1 and len(self.read) >= -place > 0 else self.batch
+        self.micro_batches.append({"loss": loss.item() * self.accumulation, **batch})
         return original(accelerator, loss, **options)
 
     def _clip(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> Any:
@@ -123,7 +146,7 @@ class Watcher:
             step = {"learning_rate": float(learning_rate), "grad_norm": self.grad_norm}
             norms = [float(weight.detach().double().norm()) for weight in self._weights()]
             self.steps.append(step | {"micro_batches": self.micro_batches, "weights": math.hypot(*norms)})
-            self.micro_batches = []
+            self.micro_batches, self.read = [], []
             if len(self.steps) >= self.num_steps:
                 self.finish()
                 self.is_over = True
@@ -140,7 +163,7 @@ class Watcher:
         result = original(accelerator, *arguments, **options)
         self.is_gathering = not outermost
         is_evaluation = self.newest_loader is not None and self.newest_loader not in self.training_loaders
-        if is_evaluation and outermost:
+        if is_evaluation and self.training_loaders and outermost:  # Trainer gathers numbers before its first step
             self.facts["gathered"] += sum(len(tensor) for tensor in _tensors(result) if tensor.ndim)
         return result
 
@@ -190,6 +213,7 @@ class Watcher:
         ids = [ids] if isinstance(ids, int) else ids
         plain = isinstance(ids, list) and all(isinstance(number, int) for number in ids)
         self.batch = {"epoch": self.num_iterators, "ids": ids if plain else None, "tokens": _num_labels(batch)}
+        self.read.append(self.batch)
         self.states = _generator_states()
 
 
@@ -229,9 +253,11 @@ def _move_by_rounding(model: torch.nn.Module) -> None:
             weight.mul_(1 + sign.to(weight.device) * torch.finfo(weight.dtype).eps)
 
 
-def _main(folder: str, num_steps: str, moves: str, script: str, *flags: str) -> None:
-    watcher = Watcher(Path(folder), int(num_steps), moves == "moved")
+def _main(folder: str, num_steps: str, how: str, script: str, *flags: str) -> None:
+    watcher = Watcher(Path(folder), int(num_steps), "moved" in how)
     watcher.install()
+    if "trainer" in how:
+        watcher.keep_global_batch(parts=2 if "accumulated" in how else 1)
     sys.argv = [script, *flags]
     if Path(script).is_file():
         sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script

@@ -251,3 +251,62 @@ def test_a_right_script_on_plain_accelerate_is_the_same(tmp_path: Path, script: 
     run, certificate = verified(tmp_path / "c", script, "--accelerate")
     assert run.exit_code == 0 and certificate["is_same"], run.stdout
     assert "MULTI_CPU" in certificate["rows"][1]["name"]
+
+
+def record(folder: Path, script: Path, *arguments: str) -> dict[str, Any]:
+    """Records the first steps of a script; returns the record."""
+    command = [*TOOL, "verify", str(script), "--record", "then.json", "--steps", "4", *arguments]
+    run = execute(command, folder, folder)
+    assert run.exit_code == 0, run.stderr
+    return json.loads((folder / "then.json").read_text())
+
+
+def against(folder: Path, script: Path) -> tuple[int, dict[str, Any]]:
+    run = execute([*TOOL, "verify", str(script), "--against", "then.json", "--json"], folder, folder)
+    return run.exit_code, json.loads(run.stdout)
+
+
+def test_a_record_names_the_step_the_weight_and_the_versions_that_differ(tmp_path: Path) -> None:
+    content = record(tmp_path, ROOT / MNIST, "--", "--model", "mlp")
+    reference = content["reference"]
+    assert 0 < reference["floor"]["weights"] < 1e-5 and reference["weights"].keys() == {
+        f"{layer}.{name}" for layer in "135" for name in ("weight", "bias")
+    }
+    assert against(tmp_path, ROOT / MNIST) == (0, {**against(tmp_path, ROOT / MNIST)[1], "verdict": "bit for bit"})
+    changed = [one for one in reference["records"] if "train/loss" in one][2]
+    changed["train/loss"] *= 1.001
+    reference["weights"]["3.weight"][0] += 0.1
+    content["versions"]["torch"] = "1.0"
+    (tmp_path / "then.json").write_text(json.dumps(content))
+    code, found = against(tmp_path, ROOT / MNIST)
+    assert code == 1 and found["versions"]["torch"][0] == "1.0"
+    assert found["verdict"].startswith(
+        f"DIFFERS from step {changed['step']}, in train/loss; after the last step in 3.weight, by "
+    )
+    reference["floor"]["train/loss"], reference["floor"]["weights"] = 1e-3, 1.0  # rounding goes as far
+    (tmp_path / "then.json").write_text(json.dumps(content))
+    assert against(tmp_path, ROOT / MNIST)[1]["verdict"] == "same, to rounding errors"
+
+
+@pytest.mark.full
+def test_a_record_of_a_script_on_accelerate(tmp_path: Path) -> None:
+    script = ROOT / "recipes" / "plain" / "plain_accelerate.py"
+    assert len(record(tmp_path, script, "--accelerate")["reference"]["records"]) == 4
+    assert against(tmp_path, script)[1]["verdict"] == "bit for bit"
+
+
+def test_a_trainer_of_transformers_gives_one_result_or_the_cause(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "scripts" / "trainer.py"
+    run, certificate = verified(tmp_path / "c", script, "--accelerate", "--steps", "4")
+    assert run.exit_code == 0, run.stdout
+    rows = {row["name"]: row["verdict"] for row in certificate["rows"]}
+    assert rows["single, 2 accumulated"] == rows["ddp (MULTI_CPU)"] == "same"
+    run = execute([*TOOL, "verify", str(script), "--accelerate", "--", "--batch", "3"], tmp_path, tmp_path)
+    assert run.exit_code == 2 and "per_device_train_batch_size 3 does not divide into 2" in run.stderr
+
+
+@pytest.mark.full
+def test_dropout_in_a_trainer_is_named(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "scripts" / "trainer.py"
+    run, certificate = verified(tmp_path / "c", script, "--accelerate", "--steps", "4", "--", "--dropout", "0.5")
+    assert run.exit_code == 1 and "draws random numbers (dropout, noise)" in certificate["cause"], run.stdout

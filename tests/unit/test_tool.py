@@ -134,8 +134,8 @@ def test_a_project_has_the_kinds_of_parallelism_of_its_configs(tmp_path: Path, m
         ("verify nowhere.py", "nowhere.py: no such file; type the path of a recipe"),
         ("verify full/train.py --config dpp", "dpp: no such config"),
         ("verify full/train.py --steps 1", "Invalid value for '--steps'"),
-        ("verify full/train.py --against then.json --config ddp", "with the flags of the certificate: remove all"),
-        ("verify full/train.py --against then.json", "then.json: no such file; type the path of a certificate.json"),
+        ("verify full/train.py --against then.json --config ddp", "with the flags of the record: remove all"),
+        ("verify full/train.py --against then.json", "then.json: no such file; type the path of a record"),
     ],
 )
 def test_bad_input_gets_one_line_and_writes_nothing(

@@ -1,0 +1,71 @@
+"""The first steps of each recipe in one process, against those that docs/records/ holds: make upgrades
+
+`python docs/tools/upgrades.py record newest` writes docs/records/newest/ with the installed versions; with `compare` it
+prints a line for each record, and ends with exit code 1 if one differs.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "docs" / "records"
+STEPS = "8"
+RECIPES = {path.stem: [] for path in sorted((ROOT / "recipes").glob("*.py"))}
+RECIPES["transformer_experts"] = ["--num_experts", "4"]
+# What takes time after the steps.
+MORE = {
+    **{name: ["--sample_tokens", "0"] for name in ("transformer", "transformer_experts")},
+    **{name: ["--num_answers", "0"] for name in ("finetune", "preferences")},
+    "diffusion": ["--num_pictures", "0"],
+}
+
+
+def verify(name: str, *options: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Runs `accelerate-recipes verify` for a recipe."""
+    script = RECORDS.parents[1] / "recipes" / f"{name.removesuffix('_experts')}.py"
+    command = [sys.executable, "-m", "accelerate_recipes", "verify", str(script.relative_to(ROOT)), *options]
+    return subprocess.run([*command, *(["--", *flags] if flags else [])], cwd=ROOT, capture_output=True, text=True)
+
+
+def record(kind: str) -> int:
+    """Writes the records of one kind, such as those of the newest versions. Returns the exit code."""
+    folder = RECORDS / kind
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, flags in RECIPES.items():
+        run = verify(
+            name, "--record", str(folder / f"{name}.json"), "--steps", STEPS, flags=(*flags, *MORE.get(name, []))
+        )
+        print(run.stdout.strip() or run.stderr.strip(), flush=True)
+        if run.returncode:
+            return run.returncode
+    return 0
+
+
+def compare() -> int:
+    """Prints a row of Markdown for each record. Returns 1 if a recipe differs, or does not run."""
+    is_bad = False
+    print("| record | loss | gradient | weights | result | other versions |\n| --- | ---: | ---: | ---: | --- | --- |")
+    for path in sorted(RECORDS.glob("*/*.json")):
+        place = path.relative_to(RECORDS).with_suffix("")
+        run = verify(path.stem, "--against", str(path), "--json")
+        is_bad |= run.returncode != 0
+        try:
+            found: dict[str, Any] = json.loads(run.stdout)
+        except ValueError:
+            print(f"| {place} | | | | {run.stderr.strip().splitlines()[-1]} | |", flush=True)
+            continue
+        columns = [
+            max((row["difference"] for row in found["rows"] if row["name"] == name), default=0.0)
+            for name in ("train/loss", "grad_norm")
+        ]
+        numbers = [f"{value:.1e}" for value in (*columns, max(found["weights"].values()))]
+        others = ", ".join(f"{name} {old} → {new}" for name, (old, new) in found["versions"].items())
+        print(f"| {place} | {' | '.join(numbers)} | {found['verdict']} | {others} |", flush=True)
+    return int(is_bad)
+
+
+if __name__ == "__main__":
+    sys.exit(record(sys.argv[2]) if sys.argv[1] == "record" else compare())
