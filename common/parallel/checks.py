@@ -26,6 +26,11 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
         )
 
 
+def sizes_that_divide(number: int) -> str:
+    """For messages: the sizes of groups that can share so many heads or experts."""
+    return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0)
+
+
 def check_divisible_weights(model: nn.Module, kind: str, casts: bool) -> None:
     """Raises UsageError for weights that FSDP2 or DeepSpeed cannot divide, or would silently cast.
 

@@ -20,7 +20,8 @@ from ..environment import is_true
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from .kind import Kind, Seen
+from .checks import sizes_that_divide
+from .kind import Kind
 from .on_disk import filled
 from .parts import is_divided, local
 from .setup import Setup, exchange_weights
@@ -54,10 +55,9 @@ def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
         )
     for name, experts in found.items():
         if experts.num_experts % size:
-            fitting = [n for n in range(2, experts.num_experts + 1) if experts.num_experts % n == 0]
             raise UsageError(
                 f"{name} has {experts.num_experts} experts, which {size} processes cannot share: type "
-                f"--expert_parallel {', '.join(map(str, fitting))}"
+                f"--expert_parallel {sizes_that_divide(experts.num_experts)}"
             )
         for weight in experts.parameters():
             if weight.shape[0] != experts.num_experts:
@@ -96,9 +96,6 @@ class ExpertParallel(Kind):
                     setattr(experts, name, replaced[weight])
             group.take_over(experts)
         exchange_weights(setup.optimizer, replaced)
-
-    def likely_cause(self, seen: Seen) -> str | None:
-        return None
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
@@ -151,11 +148,9 @@ class ExpertGroup:
 
     def _averaged(self, gradient: Tensor) -> Tensor:
         """The gradient of the mean over all processes, as DDP and FSDP2 take it, of one for the tokens of a group."""
-        own = local(gradient)
+        own = local(gradient) / self._num_processes  # not in place: autograd may need the gradient elsewhere
         if self._num_replicas > 1:
-            own = own.clone()
             dist.all_reduce(own, group=self._replicas)
-        own.div_(self._num_processes)
         if not is_divided(gradient):
             return own
         return type(gradient).from_local(own, gradient.device_mesh, gradient.placements, run_check=False)

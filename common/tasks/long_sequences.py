@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
 from ..errors import UsageError
+from ..parallel.checks import sizes_that_divide
 
 if TYPE_CHECKING:
     from ..parallel.sequence import SequenceGroup
@@ -40,10 +41,9 @@ class LongSequences:
         """Raises UsageError if `size` processes cannot share the tokens of a sample."""
         config, name = self._config, type(self.model).__name__
         if config.num_attention_heads % size:
-            fitting = [n for n in range(2, config.num_attention_heads + 1) if config.num_attention_heads % n == 0]
             raise UsageError(
                 f"{name} has {config.num_attention_heads} attention heads, which {size} processes cannot share: type "
-                f"sp_size {', '.join(map(str, fitting))} in the config file"
+                f"sp_size {sizes_that_divide(config.num_attention_heads)} in the config file"
             )
         takes = inspect.signature(type(self.model).forward).parameters
         if not self.model._supports_attention_backend or "position_ids" not in takes:
