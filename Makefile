@@ -59,7 +59,7 @@ verified: $(VENV)/trains
 
 # One process of each recipe against docs/records/, which an earlier version of the packages may have made.
 upgrades: $(VENV)/installed
-	python docs/tools/upgrades.py compare
+	python docs/tools/upgrades.py compare newest
 
 # The site, in site/. A link that leads nowhere is an error.
 docs: $(VENV)/trains

@@ -129,7 +129,10 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
         verdict = "bit for bit"
     if first is not None or tensor is not None:
         places = [f"from step {first['step']}, in {first['name']}"] if first else []
-        places += [f"after the last step in {tensor}, by {weights[tensor]:.1e}"] if tensor else []
+        if tensor is not None:
+            is_there = tensor in now.weights and tensor in then["weights"]
+            how = f", by {weights[tensor]:.1e}" if is_there else ", which only one of the two has"
+            places.append(f"after the last step in {tensor}{how}")
         verdict = f"DIFFERS {'; '.join(places)}"
     before, after = content.get("versions", {}), versions()
     both = {name: [before.get(name), after.get(name)] for name in before | after}

@@ -16,7 +16,7 @@ from accelerate_recipes.verify.compare import Difference
 
 COLUMNS = ("config", "processes", "loss", "gradient", "weights", "eval", "learning rate", "")
 CHECKED = "does not give the result of one process"  # in the line of the check of the first steps
-_PACKAGES = ("torch", "accelerate", "transformers", "deepspeed")
+_PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "deepspeed", "peft", "numpy", "pillow")
 
 
 @dataclass(frozen=True)

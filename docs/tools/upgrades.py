@@ -1,7 +1,7 @@
 """The first steps of each recipe in one process, against those that docs/records/ holds: make upgrades
 
-`python docs/tools/upgrades.py record newest` writes docs/records/newest/ with the installed versions; with `compare` it
-prints a line for each record, and ends with exit code 1 if one differs.
+`python docs/tools/upgrades.py record newest` writes docs/records/newest/ with the installed versions; with `compare
+newest` it prints a line for each of them, and ends with exit code 1 if one differs.
 """
 
 import json
@@ -15,10 +15,15 @@ RECORDS = ROOT / "docs" / "records"
 STEPS = "8"
 RECIPES = {path.stem: [] for path in sorted((ROOT / "recipes").glob("*.py"))}
 RECIPES["transformer_experts"] = ["--num_experts", "4"]
-# What takes time after the steps.
+# Data that no version of Python changes, and nothing that takes time after the steps.
+TEXT = ["--data", "LICENSE", "--context", "32", "--sample_tokens", "0"]
 MORE = {
-    **{name: ["--sample_tokens", "0"] for name in ("transformer", "transformer_experts")},
-    **{name: ["--num_answers", "0"] for name in ("finetune", "preferences")},
+    "transformer": TEXT,
+    "transformer_experts": TEXT,
+    "text_classification": ["--data", "docs/records/texts.csv"],
+    "embeddings": ["--data", "docs/records/pairs.csv"],
+    "finetune": ["--num_answers", "0"],
+    "preferences": ["--num_answers", "0"],
     "diffusion": ["--num_pictures", "0"],
 }
 
@@ -30,11 +35,11 @@ def verify(name: str, *options: str, flags: tuple[str, ...] = ()) -> subprocess.
     return subprocess.run([*command, *(["--", *flags] if flags else [])], cwd=ROOT, capture_output=True, text=True)
 
 
-def record(kind: str) -> int:
-    """Writes the records of one kind, such as those of the newest versions. Returns the exit code."""
+def record(kind: str, names: list[str]) -> int:
+    """Writes the records of one kind, such as those of the newest versions: all, or some. Returns the exit code."""
     folder = RECORDS / kind
     folder.mkdir(exist_ok=True, parents=True)
-    for name, flags in RECIPES.items():
+    for name, flags in [each for each in RECIPES.items() if not names or each[0] in names]:
         run = verify(
             name, "--record", str(folder / f"{name}.json"), "--steps", STEPS, flags=(*flags, *MORE.get(name, []))
         )
@@ -44,11 +49,11 @@ def record(kind: str) -> int:
     return 0
 
 
-def compare() -> int:
+def compare(kind: str) -> int:
     """Prints a row of Markdown for each record. Returns 1 if a recipe differs, or does not run."""
     is_bad = False
     print("| record | loss | gradient | weights | result | other versions |\n| --- | ---: | ---: | ---: | --- | --- |")
-    for path in sorted(RECORDS.glob("*/*.json")):
+    for path in sorted((RECORDS / kind).glob("*.json")):
         place = path.relative_to(RECORDS).with_suffix("")
         run = verify(path.stem, "--against", str(path), "--json")
         is_bad |= run.returncode != 0
@@ -68,4 +73,4 @@ def compare() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(record(sys.argv[2]) if sys.argv[1] == "record" else compare())
+    sys.exit(record(sys.argv[2], sys.argv[3:]) if sys.argv[1] == "record" else compare(sys.argv[2]))
