@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
 from .data.batches import Collated, Examples, MapDataset, Metrics, batches, resident
-from .data.mixture import OF, of_sources
+from .data.mixture import of_sources, without_sources
 from .errors import StoppedError, UsageError
 from .files import for_json
 from .parallel.batch_loss import SAMPLE_WEIGHT, BatchLoss, gathered, put
@@ -202,7 +202,7 @@ def evaluate_set(
     *totals, total = torch.stack([*sums, weight.sum()]).tolist()
     means = of_sources({name: value / (total or math.nan) for name, value in zip(averaged, totals)})
     kept = examples | metrics if keeps or batch_loss is not None else {}
-    return means, {name: whole.to(_exact(whole)).cpu() for name, whole in kept.items() if OF not in name}
+    return means, {name: whole.to(_exact(whole)).cpu() for name, whole in without_sources(kept).items()}
 
 
 def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:

@@ -86,7 +86,7 @@ def fit(
         UsageError: flags, data, a model or an output_dir that the run cannot use.
         NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
     """
-    forward_step, sampler = by_source(train_set, forward_step, sampler)
+    forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
     plan = Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
     setup = Setup(accelerator, model, optimizer, forward_step, plan, batch_loss)

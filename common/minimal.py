@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from .command_line import ConfigT, parse
 from .config import RunConfig
 from .data.batches import Batch, CollateFn, Examples, ForwardStep, MapDataset, Metrics, batches, checked_datasets
-from .data.mixture import by_source, of_sources
+from .data.mixture import by_source, of_sources, without_sources
 from .environment import has_gpu, is_true, local_world_size, num_cores, rank, user_chose_threads, world_size
 from .errors import NonFiniteError, RunError, UsageError
 from .layout import Layout
 from .norms import clip, norm_of
 from .plan import Plan, Sampler
 from .schedule import ScheduleFn
-from .seeds import EVALUATION, UPDATE, seed_forward
+from .seeds import EVALUATION, SUMMARY, UPDATE, seed_forward
 
 # Flags of the other loop.
 LEFT_OUT = (
@@ -90,7 +90,7 @@ def start(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def fit(
+def fit(  # noqa: C901  # it tells the whole run
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -106,6 +106,7 @@ def fit(
     sampler: Sampler | None = None,
     schedule: ScheduleFn | None = None,
     export: Callable[[Path], Any] | None = None,
+    batch_loss: Any = None,
 ) -> Metrics:
     """Trains, evaluates, prints, and exports the model to `<output_dir>/model/`.
 
@@ -125,6 +126,7 @@ def fit(
         sampler: (epoch, generator) -> order of sample ids.
         schedule: (step, num_steps, warmup_steps) -> share of the peak learning rate.
         export: folder -> None; writes more files beside the exported weights.
+        batch_loss: not supported.
 
     Returns:
         The metrics of the last evaluation.
@@ -133,7 +135,9 @@ def fit(
         UsageError: flags or data that the run cannot use.
         NonFiniteError: the norm of a gradient is not finite.
     """
-    forward_step, sampler = by_source(train_set, forward_step, sampler)
+    if batch_loss is not None:
+        raise UsageError("a batch_loss needs the whole loop: make the project without --minimal")
+    forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
     layout = Layout(num_processes=world_size(), rank=rank())
     plan = Plan.of(config, layout, len(train_set), schedule, sampler)
@@ -163,9 +167,10 @@ def fit(
         optimizer.zero_grad()
         if plan.logs(step + 1):
             loss, weight = accelerator.reduce(totals, "sum").tolist()
+            mean = loss / (weight or math.nan)
             speed = (step + 1 - since) * config.batch_size / (time.perf_counter() - started)
             rate = f"learning_rate {optimizer.param_groups[0]['lr']:.4g}  {speed:,.0f} samples/s"
-            accelerator.print(f"step {step + 1}/{plan.num_steps}  loss {loss / weight:.7g}  {rate}", flush=True)
+            accelerator.print(f"step {step + 1}/{plan.num_steps}  loss {mean:.7g}  {rate}", flush=True)
             totals, since, started = torch.zeros_like(totals), step + 1, time.perf_counter()
         if plan.evaluates(step + 1):
             for name, dataset in eval_sets.items():
@@ -228,7 +233,9 @@ def _evaluate(
         if value.ndim == 1 and is_mean:
             means[name] = float((value.double() * weight).sum() / weight.sum())
     means = of_sources(means)
-    return summarize(means) | ({} if examples is None else examples(whole))
+    seed_forward(plan.config.seed, EVALUATION, SUMMARY, accelerator.device)
+    floats = {name: value.double() for name, value in whole.items() if value.ndim == 1 and value.is_floating_point()}
+    return summarize(means) | ({} if examples is None else examples(without_sources(whole | floats)))
 
 
 def _export(model: nn.Module, folder: Path, export: Callable[[Path], Any] | None) -> None:

@@ -122,8 +122,9 @@ def main(config: Config) -> None:
     accelerator = start(config)
     columns = config.text_column, config.label_column
     sources = Sources(config, lambda data: load_labelled_texts(data, *columns), same=("classes",))
-    model, tokenizer = build(config, sources.train)
-    weights = sources.train.weights() if config.balanced else [1.0] * len(sources.train.classes)
+    texts = LabelledTexts.joined(train for train, _ in sources.parts.values())
+    model, tokenizer = build(config, texts)
+    weights = texts.weights() if config.balanced else [1.0] * len(texts.classes)
     encoded = partial(EncodedTexts, tokenizer=tokenizer, max_length=config.max_length, class_weights=weights)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     padding = pad_to_longest({"input_ids": tokenizer.pad_token_id})

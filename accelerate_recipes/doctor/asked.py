@@ -55,6 +55,7 @@ def refusals(
         its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
     """
     from common import RunConfig, UsageError
+    from common.data.mixture import by_source
     from common.launch.checks import check_device, launch_checks
     from common.parallel.kinds import check_batch_loss, layout_of, model_checks
     from common.plan import Plan
@@ -76,7 +77,8 @@ def refusals(
             if of_launch is not check_device:
                 _note(lines, of_launch, layout, flags)
         if not lines and config is not None:
-            sampling = keywords.get("schedule"), keywords.get("sampler")
+            _, sampler = by_source(train_set, eval_set, forward_step, keywords.get("sampler"))
+            sampling = keywords.get("schedule"), sampler
             try:
                 plan = Plan.of(flags, layout, len(train_set), *sampling)
                 facts |= {"micro_batch_size": plan.micro_batch_size}

@@ -72,6 +72,7 @@ def _measured(
     from common.check.alone import MAX_SECONDS
     from common.check.reference import why_not_checked
     from common.data.batches import checked_datasets
+    from common.data.mixture import by_source
     from common.environment import is_true
     from common.parallel.kinds import layout_of
     from common.plan import Plan
@@ -85,8 +86,9 @@ def _measured(
     check_steps, gpu = config.check_steps, Gpu(**question["gpu"])
     config = replace(config, pipeline_stages=question["stages"], check_steps=0, compile=False)
     layout = replace(layout_of(config), device="cpu")
+    forward_step, sampler = by_source(train_set, eval_set, forward_step, keywords.get("sampler"))
     train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
-    plan = Plan.of(config, layout, len(train_set), keywords.get("schedule"), keywords.get("sampler"))
+    plan = Plan.of(config, layout, len(train_set), keywords.get("schedule"), sampler)
     run = DryRun(plan, forward_step, keywords.get("batch_loss"), gpu, question.get("last", False))
     offloads = is_true("FSDP_OFFLOAD_PARAMS")
     whole = sum(weight.nbytes for weight in model.parameters())

@@ -150,7 +150,8 @@ def _file_of(script: Path) -> Path:
 
 def _uses_trainer(file: Path) -> bool:
     """Whether a script trains by a Trainer of transformers, or of TRL."""
-    return re.search(r"\w*Trainer\(", file.read_text(encoding="utf-8", errors="replace")) is not None
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return "Trainer" in text and re.search(r"^\s*(from|import) (transformers|trl)\b", text, re.MULTILINE) is not None
 
 
 def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path, how: str = "as it is") -> Watched:

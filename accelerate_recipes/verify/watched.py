@@ -45,8 +45,8 @@ class Watcher:
         self.newest_loader: Any = None  # the prepared one that gave the last batch
         self.training_loaders: list[Any] = []
         self.states: list[Any] = []  # of the generators, when a loader gave the last batch
-        self.accumulation = 1  # of a Trainer, whose micro-batches each give their part of the loss
-        self.read: list[dict[str, Any]] = []  # batches since the last step; a Trainer reads all of a step first
+        self.by_trainer = False  # it reads all micro-batches of a step first, and each gives its part of the loss
+        self.read: list[tuple[Any, dict[str, Any]]] = []  # (loader, batch) since the last step
 
     def install(self) -> None:
         """Puts itself between the script and Accelerate."""
@@ -81,10 +81,9 @@ class Watcher:
                 raise ValueError(f"per_device_train_batch_size {size} does not divide into {number}: type a multiple")
             arguments.per_device_train_batch_size = size // number
             arguments.gradient_accumulation_steps *= parts
-            self.accumulation = arguments.gradient_accumulation_steps
             finish(arguments)
 
-        TrainingArguments.__post_init__ = divided
+        self.by_trainer, TrainingArguments.__post_init__ = True, divided
 
     def end(self) -> None:
         """Ends the process. Every process ends after the same step, or the same evaluation."""
@@ -125,9 +124,10 @@ class Watcher:
         self.facts["draws"] |= bool(self.states) and self.states != _generator_states()
         if self.newest_loader is not None and self.newest_loader not in self.training_loaders:
             self.training_loaders.append(self.newest_loader)
-        place = len(self.micro_batches) - self.accumulation  # counted from the end of those that were read
-        batch = self.read[place] if self.accumulation > 1 and len(self.read) >= -place > 0 else self.batch
-        self.micro_batches.append({"loss": loss.item() * self.accumulation, **batch})
+        read = [batch for loader, batch in self.read if loader is self.newest_loader]
+        place = len(self.micro_batches)
+        batch = read[place] if self.by_trainer and place < len(read) else self.batch
+        self.micro_batches.append({"loss": loss.item(), **batch})
         return original(accelerator, loss, **options)
 
     def _clip(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> Any:
@@ -146,6 +146,9 @@ class Watcher:
             step = {"learning_rate": float(learning_rate), "grad_norm": self.grad_norm}
             norms = [float(weight.detach().double().norm()) for weight in self._weights()]
             self.steps.append(step | {"micro_batches": self.micro_batches, "weights": math.hypot(*norms)})
+            if self.by_trainer:
+                for part in self.micro_batches:
+                    part["loss"] *= len(self.micro_batches)
             self.micro_batches, self.read = [], []
             if len(self.steps) >= self.num_steps:
                 self.finish()
@@ -213,7 +216,7 @@ class Watcher:
         ids = [ids] if isinstance(ids, int) else ids
         plain = isinstance(ids, list) and all(isinstance(number, int) for number in ids)
         self.batch = {"epoch": self.num_iterators, "ids": ids if plain else None, "tokens": _num_labels(batch)}
-        self.read.append(self.batch)
+        self.read.append((self.newest_loader, self.batch))
         self.states = _generator_states()
 
 

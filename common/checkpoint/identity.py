@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..data.mixture import Mixture
 from ..layout import Layout
 from ..plan import Plan
 
@@ -25,8 +26,17 @@ def identity(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         "num_samples": plan.num_samples,
         "optimizer": type(optimizer).__name__,
         "base": getattr(getattr(model, "peft_adapter", None), "base_digest", None),
+        "mixture": _mixture(plan),
         "sampler": None if plan.sampler is None else _digest(plan.epoch_order(0).tolist()),
     }
+
+
+def _mixture(plan: Plan) -> dict[str, list[int]] | None:
+    """{source: [samples in an epoch, of so many]}; None without a mixture."""
+    mixture = getattr(plan.sampler, "__self__", None)
+    if not isinstance(mixture, Mixture):
+        return None
+    return {name: [count, size] for name, count, size in zip(mixture.names, mixture.counts, mixture.sizes)}
 
 
 def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:

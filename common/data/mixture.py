@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..plan import Sampler
 from .batches import Batch, ForwardStep, MapDataset
 
+SOURCE = "source of the sample"  # in a batch: its number
 SHARE = "share"  # of a source in the samples, or in what weighs them
 OF = "@"  # between the names of a metric and a source
 
@@ -29,7 +30,7 @@ class Mixture(Dataset):
             first source is used up, and no sample comes twice.
 
     Raises:
-        UsageError: a source is empty, or its share of an epoch has no sample.
+        UsageError: a source is empty, its name has "@" or "/", or its share of an epoch has no sample.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class Mixture(Dataset):
         for name, size in zip(self.names, self.sizes):
             if size == 0:
                 raise UsageError(f"{name} is empty: remove it from the mixture")
+            if OF in name or "/" in name:
+                raise UsageError(f"a source has the name {name}: leave out @ and /, which stand in names of metrics")
         if weights is not None:
             total = sum(weights.values())
             shares = [weights[name] / total for name in self.names]
@@ -59,7 +62,7 @@ class Mixture(Dataset):
     def __getitem__(self, index: int) -> Any:
         source = bisect_right(self.ends, index)
         sample = self.sources[source][index - self.ends[source] + self.sizes[source]]
-        return sample | {"source": source}
+        return sample | {SOURCE: source}
 
     def sampler(self, epoch: int, generator: torch.Generator) -> torch.Tensor:
         """The ids of an epoch, as a `sampler` of `fit`."""
@@ -75,11 +78,11 @@ class Mixture(Dataset):
         `of_sources` makes means of them."""
 
         def step(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-            source = batch["source"]
-            values = forward_step(model, {name: value for name, value in batch.items() if name != "source"})
+            values = forward_step(model, {name: value for name, value in batch.items() if name != SOURCE})
+            source = batch.get(SOURCE, torch.tensor(-1))  # an evaluation set may be no mixture
             metrics = {name: value.detach() for name, value in values.items() if value.ndim == 1}
             for number, name in enumerate(self.names) if "loss" in values else ():  # not with a batch_loss
-                share = (source == number).to(values["loss"].dtype)
+                share = (source == number).to(values["loss"]).expand(len(values["loss"]))
                 values[f"{SHARE}{OF}{name}"] = share
                 values |= {f"{kind}{OF}{name}": value * share for kind, value in metrics.items() if is_mean(value)}
             return values
@@ -87,10 +90,24 @@ class Mixture(Dataset):
         return step
 
 
-def by_source(train_set: Any, forward_step: ForwardStep, sampler: Sampler | None) -> tuple[ForwardStep, Sampler | None]:
-    """(forward_step, sampler): of a mixture, with the metrics of each source and the order of its epochs."""
+def by_source(
+    train_set: Any, eval_set: Any, forward_step: ForwardStep, sampler: Sampler | None
+) -> tuple[ForwardStep, Sampler | None]:
+    """(forward_step, sampler): of a mixture, with the metrics of each source and the order of its epochs.
+
+    Raises:
+        UsageError: a mixture for training without weights, or one for evaluation with other names.
+    """
     if not isinstance(train_set, Mixture):
         return forward_step, sampler
+    if not hasattr(train_set, "counts"):
+        raise UsageError("a Mixture for training needs weights: give it one for each source")
+    for other in eval_set.values() if isinstance(eval_set, Mapping) else (eval_set,):
+        if isinstance(other, Mixture) and other.names != train_set.names:
+            raise UsageError(
+                f"the evaluation mixes {', '.join(other.names)}, the training {', '.join(train_set.names)}: give both "
+                "the same names in the same order"
+            )
     return train_set.noted(forward_step), sampler or train_set.sampler
 
 
@@ -99,12 +116,27 @@ def is_mean(value: torch.Tensor) -> bool:
     return value.is_floating_point()
 
 
+def _share_of(name: str) -> str:
+    """The name of the share of the source in a metric's name, such as "train/share@a" for "train/loss@a"."""
+    kind, _, source = name.rpartition(OF)
+    place = kind.rpartition("/")[0]
+    return f"{place}{'/' * bool(place)}{SHARE}{OF}{source}"
+
+
+def without_sources(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without those of single sources."""
+    return {name: value for name, value in values.items() if OF not in name or _share_of(name) not in values}
+
+
 def of_sources(means: Mapping[str, float]) -> dict[str, float]:
-    """Means over all samples -> with those of a source's metrics over its own samples; not a number without any."""
+    """Means over all samples -> with those of a source over its own samples, and without sources that have none."""
     found = dict(means)
     for name, value in means.items():
-        kind, _, source = name.partition(OF)
-        share = means.get(f"{kind.rpartition('/')[0]}{'/' * ('/' in kind)}{SHARE}{OF}{source}")
-        if source and share is not None and kind.rpartition("/")[2] != SHARE:
-            found[name] = value / share if share else float("nan")
+        share = means.get(_share_of(name)) if OF in name else None
+        if share is None:
+            continue
+        if not share:
+            del found[name]
+        elif name != _share_of(name):
+            found[name] = value / share
     return found

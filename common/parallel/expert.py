@@ -41,6 +41,11 @@ def check_config(layout: Layout, config: RunConfig) -> None:
             f"--expert_parallel {layout.experts} does not divide {layout.num_processes} processes: type "
             f"--num_processes {layout.experts} after accelerate launch"
         )
+    for name in ("FSDP_OFFLOAD_PARAMS", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        if is_true(name):
+            raise UsageError(
+                f"--expert_parallel does not work with {name.lower()}: type false there in the config file"
+            )
     if layout.precision == "fp16" or config.compile:
         raise UsageError("--expert_parallel needs float32 or bf16, without --compile: remove that flag or type bf16")
 

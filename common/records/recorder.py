@@ -184,7 +184,8 @@ class Recorder:
         if self.accelerator.is_main_process:
             self._metrics.write(finite)
             numbers = {name: value for name, value in record.items() if value is not None and name != "step"}
-            self.accelerator.log(numbers, step=record["step"])
+            # Some trackers refuse the sign.
+            self.accelerator.log({name.replace(OF, "_of_"): value for name, value in numbers.items()}, record["step"])
 
     def _show(self, record: dict[str, Any], seconds_left: float | None = None) -> None:
         """Prints an evaluation, or a training record with the time that the run still takes."""

@@ -135,12 +135,13 @@ def with_losses(
         places: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         given = {} if positions is None else {"position_ids": positions}
-        num_labels, group, num_tokens = (labels != IGNORED).sum(1), self.sequence_parallel.group, len(labels) * longest
+        num_labels, num_tokens = (labels != IGNORED).sum(1), len(labels) * longest
+        group = None if routes else self.sequence_parallel.group
         if group is not None:
             tokens, labels, given = self.sequence_parallel.slices(tokens, labels, positions, IGNORED)
             places, num_tokens = None, len(labels) * group.padded_length(longest) // group.size
         num_chunks = -(-num_tokens // chunk) if chunk else 1
-        if divides and (num_chunks > 1 or places is not None):
+        if divides and not routes and (num_chunks > 1 or places is not None):
             hidden = self.base_model(input_ids=tokens, use_cache=False, **given)[0]
             if places is not None:
                 hidden, labels = _at(places, hidden, labels)
@@ -154,8 +155,11 @@ def with_losses(
         return means if group is None else group.total(means)
 
     num_chosen: int = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
-    if routes and (num_chosen == 0 or "router_logits" not in (model._can_record_outputs or {})):
-        raise UsageError(f"--router_loss: {type(model).__name__} has no routers of transformers 5: leave it out")
+    others = [name for name, _ in model.named_buffers() if name.endswith("correction_bias")]  # they choose otherwise
+    if routes and (num_chosen == 0 or others or "router_logits" not in (model._can_record_outputs or {})):
+        raise UsageError(
+            f"--router_loss: {type(model).__name__} has no routers that choose by probability alone: leave it out"
+        )
     asked = {"output_router_logits": True} if routes else {}
     if packs:
         _check_documents_are_apart(model)
@@ -164,7 +168,8 @@ def with_losses(
     divides = longest > 0 and _head_alone_makes_logits(model)
     if chunk and not divides:
         print_once(f"{type(model).__name__} changes its logits after its head: they are held for the whole batch")
-    model.sequence_parallel = LongSequences(model)
+    if not routes:  # what the routers do is summed over whole samples
+        model.sequence_parallel = LongSequences(model)
     # Methods: a deep copy of the model then calls its own layers.
     model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
     model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export

@@ -1,7 +1,9 @@
 """Texts with a class each: embedded, in a file, or on the Hub."""
 
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,12 @@ class LabelledTexts:
     texts: list[str]
     labels: list[int]
     classes: list[str]
+
+    @classmethod
+    def joined(cls, parts: "Iterable[LabelledTexts]") -> "LabelledTexts":
+        """The texts of several parts with the same classes."""
+        texts, labels, classes = zip(*((part.texts, part.labels, part.classes) for part in parts))
+        return cls(list(chain.from_iterable(texts)), list(chain.from_iterable(labels)), classes[0])
 
     def weights(self) -> list[float]:
         """For each class, the factor that gives all classes the same weight; the mean over the texts is 1."""

@@ -14,14 +14,17 @@ from ..environment import print_once
 from ..errors import UsageError
 
 Part = TypeVar("Part")
-INLINE = re.compile(r"[^,:]+:[\d.]+(,[^,:]+:[\d.]+)+")
 EXAMPLE = "type a source and its weight a line, such as chats.jsonl: 3"
 
 
 def weights_of(data: str) -> dict[str, float] | None:
     """{source: its weight}; None if `--data` names one source. Raises UsageError for weights that are none."""
-    if INLINE.fullmatch(data):
-        pairs = [each.rsplit(":", 1) for each in data.split(",")]
+    words = [word.strip() for word in data.split(",")]
+    given = [re.fullmatch(r"[^,:]+:[\d.]+", word) is not None for word in words]
+    if len(words) > 1 and any(given):
+        if not all(given):
+            raise UsageError(f"--data {data}: {words[given.index(False)]} has no weight: type a number after a colon")
+        pairs = [word.rsplit(":", 1) for word in words]
         found: dict[Any, Any] = dict(pairs)
         if len(found) < len(pairs):
             raise UsageError(f"--data {data} names a source twice: type each once, with its whole weight")
@@ -70,7 +73,7 @@ class Sources(Generic[Part]):
         parts = {source: load(source) for source in self.weights or [config.data]}
         names = {source: Path(source).stem.replace(OF, "_") for source in parts}
         if len({*names.values()}) < len(names):  # files of one name in several folders
-            names = {source: source.replace(OF, "_") for source in parts}
+            names = {source: source.replace(OF, "_").replace("/", "_") for source in parts}
         self.parts = {names[source]: both for source, both in parts.items()}
         self.shares = {names[source]: weight for source, weight in (self.weights or {}).items()}
         self.train, self.evaluation = next(iter(self.parts.values()))

@@ -105,7 +105,12 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
             f"{ARGUMENTS} --num_experts 3",
             "has 3 experts, which 2 processes cannot share: type",
         ),
-        ("ddp", *RECIPES["transformer"], "--router_loss: LlamaForCausalLM has no routers of transformers 5: leave it"),
+        (
+            "ddp",
+            *RECIPES["transformer"],
+            "--router_loss: LlamaForCausalLM has no routers that choose by probability alone",
+        ),
+        ("sequence_parallel", SCRIPT, f"{ARGUMENTS} --router_loss 0.2", "MixtralForCausalLM cannot divide sequences"),
         (CONFIG, *RECIPES["mnist cnn"], "ConvNet has no experts of transformers 5 to divide: remove --expert_parallel"),
         ("ddp", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights: type --config_file acc"),
         ("deepspeed_zero2", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
@@ -114,7 +119,9 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, config: str, script: str, flags: str, line: str) -> None:
-    more = " --router_loss 0.1" if "--router_loss" in line else " --expert_parallel 2"
+    more = " --expert_parallel 2"
+    if "--router_loss" in line + flags:
+        more = " --router_loss 0.1"
     run = fork(tmp_path / "run", config, script, f"{flags}{more}", succeeds=False)
     assert line in refused(run)
 
