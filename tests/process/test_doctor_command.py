@@ -28,6 +28,7 @@ def doctor(folder: Path, *words: str) -> Run:
         pytest.param("mnist mlp", MNIST, ["--model", "mlp"], marks=pytest.mark.full),
         pytest.param("linear regression", LINEAR, [], marks=pytest.mark.full),
         ("transformer", TRANSFORMER, []),
+        pytest.param("experts", TRANSFORMER, ["--num_experts", "4"], marks=pytest.mark.full),
     ],
 )
 def test_shipped_configs_and_recipes_are_clean(

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from accelerate_recipes import bundle
+from accelerate_recipes.catalog import SIZES
 from accelerate_recipes.doctor import asked
 
 
@@ -14,8 +15,8 @@ def answers(*given: Any, **keywords: Any) -> dict[str, list[str]]:
     *data, config = given[:7]  # of `fit`
     lines = {}
     for path in bundle.configs():
-        stages = 2 if path.stem == "pipeline_parallel" else 1
+        size = SIZES.get(path.stem, ["--pipeline_stages", "1"])
         with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, []])}):
-            flags = replace(config, pipeline_stages=stages)
+            flags = replace(config, **{size[0].removeprefix("--"): int(size[1])})
             lines[path.stem] = asked.refusals(*data, flags, *given[7:], **keywords)["lines"]
     return lines

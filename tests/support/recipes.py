@@ -75,9 +75,9 @@ DIVIDED = {
     "tensor_parallel": WITH_LAYER_PLAN,
     "fsdp2_tensor_parallel": WITH_LAYER_PLAN,
     "hsdp_tensor_parallel": WITH_LAYER_PLAN,
-    "pipeline_parallel": CAUSAL_MODELS,
-    "sequence_parallel": CAUSAL_MODELS,
-    "fsdp2_sequence_parallel": CAUSAL_MODELS,
+    "pipeline_parallel": (*CAUSAL_MODELS, "experts"),
+    "sequence_parallel": (*CAUSAL_MODELS, "experts"),
+    "fsdp2_sequence_parallel": (*CAUSAL_MODELS, "experts"),
     "fsdp2_expert_parallel": ("experts",),
 }
 # Flags that a config needs beside its file.
