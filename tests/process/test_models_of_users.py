@@ -144,7 +144,7 @@ def test_experts_that_take_part_with_nothing(tmp_path: Path, reference: Callable
 APART = {
     "weights by rank": "the weight body.",
     "length by rank": "the length of the training set",
-    "sample by rank": "the first sample of the",
+    "sample by rank": "sample 0 of the",
 }
 
 
