@@ -69,7 +69,9 @@ def test_help_explains_each_flag_once(tmp_path: Path) -> None:
     assert run.stdout.count("usage: mnist.py") == 1
     for field in dataclasses.fields(RunConfig):
         assert re.search(rf"  --{field.name}\b[^\n]*\s+\w+", run.stdout), field.name
-    assert "(default: digits)" in " ".join(run.stdout.split()) and "{constant,linear,cosine,wsd,one_cycle}" in run.stdout
+    assert (
+        "(default: digits)" in " ".join(run.stdout.split()) and "{constant,linear,cosine,wsd,one_cycle}" in run.stdout
+    )
 
 
 def test_output_dir_that_only_the_main_process_finds_unwritable(tmp_path: Path) -> None:

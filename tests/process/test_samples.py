@@ -23,8 +23,8 @@ def ids_of_each_step(run: Run, num_processes: int) -> list[list[int]]:
         [int(i) for i in (run.output_dir / f"train_ids_{p}.txt").read_text().split()] for p in range(num_processes)
     ]
     share = BATCH_SIZE // num_processes
-    # At first each fetches a sample to compare it with the other processes, and one to see whether a batch draws.
-    num_first = 2 if num_processes > 1 else int(run.card["gradient_accumulation_steps"] > 1)
+    # At first each fetches four samples to compare them with the other processes, and one to see whether a batch draws.
+    num_first = 5 if num_processes > 1 else int(run.card["gradient_accumulation_steps"] > 1)
     assert {len(ids) for ids in fetched} == {NUM_STEPS * share + num_first}
     fetched = [ids[-NUM_STEPS * share :] for ids in fetched]
     return [
