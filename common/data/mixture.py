@@ -80,11 +80,14 @@ class Mixture(Dataset):
         def step(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
             values = forward_step(model, {name: value for name, value in batch.items() if name != SOURCE})
             source = batch.get(SOURCE, torch.tensor(-1))  # an evaluation set may be no mixture
-            metrics = {name: value.detach() for name, value in values.items() if value.ndim == 1}
+            # Not classes, which have no mean.
+            metrics = {
+                k: value.detach() for k, value in values.items() if value.ndim == 1 and value.is_floating_point()
+            }
             for number, name in enumerate(self.names) if "loss" in values else ():  # not with a batch_loss
                 share = (source == number).to(values["loss"]).expand(len(values["loss"]))
                 values[f"{SHARE}{OF}{name}"] = share
-                values |= {f"{kind}{OF}{name}": value * share for kind, value in metrics.items() if is_mean(value)}
+                values |= {f"{kind}{OF}{name}": value * share for kind, value in metrics.items()}
             return values
 
         return step
@@ -109,11 +112,6 @@ def by_source(
                 "the same names in the same order"
             )
     return train_set.noted(forward_step), sampler or train_set.sampler
-
-
-def is_mean(value: torch.Tensor) -> bool:
-    """Whether a value has a mean over samples, other than a class."""
-    return value.is_floating_point()
 
 
 def _share_of(name: str) -> str:
