@@ -29,7 +29,7 @@ FLAGS: dict[tuple[str, str], str | None] = {
         ("fsdp2_expert_parallel", "finetune preferences", None),
         (
             "pipeline_parallel sequence_parallel fsdp2_sequence_parallel fsdp2_expert_parallel",
-            "mnist linear_regression text_classification embeddings image_classification diffusion",
+            "mnist linear_regression text_classification embeddings image_classification diffusion vision_language",
             None,
         ),
     )

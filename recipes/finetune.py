@@ -28,7 +28,7 @@ from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups,
 from common.data import Batch, pad_to_longest
 from common.environment import has_gpu
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
-from common.tasks.chat_models import answer, small_chat_model, with_chat_template
+from common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
 from common.tasks.lora import add_lora, write_merged
 from common.tasks.mixture import Sources
@@ -110,8 +110,8 @@ def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
     asked = [messages for messages in asked if messages[-1]["role"] == "assistant"]
     if asked:
         answers = answer(model, tokenizer, asked, config.max_length)
-        num_right = sum(found.endswith(one[-1]["content"].strip()) for found, one in zip(answers, asked))
-        print(f"{asked[0][-2]['content']} {answers[0]}\n{num_right} of {len(asked)} held-out answers are right")
+        right = num_right(answers, asked)
+        print(f"{asked[0][-2]['content']} {answers[0]}\n{right} of {len(asked)} held-out answers are right")
 
 
 def main(config: Config) -> Any:

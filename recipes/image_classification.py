@@ -87,7 +87,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
     """Returns (model, what it expects of a picture). Raises UsageError for wrong sizes or a wrong path."""
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
     if path := config.model_name_or_path:
-        model, _, new = load(AutoModelForImageClassification, path, "image classifier", tokenizes=False, **names)
+        model, _, new = load(AutoModelForImageClassification, path, "image classifier", reads=None, **names)
         if new:
             print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
         freeze_key_biases(model, KEY_BIASES)

@@ -30,10 +30,10 @@ from common.tasks.causal_lm import (
     flops_per_sample,
     load_pretrained,
     load_trained,
-    router_loss,
     with_losses,
 )
 from common.tasks.mixture import Sources
+from common.tasks.routers import router_loss
 from common.tasks.text import load_tokens
 from common.tasks.tokenization import byte_tokenizer
 

@@ -45,7 +45,7 @@ def _answered(question: dict[str, Any], arguments: Any, keywords: Any) -> dict[s
     try:
         answer = _measured(question, *arguments, **keywords)
     except DynamicOutputShapeException:
-        answer = {"failed": "its shapes depend on values, as with experts"}
+        answer = {"failed": "its shapes depend on values, as with pictures or experts"}
     except BaseException as error:  # what a recipe or torch raises on tensors without data
         if type(error).__name__ == "UsageError":  # of the recipe's `common`
             answer = {"refused": [str(error)]}

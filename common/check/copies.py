@@ -19,8 +19,9 @@ class NotChecked(Exception):
 def borrowed(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
     """Gives model and optimizer copies of their tensors on the device for the `with` block, and their own ones back.
 
-    The objects stay the same, with their hooks: what a closure or an optimizer refers to is what trains. Raises
-    NotChecked if a tensor cannot be copied.
+    The objects stay the same: what a closure or an optimizer refers to is what trains. They have the hooks and counters
+    of before afterwards: those that a first pass makes would be in one process alone. Raises NotChecked if a tensor
+    cannot be copied.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -32,7 +33,7 @@ def borrowed(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
         return empty.set_(storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
 
     weights = [(weight, weight.data, weight.grad) for weight in model.parameters()]
-    layers = [(layer, dict(layer._buffers), _plain(layer)) for layer in model.modules()]
+    layers = [(layer, dict(layer._buffers), _plain(layer), _hooks(layer)) for layer in model.modules()]
     try:  # all copies first: if one fails, nothing has changed
         copies = [copied(data) for _, data, _ in weights]
         moved = {id(buffer): copied(buffer) for buffer in model.buffers()}
@@ -41,7 +42,7 @@ def borrowed(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
     try:
         for (weight, _, _), data in zip(weights, copies):
             weight.data = data
-        for layer, buffers, _ in layers:
+        for layer, buffers, *_ in layers:
             layer._buffers.update({name: moved[id(buffer)] for name, buffer in buffers.items() if buffer is not None})
         with kept_optimizer(model, optimizer):
             for state in optimizer.state.values():
@@ -51,9 +52,8 @@ def borrowed(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
     finally:
         for weight, data, gradient in weights:
             weight.data, weight.grad = data, gradient
-        for layer, buffers, plain in layers:
-            layer._buffers.update(buffers)
-            vars(layer).update(plain)
+        for layer, *before in layers:
+            _give_back(layer, *before)
 
 
 @contextmanager
@@ -86,3 +86,17 @@ def twins(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module
 def _plain(layer: nn.Module) -> dict[str, Any]:
     """The numbers and words among the attributes of a layer, such as a counter."""
     return {name: value for name, value in vars(layer).items() if isinstance(value, bool | int | float | str)}
+
+
+def _hooks(layer: nn.Module) -> dict[str, Any]:
+    return {name: copy.copy(value) for name, value in vars(layer).items() if name.endswith(("_hooks", "_with_kwargs"))}
+
+
+def _give_back(layer: nn.Module, buffers: dict[str, Any], plain: dict[str, Any], hooks: dict[str, Any]) -> None:
+    layer._buffers.update(buffers)
+    for name in _plain(layer).keys() - plain.keys():
+        del vars(layer)[name]
+    vars(layer).update(plain)
+    for name, own in hooks.items():  # in place: the handle that removes a hook refers to its dict
+        vars(layer)[name].clear()
+        vars(layer)[name].update(own)

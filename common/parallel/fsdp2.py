@@ -122,9 +122,10 @@ def mixed_precision_policy(precision: str) -> "MixedPrecisionPolicy":
 
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that FSDP gathers one at a time: their classes are in `_no_split_modules`."""
+    """The layers that FSDP gathers one at a time: their classes are in `_no_split_modules`. A layer comes after those
+    inside it, as torch's `fully_shard` needs."""
     names = getattr(model, "_no_split_modules", None) or []
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
 
 def wrapped_classes(model: nn.Module) -> list[str]:

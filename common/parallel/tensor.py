@@ -24,6 +24,7 @@ from .setup import Setup, choose_fused_kernels, compile_if_asked, exchange_weigh
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
 STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
+NORM_OF_HEADS = "replicated_with_grad_allreduce"  # of the queries or keys of a head: each process has its own heads
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
@@ -111,7 +112,13 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
         UsageError: no plan, a plan that does not fit the model, or sizes that are not divisible.
     """
     # Imported here, because the imports take 0.7 s.
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
     from torch.distributed.tensor.placement_types import Replicate
 
     whole = Replicate()
@@ -122,6 +129,8 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=whole),
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=whole),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=whole),
+        # The weight is whole, and its gradient the sum over the parts. Any dimension but the last will do.
+        NORM_OF_HEADS: lambda: SequenceParallel(sequence_dim=1, use_local_output=True),
     }
     mesh = accelerator.torch_device_mesh
     before = dict(model.named_parameters())
@@ -163,15 +172,18 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
     for name, module in modules.items():
         for weight in module.parameters(recurse=False):
             owners.setdefault(weight, []).append(name)
-    resolved = {}
+    resolved: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style not in STYLES:
+        if style not in (*STYLES, NORM_OF_HEADS):
             raise UsageError(f"tp_plan: {pattern}: {style}: expected one of {', '.join(STYLES)}")
         expression = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+"))
         matches = [name for name in modules if expression.fullmatch(name)]
         if not matches:
             near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0)
             raise UsageError(f"tp_plan: {pattern} names no module of {type(model).__name__}: did you mean {near[0]}?")
+        if style == NORM_OF_HEADS:
+            resolved |= dict.fromkeys(matches, style)
+            continue
         for name in [part for match in matches for part in _divided_parts(match, modules[match], style)]:
             shared = {owner for weight in modules[name].parameters(recurse=False) for owner in owners[weight]} - {name}
             if shared and _is_transformers(model):
@@ -210,7 +222,8 @@ def _is_transformers(model: nn.Module) -> bool:
 
 
 def _check_heads(model: nn.Module, size: int) -> None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if _is_transformers(model) else config
     for what in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, what, None)
         if heads and heads % size:

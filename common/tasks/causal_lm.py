@@ -1,7 +1,7 @@
 """Causal language models of transformers: loading, losses and floating-point operations."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -23,31 +25,41 @@ from ..environment import print_once
 from ..errors import UsageError
 from .long_sequences import LongSequences
 from .pretrained import load, runnable
+from .routers import experts_per_token, routes_of
+from .tokenization import tokenizer_of
 
 FLASH = "flash_attention_2"
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
 
 
 def load_pretrained(
-    name_or_path: str, context: int, attention: str, flag: str = "context"
+    name_or_path: str,
+    context: int,
+    attention: str,
+    flag: str = "context",
+    kind: Any = AutoModelForCausalLM,
+    expected: str = "causal model",
 ) -> tuple[PreTrainedModel, Any]:
-    """Loads a causal model in float32, and its tokenizer.
+    """Loads a causal model in float32, and its tokenizer, or the processor that has one.
 
     Args:
         name_or_path: folder or Hub id.
         context: tokens per sequence.
         attention: transformers' `attn_implementation`: "sdpa", "eager", "flash_attention_2".
         flag: the recipe's name for `context`.
+        kind: a class with `from_pretrained`. Models that see pictures have a processor.
+        expected: what should be there, for messages.
 
     Raises:
-        UsageError: no causal model or tokenizer there, or the model has fewer positions than `context`.
+        UsageError: no such model or tokenizer there, or the model has fewer positions than `context`.
     """
     at_first = "sdpa" if attention == FLASH else attention  # the check below runs on the CPU, in float32
-    model, tokenizer, missing = load(AutoModelForCausalLM, name_or_path, "causal model", attn_implementation=at_first)
+    reads = AutoTokenizer if kind is AutoModelForCausalLM else AutoProcessor
+    model, processor, missing = load(kind, name_or_path, expected, reads, attn_implementation=at_first)
     if missing:
         raise UsageError(
             f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
-            f"as {missing[0]}: type the path of a complete causal model"
+            f"as {missing[0]}: type the path of a complete {expected}"
         )
     if _sees_the_future(model):
         raise UsageError(
@@ -55,23 +67,23 @@ def load_pretrained(
             "causal model, not of an encoder"
         )
     model.set_attn_implementation(attention)
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: type --{flag} {longest}")
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > num_embeddings:
+    num_embeddings, num_tokens = model.get_input_embeddings().num_embeddings, len(tokenizer_of(processor))
+    if num_tokens > num_embeddings:
         raise UsageError(
-            f"--model_name_or_path {name_or_path}: its tokenizer has {len(tokenizer)} tokens, the model "
+            f"--model_name_or_path {name_or_path}: its tokenizer has {num_tokens} tokens, the model "
             f"{num_embeddings}: type the path of a model with its own tokenizer"
         )
-    return model, tokenizer
+    return model, processor
 
 
-def load_trained(folder: Path) -> Any:
+def load_trained(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
     """An exported causal model, or exported adapters on their base, on the run's device and in its precision."""
     state = AcceleratorState()
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision, torch.float32)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=precision).to(state.device).eval()
+    return kind.from_pretrained(folder, dtype=precision).to(state.device).eval()
 
 
 def check_attention(attention: str) -> None:
@@ -102,7 +114,12 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
 
 
 def with_losses(
-    model: PreTrainedModel, packs: bool = False, chunk: int = 0, longest: int = 0, routes: bool = False
+    model: PreTrainedModel,
+    packs: bool = False,
+    chunk: int = 0,
+    longest: int = 0,
+    routes: bool = False,
+    sees: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> PreTrainedModel:
     """Makes a causal model's forward return losses.
 
@@ -119,6 +136,7 @@ def with_losses(
         longest: the length of the longest sample, if there is a chunk or samples have places. Shorter ones, and those
             with fewer places, take the same number of chunks, as ZeRO needs.
         routes: of a mixture of experts: forward returns what `router_loss` needs, with the losses as "cross_entropy".
+        sees: of a model that sees pictures: makes its arguments of the other tensors of a batch.
 
     Raises:
         UsageError: with `packs`, the model lets a document see the one before it; with `routes`, it has no routers.
@@ -133,10 +151,11 @@ def with_losses(
         labels: Tensor,
         positions: Tensor | None = None,
         places: Tensor | None = None,
+        **others: Tensor,
     ) -> Tensor | dict[str, Tensor]:
-        given = {} if positions is None else {"position_ids": positions}
+        given = ({} if positions is None else {"position_ids": positions}) | (sees(others) if sees else others)
         num_labels, num_tokens = (labels != IGNORED).sum(1), len(labels) * longest
-        group = None if routes else self.sequence_parallel.group
+        group = self.sequence_parallel.group if divisible else None
         if group is not None:
             tokens, labels, given = self.sequence_parallel.slices(tokens, labels, positions, IGNORED)
             places, num_tokens = None, len(labels) * group.padded_length(longest) // group.size
@@ -151,24 +170,20 @@ def with_losses(
             losses = _cross_entropy(output.logits, labels.flatten())
         means = _means(losses, labels, num_labels)
         if routes:
-            return {"cross_entropy": means} | _routes(output.router_logits, labels != IGNORED, num_chosen)
+            return {"cross_entropy": means} | routes_of(output.router_logits, labels != IGNORED, num_chosen)
         return means if group is None else group.total(means)
 
-    num_chosen: int = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
-    others = [name for name, _ in model.named_buffers() if name.endswith("correction_bias")]  # they choose otherwise
-    if routes and (num_chosen == 0 or others or "router_logits" not in (model._can_record_outputs or {})):
-        raise UsageError(
-            f"--router_loss: {type(model).__name__} has no routers that choose by probability alone: leave it out"
-        )
+    num_chosen = experts_per_token(model) if routes else 0
     asked = {"output_router_logits": True} if routes else {}
     if packs:
         _check_documents_are_apart(model)
-    else:
+    elif sees is None:  # a picture's tokens may attend to each other
         _attend_without_mask(model)
     divides = longest > 0 and _head_alone_makes_logits(model)
     if chunk and not divides:
         print_once(f"{type(model).__name__} changes its logits after its head: they are held for the whole batch")
-    if not routes:  # what the routers do is summed over whole samples
+    divisible = not routes and sees is None  # routers are summed over whole samples, and a picture has no slices
+    if divisible:
         model.sequence_parallel = LongSequences(model)
     # Methods: a deep copy of the model then calls its own layers.
     model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
@@ -184,39 +199,6 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def _means(losses: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
     """The mean loss of each example over its labels, of which these may be a part."""
     return losses.view_as(labels).sum(1) / num_labels.clamp(min=1)
-
-
-def _routes(logits: Sequence[Tensor], counted: Tensor, num_chosen: int) -> dict[str, Tensor]:
-    """What the routers of all layers do with the tokens of each sample.
-
-    Args:
-        logits: of each layer, shape (batch × context, experts).
-        counted: whether a token has a label, shape (batch, context).
-        num_chosen: experts of each token.
-
-    Returns:
-        "chosen", the share of tokens that each expert gets, and "probability", each of shape (batch, experts);
-        "tokens", the number of counted ones, of shape (batch,).
-    """
-    number = counted.sum(1)
-    chosen, probability = (torch.zeros(len(number), logits[0].shape[-1], device=number.device) for _ in range(2))
-    for layer in logits:
-        shares = layer.float().softmax(-1)
-        places = torch.zeros_like(shares).scatter_(1, shares.topk(num_chosen, dim=-1).indices, 1.0)
-        for total, values in ((chosen, places), (probability, shares)):
-            total += (values.view(*counted.shape, -1) * counted.unsqueeze(-1)).sum(1)
-    size = (len(logits) * number.clamp(min=1)).unsqueeze(1)
-    return {"chosen": chosen / size, "probability": probability / size, "tokens": number.float()}
-
-
-def router_loss(weight: float, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For `batch_loss` of `fit`: the cross-entropy, plus `weight` times the loss that is least if all experts get as
-    many tokens of the global batch (Fedus et al. 2021; transformers' `load_balancing_loss_func`)."""
-    share = (values["tokens"] / values["tokens"].sum()).unsqueeze(1)
-    chosen, probability = (share * values["chosen"]).sum(0), (share * values["probability"]).sum(0)
-    balance = len(chosen) * (chosen * probability).sum().expand_as(values["tokens"])
-    losses = values["cross_entropy"]
-    return {"loss": losses + weight * balance, "cross_entropy": losses, "router_loss": balance}
 
 
 def trained_places(labels: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError
-from .tokenization import byte_tokenizer
+from .tokenization import byte_tokenizer, tokenizer_of
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
 TEMPLATE = (
@@ -27,14 +27,21 @@ END = "\x03"  # "end of text" in ASCII, for a tokenizer without an end mark
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
     """Gives a tokenizer a plain chat template if it has none, and says so. Tells the model which token ends an answer.
 
+    Args:
+        tokenizer: or a processor, which must have a template.
+        model: that the tokenizer belongs to.
+
     Raises:
-        UsageError: the tokenizer cannot tell the place of its tokens in a text.
+        UsageError: the tokenizer cannot tell the place of its tokens in a text, or a processor has no template.
     """
-    if not tokenizer.is_fast:
+    plain = tokenizer_of(tokenizer)
+    if not getattr(plain, "is_fast", False):
         raise UsageError(
-            f"{type(tokenizer).__name__} does not tell the place of its tokens: type the path of a model with a fast "
+            f"{type(plain).__name__} does not tell the place of its tokens: type the path of a model with a fast "
             "tokenizer (tokenizer.json)"
         )
+    if tokenizer.chat_template is None and plain is not tokenizer:
+        raise UsageError(f"{type(tokenizer).__name__} has no chat template: add a chat_template.jinja to its folder")
     if tokenizer.chat_template is None:
         begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
         template = TEMPLATE.replace("END", "eos_token" if tokenizer.eos_token else repr(END))
@@ -46,12 +53,14 @@ def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
 
 def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
     """Adds the token that the template puts after an answer to those that end a generation."""
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+    plain = tokenizer_of(tokenizer)
+    texts = ("a", ANSWER) if plain is tokenizer else ([{"type": "text", "text": text}] for text in ("a", ANSWER))
+    chat = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), texts)]
     try:
         after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(ANSWER)[2].strip()
     except Exception:  # a template is a program; loading the conversations says what is wrong with it
         return
-    ends = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+    ends = plain(after, add_special_tokens=False)["input_ids"][:1]
     known = model.generation_config.eos_token_id
     ends += [] if known is None else known if isinstance(known, list) else [known]
     if ends:
@@ -79,24 +88,44 @@ def small_chat_model(max_length: int, attention: str) -> tuple[PreTrainedModel, 
 
 
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, chats: Sequence[list[dict[str, str]]], max_length: int) -> list[str]:
+def answer(
+    model: Any,
+    tokenizer: Any,
+    chats: Sequence[list[dict[str, Any]]],
+    max_length: int,
+    pictures: Sequence[list[Any]] | None = None,
+) -> list[str]:
     """The answers of a model to the last turn of conversations.
 
     Args:
         model: from `load_trained`.
-        tokenizer: with a chat template.
+        tokenizer: with a chat template; or a processor, with `pictures`.
         chats: conversations that end with the expected answer. The model may write a few tokens more than that has.
         max_length: of a conversation with its answer, in tokens.
+        pictures: of each conversation, in order.
     """
-    found = []
-    for messages in chats:
+    found, plain = [], tokenizer_of(tokenizer)
+    for number, messages in enumerate(chats):
         text = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
-        if tokens.shape[1] >= max_length:
+        images = {"images": [pictures[number]]} if pictures and pictures[number] else {}
+        given = tokenizer(text=[text], **images, add_special_tokens=False, return_tensors="pt").to(model.device)
+        num_tokens = given["input_ids"].shape[1]
+        if num_tokens >= max_length:
             found.append("")
             continue
-        expected = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-        longest = min(max_length, tokens.shape[1] + len(expected) + MORE_TOKENS)
-        new = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_length=longest, do_sample=False)
-        found.append(tokenizer.decode(new[0, tokens.shape[1] :], skip_special_tokens=True).split(END)[0].strip())
+        expected = plain(text_of(messages[-1]), add_special_tokens=False)["input_ids"]
+        longest = min(max_length, num_tokens + len(expected) + MORE_TOKENS)
+        new = model.generate(**given, max_length=longest, do_sample=False)
+        found.append(plain.decode(new[0, num_tokens:], skip_special_tokens=True).split(END)[0].strip())
     return found
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a message, whose content may be a list of parts."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+
+
+def num_right(answers: Sequence[str], chats: Sequence[list[dict[str, Any]]]) -> int:
+    """How many of these answers end as the conversations do."""
+    return sum(found.endswith(text_of(messages[-1]).strip()) for found, messages in zip(answers, chats))

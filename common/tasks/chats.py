@@ -231,23 +231,7 @@ def encode(messages: Messages, tokenizer: Any, max_length: int, first: int = 0) 
     The model learns to write what the template puts after the beginning of each answer of the assistant, up to its end
     mark, but not in messages before number `first`. Raises UsageError.
     """
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and message.get("role") for message in messages
-    ):
-        raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
-    if messages and messages[0]["role"] == "assistant":
-        raise UsageError("it begins with an answer: remove it, or put a question before it")
-    text, spans = _render(messages, tokenizer), []
-    for turn, message in enumerate(messages):
-        if message["role"] == "assistant" and turn >= first:
-            before = _render(messages[:turn], tokenizer, add_generation_prompt=True)
-            after = _render(messages[: turn + 1], tokenizer)
-            if not (text.startswith(before) and text.startswith(after)):
-                raise UsageError(
-                    "the chat template changes earlier turns when a turn follows, so that the tokens to train on are "
-                    "unknown: give the tokenizer another chat_template"
-                )
-            spans.append(range(len(before), len(after)))
+    text, spans = answer_spans(messages, tokenizer, first)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
     trained = [any(start in span for span in spans) for start in starts]
@@ -258,11 +242,43 @@ def encode(messages: Messages, tokenizer: Any, max_length: int, first: int = 0) 
     return {"tokens": tokens[:max_length], "trained": trained, "num_trained": sum(trained), "length": len(tokens)}
 
 
-def _render(messages: Messages, tokenizer: Any, **options: bool) -> str:
+def answer_spans(messages: Messages, template: Any, first: int = 0) -> tuple[str, list[range]]:
+    """(the text of a conversation, the places in it that the model learns to write).
+
+    Args:
+        messages: the conversation.
+        template: a tokenizer or a processor with a chat template.
+        first: number of the first message that may be learnt.
+
+    Raises:
+        UsageError: no messages, or a template that cannot be used.
+    """
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and message.get("role") for message in messages
+    ):
+        raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
+    if messages and messages[0]["role"] == "assistant":
+        raise UsageError("it begins with an answer: remove it, or put a question before it")
+    text, spans = rendered(messages, template), []
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant" and turn >= first:
+            before = rendered(messages[:turn], template, add_generation_prompt=True)
+            after = rendered(messages[: turn + 1], template)
+            if not (text.startswith(before) and text.startswith(after)):
+                raise UsageError(
+                    "the chat template changes earlier turns when a turn follows, so that the tokens to train on are "
+                    "unknown: give the tokenizer another chat_template"
+                )
+            spans.append(range(len(before), len(after)))
+    return text, spans
+
+
+def rendered(messages: Messages, template: Any, **options: bool) -> str:
+    """A conversation as a text. Raises UsageError if the template refuses it."""
     if not messages:  # many templates need a message
         return ""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return template.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # templates are programs, and raise what they like
         raise UsageError(f"the chat template refuses it ({first_line(error)})") from None
 

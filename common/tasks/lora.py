@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError
@@ -114,11 +114,11 @@ def digest_of_weights(model: nn.Module) -> str:
     return found.hexdigest()[:16]
 
 
-def write_merged(adapters: Path, folder: Path) -> None:
-    """Adds exported adapters to the weights of their base, and writes an ordinary model of transformers."""
-    from peft import AutoPeftModelForCausalLM
-    from transformers import AutoTokenizer
+def write_merged(adapters: Path, folder: Path, kind: Any = AutoModelForCausalLM) -> None:
+    """Adds exported adapters to the weights of their base, a model of this kind, and writes an ordinary model of
+    transformers."""
+    from peft import PeftConfig, PeftModel
 
-    model = AutoPeftModelForCausalLM.from_pretrained(str(adapters), dtype=torch.float32)
-    model.merge_and_unload().save_pretrained(folder)
-    AutoTokenizer.from_pretrained(adapters).save_pretrained(folder)
+    base = kind.from_pretrained(PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path, dtype=torch.float32)
+    PeftModel.from_pretrained(base, str(adapters)).merge_and_unload().save_pretrained(folder)
+    AutoProcessor.from_pretrained(adapters).save_pretrained(folder)  # or its tokenizer, if it sees no pictures

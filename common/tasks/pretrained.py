@@ -21,7 +21,7 @@ from ..parallel.on_disk import leave_on_disk, made_up, on_disk
 
 
 def load(
-    kind: Any, name_or_path: str, expected: str, tokenizes: bool = True, **options: Any
+    kind: Any, name_or_path: str, expected: str, reads: Any = AutoTokenizer, **options: Any
 ) -> tuple[Any, Any, list[str]]:
     """Loads a model in float32 and its tokenizer. transformers prints nothing.
 
@@ -31,7 +31,7 @@ def load(
         kind: a class with `from_pretrained`, such as `AutoModelForCausalLM`.
         name_or_path: folder or Hub id.
         expected: what should be there, for the message.
-        tokenizes: whether there is a tokenizer; else that is None.
+        reads: `AutoTokenizer`, or `AutoProcessor` if the model sees pictures; None for no tokenizer.
         options: for `from_pretrained`.
 
     Returns:
@@ -44,7 +44,7 @@ def load(
     logging.set_verbosity(logging.CRITICAL)
     options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path) if tokenizes else None
+        tokenizer = reads.from_pretrained(name_or_path) if reads else None
         dtype = AutoConfig.from_pretrained(name_or_path).dtype
         model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
         if not _left_on_disk(model, name_or_path):

@@ -30,6 +30,11 @@ def is_bytewise(tokenizer: Any) -> bool:
     return tokenizer.vocab_size == 256 and tokenizer.convert_tokens_to_ids("A") == ord("A")
 
 
+def tokenizer_of(processor: Any) -> Any:
+    """The tokenizer of a processor, which also reads pictures. A tokenizer is its own."""
+    return getattr(processor, "tokenizer", processor)
+
+
 def digest_of(tokenizer: Any) -> str:
     """A digest of the tokenizer's files."""
     with TemporaryDirectory() as folder:

@@ -24,6 +24,7 @@ MORE = {
     "embeddings": ["--data", "docs/records/pairs.csv"],
     "finetune": ["--num_answers", "0"],
     "preferences": ["--num_answers", "0"],
+    "vision_language": ["--num_answers", "0"],
     "diffusion": ["--num_pictures", "0"],
 }
 

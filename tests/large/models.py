@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from support.small_mnist import write_idx
+from support.vision_models import write_chats
 
 WORDS = [
     "one",
@@ -89,6 +90,24 @@ def _bert(folder: Path) -> None:
     _write(folder, "BertModel", config, word_tokenizer([" ".join(2 * WORDS)], 4096))
 
 
+def _vision(folder: Path) -> None:
+    """Writes an Idefics3, the architecture of SmolVLM, and its processor."""
+    from transformers import Idefics3ForConditionalGeneration
+
+    from common.tasks.vision_models import small_vision_model
+
+    small, processor = small_vision_model(512, "sdpa")
+    layers = {"num_hidden_layers": 12, "num_attention_heads": 12}
+    for part, sizes in (
+        (small.config.text_config, {"hidden_size": 768, "intermediate_size": 2048, "head_dim": 64}),
+        (small.config.vision_config, {"hidden_size": 384, "intermediate_size": 1536}),
+    ):
+        for name, size in (sizes | layers).items():
+            setattr(part, name, size)
+    small.config.text_config.num_key_value_heads = 12
+    _write(folder, Idefics3ForConditionalGeneration.__name__, small.config, processor)
+
+
 def _photo_model(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
     """Writes an image classifier for 3 classes and pictures of 224 × 224 pixels."""
 
@@ -159,6 +178,9 @@ CASES = {
     ),
     "finetune": Case("finetune", "Llama, 134 M", CHATS, _llama()),
     "finetune_lora": Case("finetune", "Llama, 134 M, LoRA", f"{CHATS} --lora_rank 8", _llama()),
+    "vision_language": Case(
+        "vision_language", "Idefics3, 107 M", CHATS.replace("chats", "seen").replace("64", "256"), _vision
+    ),
     "preferences": Case(
         "preferences",
         "Llama with a tied head, 110 M",
@@ -192,6 +214,7 @@ def write_data(folder: Path) -> None:
             )
             print(json.dumps({"messages": [question, answer]}), file=chats)
             print(json.dumps({"chosen": [question, answer], "rejected": [question, wrong]}), file=pairs)
+    write_chats(folder / "seen.jsonl", 60)
     _write_pictures(folder)
 
 

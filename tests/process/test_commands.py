@@ -15,6 +15,7 @@ from support.recipes import LINEAR, MNIST
 from support.runs import ROOT
 from support.small_mnist import write_mnist
 from support.small_model import write_encoder, write_model
+from support.vision_models import write, write_chats
 
 # Commands for set-up, and commands that run these tests.
 NOT_RUN = ("make ", "pip install", "git clone", "cd ", "python -m venv", "source ")
@@ -82,6 +83,9 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
         fork(tmp_path / "outputs" / "mnist", "single", MNIST, "--max_steps 1")
     if "path/to/encoder" in command:
         write_encoder(tmp_path / "path" / "to" / "encoder")
+    elif "path/to/vision_model" in command:
+        write("idefics3", tmp_path / "path" / "to" / "vision_model")
+        write_chats(tmp_path / "path" / "to" / "seen.jsonl", 41)
     elif "--model_name_or_path" in command:
         write_model(tmp_path / "path" / "to" / "model", num_positions=64)
 

@@ -58,6 +58,7 @@ OFTEN = {
     "diffusion": ("ddp", "tensor_parallel"),
     "preferences": ("ddp",),
     "image classification": ("ddp", "fsdp2"),
+    "vision language": ("ddp", "deepspeed_zero3"),
 }
 
 

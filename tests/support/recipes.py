@@ -11,6 +11,7 @@ FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
 IMAGE_CLASSIFICATION = "recipes/image_classification.py"
 PREFERENCES = "recipes/preferences.py"
+VISION_LANGUAGE = "recipes/vision_language.py"
 DISTURBED = "tests/scripts/disturbed.py"
 MISFIT = "tests/scripts/misfit.py"
 FOREACH = "tests/scripts/foreach.py"
@@ -64,11 +65,13 @@ RECIPES = {
     "diffusion": (DIFFUSION, STEPS + PICTURES),
     "preferences": (PREFERENCES, STEPS + CHATS),
     "image classification": (IMAGE_CLASSIFICATION, STEPS + SHAPES),
+    "vision language": (VISION_LANGUAGE, STEPS + CHATS),
 }
 # Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
 WITH_LAYER_PLAN = (
     *("mnist mlp", "transformer", "text classification", "embeddings", "finetune", "diffusion", "preferences"),
     "image classification",
+    "vision language",
 )
 CAUSAL_MODELS = ("transformer", "finetune", "preferences")
 DIVIDED = {

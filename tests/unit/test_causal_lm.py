@@ -29,7 +29,8 @@ from common.data import pad_to_longest
 from common.errors import UsageError
 from common.parallel.on_disk import fill, on_disk
 from common.tasks import causal_lm
-from common.tasks.causal_lm import IGNORED, router_loss, with_losses
+from common.tasks.causal_lm import IGNORED, with_losses
+from common.tasks.routers import router_loss
 from common.tasks.tokenization import byte_tokenizer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}

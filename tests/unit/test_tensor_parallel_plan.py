@@ -74,6 +74,17 @@ def test_transformers_models_bring_their_plan() -> None:
         check_plan(llama(num_key_value_heads=3), 2)
 
 
+def test_norms_of_heads_stay_whole() -> None:
+    """Qwen3 has a norm for the queries of each head, which each process takes of its own heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=16, num_attention_heads=2, num_key_value_heads=2, **shape))
+    plan = check_plan(model, 2)
+    norms = [plan.get(f"model.layers.0.self_attn.{name}_norm") for name in "qk"]
+    assert norms == ["replicated_with_grad_allreduce"] * 2
+
+
 def test_adapters_are_divided_with_their_layers() -> None:
     """Of B(A(x)), a colwise layer divides B and a rowwise layer A. Layers without adapters keep their style."""
     model = add_lora(llama(), 3, "q_proj,down_proj", "base")

@@ -1,0 +1,197 @@
+"""Samples of conversations with pictures as a vision-language model of transformers takes them, and batches of them.
+
+Each processor makes tensors of its own. What they mean is measured: the processor gets two pictures, and a tensor that
+has a number for each token, one row for the sample, or rows for each picture, is one of three kinds.
+"""
+
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from ..data import Batch, pad_to_longest
+from ..errors import UsageError, first_line
+from .causal_lm import IGNORED, trained_places
+from .chats import answer_spans, rendered
+from .vision_chats import Messages, Pictures, VisionChats
+
+ROWS = "number of rows of "  # begins the name of a tensor that tells which rows of another are no padding
+NOT_OF_PICTURES = ("input_ids", "attention_mask", "offset_mapping")
+
+
+class VisionEncoder:
+    """Makes samples and batches with a processor.
+
+    A sample is {"tokens", "labels": int64 of shape (length,), "places": of the trained labels, "weight": their number,
+    and the tensors that the processor makes of pictures}. A label is the next token, or `IGNORED`.
+
+    Args:
+        processor: of transformers, with a chat template, an image processor and a fast tokenizer.
+        picture_token: id of the token that stands for a part of a picture.
+        max_length: tokens of a conversation beyond this number are cut.
+
+    Raises:
+        UsageError: the template or the processor cannot be used.
+    """
+
+    def __init__(self, processor: Any, picture_token: int, max_length: int):
+        self.processor, self.picture_token, self.max_length = processor, picture_token, max_length
+        if not hasattr(processor, "image_processor"):
+            raise UsageError(f"{type(processor).__name__} reads no pictures: use recipes/finetune.py")
+        small, wide = Image.new("RGB", (48, 48), "white"), Image.new("RGB", (96, 48), "grey")
+        both = self._processed(rendered(_asking(2), processor), [small, wide])
+        length = both["input_ids"].shape[1]
+        of_pictures = {name: value for name, value in both.items() if name not in NOT_OF_PICTURES}
+        # Lists: the order of a set, and so that of a sample's tensors, would differ between processes.
+        self.of_tokens = [name for name, value in of_pictures.items() if value.shape == (1, length)]
+        others = [name for name in of_pictures if name not in self.of_tokens]
+        self.of_sample = [name for name in others if len(of_pictures[name]) == 1]
+        self.of_rows = [name for name in others if name not in self.of_sample]
+        self._without = {
+            name: of_pictures[name].new_empty(0, *of_pictures[name].shape[1 + (name in self.of_sample) :])
+            for name in others
+        }
+        self._blank = self._sample(_asking(1), [small])
+        self._pad = pad_to_longest({"tokens": self._padding, "labels": IGNORED, "places": -1}, None)
+        self._check(small, wide)
+
+    @property
+    def _padding(self) -> int:
+        token = self.processor.tokenizer.pad_token_id
+        if token is None:
+            raise UsageError("the tokenizer has no token for padding: give it a pad_token")
+        return token
+
+    def _processed(self, text: str | list[str], pictures: Any, **options: Any) -> dict[str, Tensor]:
+        texts, images = ([text], [pictures]) if isinstance(text, str) else (text, pictures)
+        options |= {"return_tensors": "pt", "return_offsets_mapping": True, "add_special_tokens": False}
+        try:
+            return dict(self.processor(text=texts, images=images if any(images) else None, **options))
+        except Exception as error:  # of dozens of types
+            raise UsageError(f"{type(self.processor).__name__} refuses it ({first_line(error)})") from None
+
+    def sample(self, messages: Messages, pictures: Pictures) -> dict[str, Any]:
+        """A sample of a conversation. Raises UsageError."""
+        return self._sample(messages, pictures, self.max_length)
+
+    def _sample(self, messages: Messages, pictures: Pictures, max_length: int | None = None) -> dict[str, Any]:
+        found, trained = self._encoded(messages, pictures)
+        whole, kept = found["input_ids"][0], slice(max_length)
+        if max_length is not None and (whole[max_length:] == self.picture_token).any():
+            last = int((whole == self.picture_token).nonzero()[-1]) + 1
+            raise UsageError(f"its pictures end at token {last}: type --max_length {last} or more, or smaller pictures")
+        tokens = whole[kept]
+        labels = tokens.roll(-1).masked_fill(~trained[kept].roll(-1), IGNORED)
+        labels[-1] = IGNORED
+        sample = {"tokens": tokens, "labels": labels, "places": trained_places(labels)}
+        for name in self.of_tokens:
+            sample[name] = found[name][0, kept] if name in found else torch.zeros_like(tokens)
+        for name, nothing in self._without.items():
+            value = found.get(name)
+            sample[name] = nothing if value is None else value[0] if name in self.of_sample else value
+        sample |= {ROWS + name: torch.tensor(len(sample[name])) for name in self.of_rows}
+        return sample | {"weight": float((labels != IGNORED).sum())}
+
+    def _encoded(self, messages: Messages, pictures: Pictures) -> tuple[dict[str, Tensor], Tensor]:
+        """(what the processor returns, whether each token is trained).
+
+        The processor puts many tokens in the place of a picture, so places in the text are counted from its end. If a
+        picture follows answers, the conversation up to the last of them tells about those.
+        """
+        shown = [any(part["type"] == "image" for part in message["content"]) for message in messages]
+        if any(shows and message["role"] == "assistant" for shows, message in zip(shown, messages)):
+            raise UsageError("an answer has a picture, which a model cannot learn to write: move it to a question")
+        after = max((turn + 1 for turn, shows in enumerate(shown) if shows), default=0)
+        text, spans = answer_spans(messages, self.processor, after)
+        found = self._processed(text, pictures)
+        places, plain = found.pop("offset_mapping")[0], self.processor.tokenizer
+        ends = plain(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        if not ends or len(places) < 2:
+            raise UsageError("it has fewer than two tokens: remove it")
+        gained = int(places[-1, 1]) - ends[-1][1]
+        trained = torch.tensor([any(start - gained in span for span in spans) for start in places[:, 0].tolist()])
+        trained[0] = False  # no token comes before it
+        answers = [turn for turn in range(after) if messages[turn]["role"] == "assistant"]
+        if answers:
+            turns = messages[: answers[-1] + 1]
+            num_pictures = sum(part["type"] == "image" for message in turns for part in message["content"])
+            earlier, flags = self._encoded(turns, pictures[:num_pictures])
+            last = int(flags.nonzero()[-1]) + 1 if flags.any() else 0
+            if not found["input_ids"][0, :last].equal(earlier["input_ids"][0, :last]):
+                raise UsageError("its tokens change when a turn follows: end it before its last picture")
+            trained[:last] |= flags[:last]
+        return found, trained
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        """A batch of samples, padded. One without pictures gets one, after the end of its first sample, where no label
+        sees it: all processes then compute the same layers, as FSDP2 and ZeRO need."""
+        if not any(len(sample[name]) for sample in samples for name in self._without):
+            samples = [self._shown(samples[0]), *samples[1:]]
+        columns = {name: _of_one_size([sample[name] for sample in samples]) for name in self._without}
+        return self._pad([s | {name: columns[name][row] for name in columns} for row, s in enumerate(samples)])
+
+    def _shown(self, sample: dict[str, Any]) -> dict[str, Any]:
+        blank = self._blank
+        longer = {name: torch.cat([sample[name], blank[name]]) for name in ("tokens", *self.of_tokens)}
+        labels = torch.cat([sample["labels"], torch.full_like(blank["labels"], IGNORED)])
+        pictures = {name: blank[name] for name in (*self._without, *(ROWS + name for name in self.of_rows))}
+        return sample | longer | pictures | {"labels": labels}
+
+    def _check(self, small: Image.Image, wide: Image.Image) -> None:
+        """Raises UsageError if a batch of `collate` is not what the processor makes of several samples."""
+        chats, pictures = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
+        texts = [rendered(messages, self.processor) for messages in chats]
+        own = self.collate([self._sample(*both) for both in zip(chats, pictures)])
+        others = (*self.of_tokens, *self._without, *(ROWS + name for name in self.of_rows))
+        own = unpadded({name: own[name] for name in others})
+        expected = self._processed(texts, pictures, padding=True, padding_side="right")
+        for name, value in own.items():
+            if not torch.equal(expected[name], value):
+                raise UsageError(
+                    f"{type(self.processor).__name__} pads {name} in a way of its own: use a model with another one"
+                )
+
+
+def _of_one_size(values: list[Tensor]) -> list[Tensor]:
+    """The values with zeros after the end of each dimension but the first, up to the largest size."""
+    sizes = [max(size) for size in zip(*(value.shape[1:] for value in values))]
+    gaps = [[size - own for size, own in zip(sizes, value.shape[1:])] for value in values]
+    return [F.pad(value, [end for gap in reversed(own) for end in (0, gap)]) for value, own in zip(values, gaps)]
+
+
+def _asking(num_pictures: int, text: str = "What?") -> Messages:
+    return [{"role": "user", "content": [{"type": "image"}] * num_pictures + [{"type": "text", "text": text}]}]
+
+
+def unpadded(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of pictures of a batch as the model takes them: rows of all samples after each other, without
+    padding. Other tensors stay as they are. For `with_losses`."""
+    found = {name: value for name, value in given.items() if not name.startswith(ROWS)}
+    for name, counts in given.items():
+        if name.startswith(ROWS):
+            value = found[name.removeprefix(ROWS)]
+            is_row = torch.arange(value.shape[1], device=value.device) < counts.unsqueeze(1)
+            found[name.removeprefix(ROWS)] = value[is_row]
+    return found
+
+
+class VisionDataset(Dataset):
+    """One conversation a sample, as `VisionEncoder.sample` makes it when it is asked for.
+
+    Args:
+        chats: the conversations.
+        encoder: makes the samples.
+    """
+
+    def __init__(self, chats: VisionChats, encoder: VisionEncoder):
+        self.chats, self.encoder = chats, encoder
+
+    def __len__(self) -> int:
+        return len(self.chats)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with self.chats.naming(index):
+            return self.encoder.sample(*self.chats.read(index))

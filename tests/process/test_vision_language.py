@@ -1,0 +1,143 @@
+"""Promise: a vision-language model gives the result of one process under every config, and answers about pictures."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from common.tasks.vision_chats import shapes
+from support.launching import fork
+from support.recipes import FLAGS, LATEST, RECIPES, VISION_LANGUAGE
+from support.runs import TOLERANCE, Run, assert_same_result, largest_difference, refused
+from support.vision_models import made, write, write_chats
+
+WITHOUT_VIDEOS = "tests/scripts/without_videos.py"
+SHORT = (
+    "--max_length 512 --batch_size 8 --max_steps 6 --log_every 1 --eval_every 6 --learning_rate 1e-3 --num_answers 2"
+)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", 41)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """models(family) -> a folder with a model and its processor."""
+    root = tmp_path_factory.mktemp("models")
+    return lambda family: root / family if (root / family).exists() else write(family, root / family)
+
+
+OFTEN = [("qwen2_vl", "fsdp2"), ("smolvlm", "ddp"), ("gemma3", "tensor_parallel"), ("llava", "deepspeed_zero3")]
+RARE = [
+    *((family, config) for family in ("qwen2_vl", "qwen2_5_vl", "smolvlm", "llava") for config in
+      ("hsdp", "deepspeed_zero2", "fsdp2_tensor_parallel")),
+    *((family, config) for family in ("qwen3_vl", "gemma3", "idefics2") for config in
+      ("fsdp2", "deepspeed_zero3", "fsdp2_tensor_parallel")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "config"), [*OFTEN, *(pytest.param(*pair, marks=pytest.mark.full) for pair in RARE)]
+)
+def test_families_give_the_result_of_one_process(
+    tmp_path: Path, reference: Callable[..., Run], models: Callable[[str], Path], chats: Path, family: str, config: str
+) -> None:
+    flags = f"{SHORT} --data {chats} --model_name_or_path {models(family)}"
+    flags += " --freeze post_layernorm" * (family == "llava")  # it uses earlier layers alone
+    run = fork(tmp_path / "run", config, WITHOUT_VIDEOS, f"{flags} --micro_batch_size 2")
+    expected = reference(WITHOUT_VIDEOS, flags)
+    for name in ("train/loss", "grad_norm", "eval/loss"):
+        assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
+    for name, weight in expected.weights.items():  # a bias that starts at zero moves by little more than rounding
+        torch.testing.assert_close(run.weights[name], weight, rtol=1e-4, atol=1e-6)
+    assert "of 2 held-out answers are right" in run.stdout
+    exported = AutoModelForImageTextToText.from_pretrained(run.output_dir / "model")
+    assert type(exported) is type(made(family)[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "config"), [("qwen2_vl", "fsdp2"), pytest.param("llava", "deepspeed_zero3", marks=pytest.mark.full)]
+)
+def test_adapters(
+    tmp_path: Path, reference: Callable[..., Run], models: Callable[[str], Path], chats: Path, family: str, config: str
+) -> None:
+    flags = f"{SHORT} --data {chats} --model_name_or_path {models(family)} --lora_rank 4 --learning_rate 1e-2 --merge"
+    run, expected = fork(tmp_path / "run", config, WITHOUT_VIDEOS, flags), reference(WITHOUT_VIDEOS, flags)
+    for name in ("train/loss", "eval/loss"):
+        assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
+    model, processor = made(family)
+    merged = AutoModelForImageTextToText.from_pretrained(run.output_dir / "merged")
+    adapted = AutoModelForImageTextToText.from_pretrained(run.output_dir / "model")
+    messages, pictures = shapes(3)[1]
+    text = processor.apply_chat_template(messages, tokenize=False)
+    given = processor(text=[text], images=[pictures], return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        logits = [one.eval()(**given).logits for one in (merged, adapted, model)]
+    assert torch.allclose(logits[0], logits[1], atol=1e-4) and not torch.allclose(logits[0], logits[2], atol=1e-3)
+
+
+def test_a_share_without_pictures_does_not_hang(tmp_path: Path, reference: Callable[..., Run], chats: Path) -> None:
+    """One micro-batch has pictures, that of the other process has none: both compute the layers that see."""
+    rows = [json.loads(line) for line in chats.read_text().splitlines()]
+    blind = {"messages": [{"role": "user", "content": "no?"}, {"role": "assistant", "content": "no"}], "images": []}
+    file = chats.with_name("blind.jsonl")
+    file.write_text("\n".join(json.dumps(one) for row in rows for one in (row, blind)))
+    flags = f"{RECIPES['vision language'][1]} --batch_size 4 --max_steps 10 --data {file}"
+    run = fork(tmp_path / "run", "fsdp2", VISION_LANGUAGE, f"{flags} --micro_batch_size 1")
+    assert_same_result(run, reference(VISION_LANGUAGE, flags))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero3"])
+def test_resumed_run_is_the_same(tmp_path: Path, config: str) -> None:
+    flags = f"{RECIPES['vision language'][1]} --max_steps 6 --save_every 3 --eval_every 6{FLAGS.get(config, '')}"
+    whole = fork(tmp_path / "whole", config, VISION_LANGUAGE, flags)
+    fork(tmp_path / "run", config, VISION_LANGUAGE, f"{flags} --max_steps 3")
+    run = fork(tmp_path / "run", config, VISION_LANGUAGE, f"{flags} {LATEST}")
+    assert run.column("train/loss")[-3:] == whole.column("train/loss")[-3:]
+
+
+@pytest.mark.full
+def test_result_of_the_docstring(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "ddp", VISION_LANGUAGE)
+    right = int(run.stdout.split(" of 50 held-out answers")[0].split()[-1])
+    assert right >= 44
+
+
+def row(content: Any, images: Any = ()) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}], "images": images}
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "line"),
+    [
+        ([row("Why?", ["lost.png"])] * 12, "", "lost.png: No such file or directory: type the path of a picture"),
+        ([row("Why?", ["chats.jsonl"])] * 12, "", "chats.jsonl: no image that can be read"),
+        (
+            [row("<image><image>", ["one.png"])] * 12,
+            "",
+            "places for pictures in its messages: 2, pictures: 1: expected as many",
+        ),
+        ([row([{"type": "sound"}])] * 12, "", "a part of a message is"),
+        ([row("Why?", ["one.png"])] * 12, "--max_length 8", "type --max_length"),
+        ([row("Why?", ["one.png"])] * 12, "--messages_column chat", "has no column chat: type --messages_column"),
+        ([row("Why?", ["one.png"])], "", "has one conversation: expected 2 or more"),
+        (None, "--data nowhere.jsonl", "--data nowhere.jsonl: no such file"),
+        (None, "--lora_rank 4", "type --model_name_or_path, too"),
+        (None, "--max_samples 3", "--max_samples reads a data set of the Hub or a file: type --data, too"),
+    ],
+)
+def test_bad_input(tmp_path: Path, rows: list | None, flags: str, line: str) -> None:
+    Image.new("RGB", (20, 30), "red").save(tmp_path / "one.png")
+    if rows is not None:
+        (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        flags += f" --data {tmp_path / 'chats.jsonl'}"
+    run = fork(tmp_path / "run", "single", VISION_LANGUAGE, f"{RECIPES['vision language'][1]} {flags}", succeeds=False)
+    assert line in refused(run) and run.exit_code == 2

@@ -1,0 +1,184 @@
+"""Promise: a conversation with pictures gives the loss that transformers itself computes, on the answers alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from common.errors import UsageError
+from common.tasks.causal_lm import IGNORED, with_losses
+from common.tasks.vision_batches import VisionEncoder, unpadded
+from common.tasks.vision_chats import load_vision_chats, shapes, with_parts
+from common.tasks.vision_models import freeze_named, freeze_picture_keys
+from support.vision_models import FAMILIES, made
+
+SIZES = ((20, 30), (40, 17), (16, 16), (33, 64))
+
+
+def picture(number: int) -> Image.Image:
+    height, width = SIZES[number]
+    draws = numpy.random.default_rng(number)
+    return Image.fromarray(draws.integers(0, 255, (height, width, 3), dtype=numpy.uint8))
+
+
+def turns(*texts: str, pictures: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """A conversation of questions and answers in turn, with so many pictures before each question."""
+    found: list[dict[str, Any]] = []
+    for number, text in enumerate(texts):
+        shown = pictures[number // 2] if number % 2 == 0 and number // 2 < len(pictures) else 0
+        parts = [{"type": "image"}] * shown + [{"type": "text", "text": text}]
+        found.append({"role": "user" if number % 2 == 0 else "assistant", "content": parts})
+    return found
+
+
+CHATS = [
+    (turns("What is it?", "A stone.", "And now?", "Still a stone, älter.", pictures=(2,)), [picture(0), picture(1)]),
+    (turns("And?", "Sand.", "Then?", "A tree.", "Sure?", "Yes", pictures=(1, 0, 1)), [picture(2), picture(3)]),
+    (turns("No picture?", "None."), []),
+]
+
+
+BATCHED = {"padding": True, "padding_side": "right", "return_tensors": "pt", "add_special_tokens": False}
+
+
+@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_is_that_of_transformers(family: str, chunk: int) -> None:
+    model, processor = made(family)
+    model.train()
+    texts = [processor.apply_chat_template(messages, tokenize=False) for messages, _ in CHATS]
+    given = processor(text=texts, images=[pictures for _, pictures in CHATS], **BATCHED)
+    labels = torch.full_like(given["input_ids"], IGNORED)
+    for row, tokens, (messages, _) in zip(labels, given["input_ids"].tolist(), CHATS):
+        for message in messages[1::2]:
+            answer = message["content"][0]["text"] + "<|end|>\n"
+            found, begins = (processor.tokenizer(text)["input_ids"] for text in (answer, "<|assistant|>"))
+            whole = begins + found
+            at = next(at for at in range(len(tokens)) if tokens[at : at + len(whole)] == whole) + len(begins)
+            row[at : at + len(found)] = torch.tensor(found)
+    expected = model(**given, labels=labels).loss
+    gradients = torch.autograd.grad(expected, [*model.parameters()], allow_unused=True)
+
+    encoder = VisionEncoder(processor, model.config.image_token_id, 400)
+    batch = encoder.collate([encoder.sample(*chat) for chat in CHATS])
+    weight = batch.pop("weight")
+    assert weight.sum() == (labels[:, 1:] != IGNORED).sum()
+    means = with_losses(model, chunk=chunk, longest=400, sees=unpadded)(**batch)
+    found = (means * weight).sum() / weight.sum()
+    assert abs(float((found / expected).detach()) - 1) < 1e-6
+    again = torch.autograd.grad(found, [*model.parameters()], allow_unused=True)
+    for one, other in zip(gradients, again):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert float((one - other).norm()) <= 1e-5 * float(one.norm()) + 1e-9
+
+
+def encoder_of(family: str, max_length: int = 400) -> VisionEncoder:
+    model, processor = made(family)
+    return VisionEncoder(processor, model.config.image_token_id, max_length)
+
+
+def test_what_tensors_mean_is_measured() -> None:
+    assert encoder_of("idefics3").of_sample == ["pixel_values", "pixel_attention_mask"]
+    qwen = encoder_of("qwen2_vl")
+    assert (qwen.of_tokens, qwen.of_rows) == (["mm_token_type_ids"], ["pixel_values", "image_grid_thw"])
+
+
+def test_a_processor_that_pads_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = made("llava")
+    whole = type(processor).__call__
+
+    def other(self: Any, images: Any = None, **options: Any) -> Any:
+        found = whole(self, images=images, **options)
+        if images is not None and len(images) > 1:
+            found["pixel_values"] = found["pixel_values"].flip(0)
+        return found
+
+    monkeypatch.setattr(type(processor), "__call__", other)
+    with pytest.raises(UsageError, match="LlavaProcessor pads pixel_values in a way of its own"):
+        VisionEncoder(processor, model.config.image_token_id, 400)
+
+
+def test_tokens_are_cut_but_never_pictures() -> None:
+    whole = encoder_of("gemma3").sample(*CHATS[0])
+    length, shown = len(whole["tokens"]), int((whole["token_type_ids"] == 1).nonzero()[-1]) + 1
+    cut = encoder_of("gemma3", length - 10).sample(*CHATS[0])
+    assert cut["tokens"].equal(whole["tokens"][:-10]) and cut["labels"][:-1].equal(whole["labels"][:-11])
+    assert cut["labels"][-1] == IGNORED and len(cut["token_type_ids"]) == length - 10
+    with pytest.raises(UsageError, match=f"its pictures end at token {shown}: type --max_length {shown} or more"):
+        encoder_of("gemma3", shown - 1).sample(*CHATS[0])
+
+
+def test_a_picture_in_an_answer_is_refused() -> None:
+    messages = turns("Draw", "a", pictures=(0,))
+    messages[1]["content"].append(IMAGE)
+    with pytest.raises(UsageError, match="an answer has a picture"):
+        encoder_of("llava").sample(messages, [picture(0)])
+
+
+IMAGE, WHY = {"type": "image"}, {"type": "text", "text": "Why?"}
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "expected", "order"),
+    [
+        ("Why?", ["a"], [IMAGE, WHY], ["a"]),
+        ("Why?", [], [WHY], []),
+        ("<image>Why?<image>", ["a", "b"], [IMAGE, WHY, IMAGE], ["a", "b"]),
+        ([{**IMAGE, "text": None}, WHY], ["a"], [IMAGE, WHY], ["a"]),
+        ([WHY, {**IMAGE, "path": "b"}, IMAGE], ["a"], [WHY, IMAGE, IMAGE], ["b", "a"]),
+    ],
+)
+def test_places_of_pictures(content: Any, given: list[str], expected: list[Any], order: list[str]) -> None:
+    messages, pictures = with_parts([{"role": "user", "content": content}], given)
+    assert (messages, pictures) == ([{"role": "user", "content": expected}], order)
+
+
+@pytest.mark.parametrize("column", ["bytes", "path", "image"])
+def test_parquet_files_and_columns_of_images(tmp_path: Path, column: str) -> None:
+    import datasets
+
+    sizes = [(20, 30), (40, 17), (8, 8)]
+    for number, size in enumerate(sizes):
+        Image.new("RGBA", size, "red").save(tmp_path / f"{number}.png")
+    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
+    rows = {"chat": [turns("What?", "Red.")] * 3, "photos": [[path] for path in paths]}
+    features = None
+    if column != "path":
+        part = {"type": datasets.Value("string"), "text": datasets.Value("string")}
+        messages = datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)})
+        features = datasets.Features({"chat": messages, "photos": datasets.List(datasets.Image())})
+    table = datasets.Dataset.from_dict(rows, features=features)
+    if column == "bytes":
+        table = table.cast_column("photos", datasets.List(datasets.Image(decode=False)))
+    table.to_parquet(tmp_path / "chats.parquet")
+    parts = load_vision_chats(str(tmp_path / "chats.parquet"), "chat", "photos")
+    read = [part.read(index) for part in parts for index in range(len(part))]
+    assert sorted(pictures[0].size for _, pictures in read) == sorted(sizes)
+    assert all(pictures[0].mode == "RGB" for _, pictures in read)
+    assert [part["type"] for part in read[0][0][0]["content"]] == ["image", "text"]
+
+
+def test_embedded_conversations() -> None:
+    chats = shapes(100)
+    assert chats[0][0] == shapes(100)[0][0]
+    assert {len(pictures) for _, pictures in chats} == {0, 1, 2}
+    assert len({picture.size for _, pictures in chats for picture in pictures}) > 20
+
+
+def test_frozen_weights() -> None:
+    model, _ = made("idefics3")
+    freeze_picture_keys(model)
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    assert frozen == [f"model.vision_model.encoder.layers.{layer}.self_attn.k_proj.bias" for layer in (0, 1)]
+    freeze_named(model, "vision_model,connector")
+    trained = {name.split(".")[1] for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {"text_model"}
+    model, _ = made("qwen2_vl")
+    freeze_picture_keys(model)
+    assert all(weight.requires_grad for weight in model.parameters())
+    with pytest.raises(UsageError, match="no weight has vision_model in its name; type a part of model"):
+        freeze_named(model, "vision_model")
