@@ -16,6 +16,7 @@ To train on your own pairs, or to continue from a pretrained encoder:
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from common.tasks.encoder import (
     load_encoder,
     word_tokenizer,
 )
+from common.tasks.mixture import Sources
 from common.tasks.pairs import EncodedPairs, Pair, load_pairs
 
 
@@ -125,13 +127,12 @@ def main(config: Config) -> None:
     """Trains the encoder, and exports its tokenizer with it."""
     disable_progress_bar()
     accelerator = start(config)
-    train_pairs, eval_pairs = load_pairs(config.data, config.query_column, config.document_column)
-    model, tokenizer = build(config, train_pairs)
-    train_set = EncodedPairs(train_pairs, tokenizer, config.max_length)
-    eval_set = EncodedPairs(eval_pairs, tokenizer, config.max_length)
+    sources = Sources(config, lambda data: load_pairs(data, config.query_column, config.document_column))
+    model, tokenizer = build(config, [pair for train, _ in sources.parts.values() for pair in train])
+    encoded = partial(EncodedPairs, tokenizer=tokenizer, max_length=config.max_length)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     padding = pad_to_longest({"query": tokenizer.pad_token_id, "document": tokenizer.pad_token_id}, mask=None)
-    data = accelerator, model, optimizer, forward_step, train_set, eval_set, config
+    data = accelerator, model, optimizer, forward_step, *sources.sets(encoded, encoded), config
     fit(*data, examples=recall, collate_fn=padding, export=tokenizer.save_pretrained, batch_loss=batch_loss)
 
 

@@ -27,12 +27,14 @@ from transformers.utils.logging import disable_progress_bar
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch, pad_to_longest
 from common.data.batches import ForwardStep
+from common.data.mixture import parts_of
 from common.environment import has_gpu
 from common.seeds import CPU, kept_generators
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, small_chat_model, with_chat_template
 from common.tasks.chats import Chats
 from common.tasks.lora import add_lora
+from common.tasks.mixture import Sources
 from common.tasks.preferences import PairDataset, add_reference, load_pairs, log_probabilities, preference_loss
 
 
@@ -117,20 +119,21 @@ def main(config: Config) -> Any:
     accelerator = start(config)
     with kept_generators(CPU):  # for the same initial weights in the reference
         model, tokenizer = build(config)
-    parts = load_pairs(config.data, tokenizer, config.max_length, config.max_samples)
-    print_once(parts[0].facts(config.max_length))
+    sources = Sources(config, lambda data: load_pairs(data, tokenizer, config.max_length, config.max_samples))
+    print_once(sources.train.facts(config.max_length))
     # A pipeline needs micro-batches of one length, and computes the logits of all tokens.
     is_pipeline = config.pipeline_stages > 1
     padding = pad_to_longest({"labels": IGNORED, "places": -1}, None, config.max_length if is_pipeline else 1)
-    train_set, eval_set = (PairDataset(part, places=not is_pipeline) for part in parts)
+    make = partial(PairDataset, places=not is_pipeline)
+    sets = sources.sets(make, make)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
 
-    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, (train_set, eval_set), config, padding)
-    data = accelerator, model, optimizer_of(model), make_forward_step(config), train_set, eval_set, config
+    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, parts_of(*sets), config, padding)
+    data = accelerator, model, optimizer_of(model), make_forward_step(config), *sets, config
     fit(*data, collate_fn=padding, export=tokenizer.save_pretrained)
-    return None if config.evaluate_only else partial(write_answers, config, tokenizer, parts[1])
+    return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)
 
 
 if __name__ == "__main__":

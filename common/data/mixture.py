@@ -93,6 +93,11 @@ class Mixture(Dataset):
         return step
 
 
+def parts_of(*datasets: Any) -> list[Any]:
+    """The datasets, and the sources of those that are a mixture."""
+    return [part for dataset in datasets for part in (dataset.sources if isinstance(dataset, Mixture) else [dataset])]
+
+
 def by_source(
     train_set: Any, eval_set: Any, forward_step: ForwardStep, sampler: Sampler | None
 ) -> tuple[ForwardStep, Sampler | None]:

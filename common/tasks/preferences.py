@@ -1,6 +1,6 @@
 """Pairs of answers, of which one is preferred, and the log-probabilities that a reference gives them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from .tokenization import digest_of
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
 ADVICE = "type --data rules for the embedded pairs, or the path of a .jsonl file"
-VERSION = 1  # of what is kept on disk: another number makes it anew
+VERSION = 2  # of what is kept on disk: another number makes it anew
 
 
 class PairDataset(Dataset):
@@ -184,11 +184,11 @@ def add_reference(
     model: Any,
     build: Callable[[], nn.Module],
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
-    sets: tuple[PairDataset, PairDataset],
+    sets: Sequence[PairDataset],
     config: RunConfig,
     collate_fn: CollateFn,
 ) -> None:
-    """Gives the training and the evaluation set the log-probabilities that the model has before training.
+    """Gives the pairs the log-probabilities that the model has before training.
 
     Values of pairs that are on disk stay there, too, for the same weights, pairs and precision. Collective.
 
@@ -196,6 +196,7 @@ def add_reference(
         model: for `fit`, before it; perhaps with adapters. It stays as it is.
         build: makes the same model once more, with the same weights.
         optimizer_of: makes its optimizer.
+        sets: of training and of evaluation pairs; the first is for training.
         config, collate_fn: as for `fit`.
     """
 
@@ -208,8 +209,8 @@ def add_reference(
             for name, values in _values_of(*data).items()
         }
 
-    named = dict(zip(("train", "eval"), sets))
-    if isinstance(sets[0].rows, list):  # embedded
+    named = {str(number): pair_set for number, pair_set in enumerate(sets)}
+    if any(isinstance(pair_set.rows, list) for pair_set in sets):  # embedded
         found = compute()
     else:
         adapter, precision = getattr(model, "peft_adapter", None), layout_of(config).precision
@@ -246,12 +247,12 @@ def _values_of(
 
     Args:
         optimizer: of the class and over the weights as for `fit`. It takes no step.
-        datasets: {name: map-style dataset}; "train" is that of `fit`.
+        datasets: {name: map-style dataset}; the first is for training.
 
     Raises:
         UsageError: like `fit`.
     """
-    train_set, sets = checked_datasets(datasets["train"], datasets, collate_fn)
+    train_set, sets = checked_datasets(next(iter(datasets.values())), datasets, collate_fn)
     plan = Plan.of(config, layout_of(config), len(train_set))
     check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
     setup = Setup(accelerator, model, optimizer, forward_step, plan)

@@ -1,12 +1,15 @@
 """Promise: a mixture of sources gives one result, and resumes exactly in the middle of an epoch."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from support.launching import fork
 from support.recipes import (
+    DIFFUSION,
+    EMBEDDINGS,
     FINETUNE,
     IMAGE_CLASSIFICATION,
     MNIST,
@@ -14,7 +17,7 @@ from support.recipes import (
     TEXT_CLASSIFICATION,
     TRANSFORMER,
 )
-from support.runs import Run, assert_same_result, refused
+from support.runs import TOLERANCE, Run, assert_same_result, largest_difference, refused
 from support.small_mnist import write_mnist
 
 CHATS = "--num_answers 0 --max_length 96 --batch_size 8 --micro_batch_size 4 --log_every 1 --learning_rate 1e-3 "
@@ -79,19 +82,35 @@ def test_recipes_of_other_kinds_of_data(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text(words * 200)
         rows = [f"{words[number % 6 * 2 :]}{number},{'odd' if number % 2 else 'even'}" for number in range(80)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
+        pairs = [{"prompt": f"{words}{number}", "chosen": f"{number}", "rejected": name} for number in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
         write_mnist(tmp_path / f"{name}_digits")
     shared = "--max_steps 2 --log_every 1 --batch_size 8"
     cases = {
         TRANSFORMER: (".txt", "--context 16 --sample_tokens 0 --num_layers 1"),
         TEXT_CLASSIFICATION: (".csv", "--vocabulary 64 --hidden_size 16 --num_layers 1"),
         MNIST: ("_digits", "--model mlp"),
+        PREFERENCES: (".jsonl", "--max_length 64 --num_answers 0"),
     }
     for script, (end, flags) in cases.items():
         data = f"--data {tmp_path}/one{end}:1,{tmp_path}/two{end}:1"
         run = fork(tmp_path / Path(script).stem, "ddp", script, f"{flags} {shared} {data}")
-        first = f"one{end}".removesuffix(".txt").removesuffix(".csv")
+        first = Path(f"one{end}").stem
         assert {f"train/loss@{first}", f"eval/share@{first}"} <= by_source(run).keys(), run.stdout
         assert "mixture: an epoch has" in run.stdout
+
+
+def test_pairs_of_several_sources_are_compared_with_each_other(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    """The loss compares all pairs of a batch, so that it has no part of a source."""
+    for name, words in (("one", "a b c d e f g"), ("two", "u v w x y z")):
+        rows = [f"{words} {number},{number} {words}" for number in range(60)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["query,document", *rows]))
+    flags = "--max_steps 4 --log_every 1 --batch_size 8 --vocabulary 128 --hidden_size 16 --num_layers 1"
+    flags += f" --data {tmp_path}/one.csv:1,{tmp_path}/two.csv:1"
+    run, expected = fork(tmp_path / "run", "ddp", EMBEDDINGS, flags), reference(EMBEDDINGS, flags)
+    assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= TOLERANCE
+    assert "mixture: an epoch has" in run.stdout
+    assert by_source(run).keys() == {"eval/recall@1", "eval/recall@10"}  # no sources: the best and the best ten
 
 
 def test_mistakes_get_one_line(tmp_path: Path, chats: str) -> None:
@@ -100,7 +119,7 @@ def test_mistakes_get_one_line(tmp_path: Path, chats: str) -> None:
     csv = f"--data {tmp_path}/one.csv:1,{tmp_path}/two.csv:1"
     cases = [
         (FINETUNE, chats.replace("long.jsonl", "lost.jsonl"), "lost.jsonl: no such file"),
-        (PREFERENCES, chats, "this recipe takes one source: type it without a weight"),
+        (DIFFUSION, "--data digits:1,digits2:1", "this recipe takes one source: type it without a weight"),
         (TEXT_CLASSIFICATION, csv, "classes is ['0', '1', '2'] in two and ['0', '1'] in the first source"),
         (IMAGE_CLASSIFICATION, "--data shapes:1,nowhere:1", "--data nowhere: no such folder"),
     ]
