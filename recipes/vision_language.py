@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
+from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch
 from common.environment import has_gpu
 from common.tasks.causal_lm import checkpoint_activations, load_pretrained, load_trained, with_losses
@@ -36,7 +36,7 @@ from common.tasks.lora import add_lora, write_merged
 from common.tasks.mixture import Sources
 from common.tasks.vision_batches import VisionDataset, VisionEncoder, unpadded
 from common.tasks.vision_chats import VisionChats, load_vision_chats
-from common.tasks.vision_models import freeze_named, freeze_picture_keys, small_vision_model
+from common.tasks.vision_models import freeze_named, freeze_picture_keys, freeze_unused, small_vision_model
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class Config(RunConfig):
     max_length: int = flag(256, "tokens of a conversation beyond this number are cut; pictures must fit", minimum=2)
     lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
     lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
-    freeze: str = flag("", "weights with one of these words in their name are not trained, such as vision_model")
+    freeze: str = flag("", "no weight is trained that has one of these words in its name, such as vision_model")
     merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
     loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
@@ -94,10 +94,12 @@ def build(config: Config) -> tuple[nn.Module, VisionEncoder]:
     processor = with_chat_template(processor, model)
     encoder = VisionEncoder(processor, model.config.image_token_id, config.max_length)
     model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length, sees=unpadded)
+    trained: nn.Module = model
     if path is not None and config.lora_rank:
-        model = add_lora(model, config.lora_rank, config.lora_targets, path)
-    freeze_named(model, config.freeze)
-    return model, encoder
+        trained = add_lora(model, config.lora_rank, config.lora_targets, path)
+    freeze_unused(model)
+    freeze_named(trained, config.freeze)
+    return trained, encoder
 
 
 def write_answers(config: Config, processor: Any, chats: VisionChats) -> None:
@@ -123,6 +125,7 @@ def main(config: Config) -> Any:
     sources = Sources(config, lambda data: load_vision_chats(data, *columns, config.max_samples))
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     make = partial(VisionDataset, encoder=encoder)
+    print_once(make(sources.train).facts())
     data = accelerator, model, optimizer, forward_step, *sources.sets(make, make), config
     fit(*data, summarize, collate_fn=encoder.collate, export=encoder.processor.save_pretrained)
     return None if config.evaluate_only else partial(write_answers, config, encoder.processor, sources.evaluation)

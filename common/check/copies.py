@@ -89,7 +89,10 @@ def _plain(layer: nn.Module) -> dict[str, Any]:
 
 
 def _hooks(layer: nn.Module) -> dict[str, Any]:
-    return {name: copy.copy(value) for name, value in vars(layer).items() if name.endswith(("_hooks", "_with_kwargs"))}
+    """The hooks that torch knows: {name of a dict of a layer: a copy of it}"""
+    return {
+        name: copy.copy(vars(layer)[name]) for name in vars(nn.Module()) if "_hooks" in name and name in vars(layer)
+    }
 
 
 def _give_back(layer: nn.Module, buffers: dict[str, Any], plain: dict[str, Any], hooks: dict[str, Any]) -> None:

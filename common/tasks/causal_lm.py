@@ -61,10 +61,15 @@ def load_pretrained(
             f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
             f"as {missing[0]}: type the path of a complete {expected}"
         )
+    if reads is AutoProcessor and getattr(model.config, "image_token_id", None) is None:
+        raise UsageError(
+            f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for pictures: type the path of "
+            "a model such as SmolVLM, Qwen-VL or Gemma 3"
+        )
     if _sees_the_future(model):
         raise UsageError(
             f"--model_name_or_path {name_or_path}: {type(model).__name__} attends to later tokens: type the path of a "
-            "causal model, not of an encoder"
+            f"{expected}, not of an encoder"
         )
     model.set_attn_implementation(attention)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)

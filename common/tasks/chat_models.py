@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError
-from .tokenization import byte_tokenizer, tokenizer_of
+from .tokenization import adds_special_tokens, byte_tokenizer, tokenizer_of
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
 TEMPLATE = (
@@ -108,7 +108,8 @@ def answer(
     for number, messages in enumerate(chats):
         text = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
         images = {"images": [pictures[number]]} if pictures and pictures[number] else {}
-        given = tokenizer(text=[text], **images, add_special_tokens=False, return_tensors="pt").to(model.device)
+        options = {"add_special_tokens": adds_special_tokens(tokenizer, text), "return_tensors": "pt"}
+        given = tokenizer(text=[text], **images, **options).to(model.device)
         num_tokens = given["input_ids"].shape[1]
         if num_tokens >= max_length:
             found.append("")
@@ -128,4 +129,5 @@ def text_of(message: dict[str, Any]) -> str:
 
 def num_right(answers: Sequence[str], chats: Sequence[list[dict[str, Any]]]) -> int:
     """How many of these answers end as the conversations do."""
-    return sum(found.endswith(text_of(messages[-1]).strip()) for found, messages in zip(answers, chats))
+    expected = [text_of(messages[-1]).strip() for messages in chats]
+    return sum(found.endswith(text) for found, text in zip(answers, expected) if text)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,11 @@ def load(
         if not _left_on_disk(model, name_or_path):
             model, info = kind.from_pretrained(name_or_path, **options)
     except Exception as error:  # the library and its network stack raise dozens of types
-        raise UsageError(f"--model_name_or_path {name_or_path}: no {expected} there ({first_line(error)})") from None
+        is_video = "video processor" in str(error) and find_spec("torchvision") is None
+        needs = "; type pip install torchvision" if is_video else ""
+        raise UsageError(
+            f"--model_name_or_path {name_or_path}: no {expected} there ({first_line(error)}{needs})"
+        ) from None
     finally:
         logging.set_verbosity(verbosity)
     misfits = sorted(name for name, *_ in info["mismatched_keys"])

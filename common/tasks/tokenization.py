@@ -35,6 +35,13 @@ def tokenizer_of(processor: Any) -> Any:
     return getattr(processor, "tokenizer", processor)
 
 
+def adds_special_tokens(processor: Any, text: str) -> bool:
+    """Whether tokens such as that of the beginning come before a rendered conversation, as in transformers'
+    `apply_chat_template`: tokenizers add none, processors add them unless the text begins with one."""
+    plain = tokenizer_of(processor)
+    return plain is not processor and not (plain.bos_token is not None and text.startswith(plain.bos_token))
+
+
 def digest_of(tokenizer: Any) -> str:
     """A digest of the tokenizer's files."""
     with TemporaryDirectory() as folder:

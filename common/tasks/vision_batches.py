@@ -16,8 +16,10 @@ from ..data import Batch, pad_to_longest
 from ..errors import UsageError, first_line
 from .causal_lm import IGNORED, trained_places
 from .chats import answer_spans, rendered
+from .tokenization import adds_special_tokens
 from .vision_chats import Messages, Pictures, VisionChats
 
+NUM_LOOKED_AT = 16  # conversations at the start
 ROWS = "number of rows of "  # begins the name of a tensor that tells which rows of another are no padding
 NOT_OF_PICTURES = ("input_ids", "attention_mask", "offset_mapping")
 
@@ -50,10 +52,8 @@ class VisionEncoder:
         others = [name for name in of_pictures if name not in self.of_tokens]
         self.of_sample = [name for name in others if len(of_pictures[name]) == 1]
         self.of_rows = [name for name in others if name not in self.of_sample]
-        self._without = {
-            name: of_pictures[name].new_empty(0, *of_pictures[name].shape[1 + (name in self.of_sample) :])
-            for name in others
-        }
+        self._without = {name: _nothing(value[0] if name in self.of_sample else value)
+                         for name, value in of_pictures.items() if name in others}  # fmt: skip
         self._blank = self._sample(_asking(1), [small])
         self._pad = pad_to_longest({"tokens": self._padding, "labels": IGNORED, "places": -1}, None)
         self._check(small, wide)
@@ -67,7 +67,8 @@ class VisionEncoder:
 
     def _processed(self, text: str | list[str], pictures: Any, **options: Any) -> dict[str, Tensor]:
         texts, images = ([text], [pictures]) if isinstance(text, str) else (text, pictures)
-        options |= {"return_tensors": "pt", "return_offsets_mapping": True, "add_special_tokens": False}
+        options |= {"add_special_tokens": adds_special_tokens(self.processor, texts[0])}
+        options |= {"return_tensors": "pt", "return_offsets_mapping": True}
         try:
             return dict(self.processor(text=texts, images=images if any(images) else None, **options))
         except Exception as error:  # of dozens of types
@@ -111,7 +112,7 @@ class VisionEncoder:
         ends = plain(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         if not ends or len(places) < 2:
             raise UsageError("it has fewer than two tokens: remove it")
-        gained = int(places[-1, 1]) - ends[-1][1]
+        gained = int(places[:, 1].max()) - ends[-1][1]  # a special token has no place
         trained = torch.tensor([any(start - gained in span for span in spans) for start in places[:, 0].tolist()])
         trained[0] = False  # no token comes before it
         answers = [turn for turn in range(after) if messages[turn]["role"] == "assistant"]
@@ -126,10 +127,11 @@ class VisionEncoder:
         return found, trained
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
-        """A batch of samples, padded. One without pictures gets one, after the end of its first sample, where no label
-        sees it: all processes then compute the same layers, as FSDP2 and ZeRO need."""
-        if not any(len(sample[name]) for sample in samples for name in self._without):
-            samples = [self._shown(samples[0]), *samples[1:]]
+        """A batch of samples, padded. One without pictures gets one, after the end of its shortest sample, where no
+        label sees it: all processes then compute the same layers, as FSDP2 and ZeRO need."""
+        if not any(sample[name].numel() for sample in samples for name in self._without if sample[name].ndim):
+            shortest = min(range(len(samples)), key=lambda row: len(samples[row]["tokens"]))
+            samples = [self._shown(one) if row == shortest else one for row, one in enumerate(samples)]
         columns = {name: _of_one_size([sample[name] for sample in samples]) for name in self._without}
         return self._pad([s | {name: columns[name][row] for name in columns} for row, s in enumerate(samples)])
 
@@ -144,19 +146,28 @@ class VisionEncoder:
         """Raises UsageError if a batch of `collate` is not what the processor makes of several samples."""
         chats, pictures = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
         texts = [rendered(messages, self.processor) for messages in chats]
-        own = self.collate([self._sample(*both) for both in zip(chats, pictures)])
+        # The last one has no pictures. It is not for the processor: some refuse an empty list.
+        samples = [self._sample(*both) for both in [*zip(chats, pictures), (_asking(0), [])]]
+        own = self.collate(samples)
         others = (*self.of_tokens, *self._without, *(ROWS + name for name in self.of_rows))
         own = unpadded({name: own[name] for name in others})
         expected = self._processed(texts, pictures, padding=True, padding_side="right")
         for name, value in own.items():
-            if not torch.equal(expected[name], value):
+            if not torch.equal(expected[name], value if name in self.of_rows else value[:2]):
                 raise UsageError(
                     f"{type(self.processor).__name__} pads {name} in a way of its own: use a model with another one"
                 )
 
 
+def _nothing(value: Tensor) -> Tensor:
+    """What a sample without pictures has in place of this value of a sample; 0 of a number of pictures."""
+    return value.new_zeros((0, *value.shape[1:]) if value.ndim else ())
+
+
 def _of_one_size(values: list[Tensor]) -> list[Tensor]:
     """The values with zeros after the end of each dimension but the first, up to the largest size."""
+    if values[0].ndim < 2:
+        return values
     sizes = [max(size) for size in zip(*(value.shape[1:] for value in values))]
     gaps = [[size - own for size, own in zip(sizes, value.shape[1:])] for value in values]
     return [F.pad(value, [end for gap in reversed(own) for end in (0, gap)]) for value, own in zip(values, gaps)]
@@ -193,5 +204,23 @@ class VisionDataset(Dataset):
         return len(self.chats)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        chat = self.chats.read(index)
         with self.chats.naming(index):
-            return self.encoder.sample(*self.chats.read(index))
+            return self.encoder.sample(*chat)
+
+    def facts(self) -> str:
+        """How much of the first conversations is trained, and how many are cut, for the terminal. Raises UsageError if
+        nothing is trained."""
+        samples = [self[index] for index in range(min(NUM_LOOKED_AT, len(self)))]
+        lengths = [len(sample["tokens"]) for sample in samples]
+        num_trained = sum(sample["weight"] for sample in samples)
+        if not num_trained:
+            raise UsageError(
+                f"--data {self.chats.name}: no token of the first {len(samples)} conversations is trained: type a "
+                f"larger --max_length than {self.encoder.max_length}, or look for answers of the role assistant"
+            )
+        num_full = sum(length == self.encoder.max_length for length in lengths)
+        return (
+            f"first {len(samples)} conversations: {100 * num_trained / sum(lengths):.0f} % of tokens trained; longest "
+            f"{max(lengths):,}; {num_full:,} of --max_length or more (cut)"
+        )

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from PIL import Image, ImageDraw, ImageOps
 
+from ..environment import print_once
 from ..errors import UsageError
-from .sources import hold_out, load_splits
+from .sources import check_columns, hold_out, load_splits
 
 Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}]}]
 Pictures = list[Image.Image]  # in RGB
@@ -45,7 +46,7 @@ class VisionChats:
 
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:
-        """Adds the number of a conversation to an error in it."""
+        """Adds the number of a conversation in its source to an error."""
         try:
             yield
         except UsageError as error:
@@ -79,35 +80,67 @@ def load_vision_chats(
         cut = len(chats) // HELD_OUT
         parts = range(cut, len(chats)), range(cut)
         return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
-    path = Path(data).expanduser()
-    columns = path.parent if path.is_file() else path, messages_column, images_column
-    splits = load_splits(data, ADVICE, max_samples)
-    loads = [_of_split(data, split, *columns) for split in splits]
-    if len(splits) == 2:
-        return VisionChats(range(len(splits[0])), loads[0], data), VisionChats(range(len(splits[1])), loads[1], data)
-    if len(splits[0]) < 2:
-        raise UsageError(f"--data {data} has one conversation: expected 2 or more")
-    rest, held_out = (ids.sort().values.tolist() for ids in hold_out(len(splits[0]), HELD_OUT))
-    return VisionChats(rest, loads[0], data), VisionChats(held_out, loads[0], data)
+    splits = [_Rows.of(data, split, messages_column, images_column) for split in load_splits(data, ADVICE, max_samples)]
+    numbers: list[Sequence[int]] = [range(len(split.rows)) for split in splits]
+    if len(splits) == 1:
+        if len(numbers[0]) < 2:
+            raise UsageError(f"--data {data} has one conversation: expected 2 or more")
+        numbers = [ids.sort().values.tolist() for ids in hold_out(len(numbers[0]), HELD_OUT)]
+    return VisionChats(numbers[0], splits[0], data), VisionChats(numbers[1], splits[-1], data)
 
 
-def _of_split(
-    data: str, split: Any, folder: Path, messages_column: str, images_column: str
-) -> Callable[[int], tuple[Messages, Pictures]]:
-    names = split.column_names
-    if messages_column not in names:
-        raise UsageError(
-            f"--data {data} has no column {messages_column}: type --messages_column with one of {', '.join(names)}"
-        )
+@dataclass(frozen=True)
+class _Rows:
+    """Loads conversations from a `datasets.Dataset`.
 
-    def load(number: int) -> tuple[Messages, Pictures]:
-        row = split[number]
-        pictures = row.get(images_column)
+    Attributes:
+        rows: the data set; its images are not decoded.
+        folder: of relative paths.
+        messages, images: names of columns.
+    """
+
+    rows: Any
+    folder: Path
+    messages: str
+    images: str
+
+    @classmethod
+    def of(cls, data: str, split: Any, messages: str, images: str) -> Self:
+        """Raises UsageError for columns that are missing, or if no message is an answer."""
+        import datasets  # not at the top: the import takes seconds
+
+        path = Path(data).expanduser()
+        check_columns(data, split, {"--messages_column": messages})
+        of_images = [name for name, kind in split.features.items() if isinstance(_item(kind), datasets.Image)]
+        if images not in split.column_names:
+            if of_images:
+                check_columns(data, split.select_columns(of_images), {"--images_column": images})
+            print_once(f"--data {data} has no column {images}: it has no pictures but those in parts of its messages")
+        elif images in of_images:  # `opened` decodes, and says which picture is broken
+            plain = datasets.Image(decode=False)
+            kind = split.features[images]
+            split = split.cast_column(images, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
+        if not any(_may_have_an_answer(row[messages]) for row in split.select_columns([messages])):
+            raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
+        return cls(split, path.parent if path.is_file() else path, messages, images)
+
+    def __call__(self, number: int) -> tuple[Messages, Pictures]:
+        row = self.rows[number]
+        pictures = row.get(self.images)
         given = [] if pictures is None else pictures if isinstance(pictures, list) else [pictures]
-        messages, given = with_parts(row[messages_column], given)
-        return messages, [opened(picture, folder) for picture in given]
+        messages, given = with_parts(row[self.messages], given)
+        return messages, [opened(picture, self.folder) for picture in given]
 
-    return load
+
+def _may_have_an_answer(messages: Any) -> bool:
+    return not isinstance(messages, list) or any(
+        isinstance(one, dict) and one.get("role") == "assistant" for one in messages
+    )
+
+
+def _item(kind: Any) -> Any:
+    """The type of the items of a column of lists; else that of the column."""
+    return getattr(kind, "feature", kind)
 
 
 def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]:
@@ -115,51 +148,67 @@ def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]
 
     Args:
         messages: as `load_vision_chats` takes them.
-        pictures: of the column. If no message says where they stand, they come before the first text.
+        pictures: of the column. If no message says where they stand, they come before the first question.
 
     Raises:
         UsageError: no messages, or another number of pictures than the messages have places for.
     """
     if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
         raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
-    found: list[Any] = []
-    given = [{"role": one["role"], "content": list(_parts(one.get("content"), found))} for one in messages]
-    places = [part for one in given for part in one["content"] if part["type"] == "image"]
-    if not places and given:
-        given[0]["content"][:0] = [{"type": "image"} for _ in pictures]
-        found = [None for _ in pictures]
-    left = iter(pictures)
-    found = [next(left, None) if picture is None else picture for picture in found]
-    if any(picture is None for picture in found) or next(left, None) is not None:
+    contents = [_content(one) for one in messages]
+    if not any(_is_image(part) for content in contents for part in content):
+        contents = [[piece for part in content for piece in _split(part)] for content in contents]
+    shown = [part for content in contents for part in content if _is_image(part)]
+    if not shown and pictures:
+        first = next((at for at, one in enumerate(messages) if one["role"] == "user"), 0)
+        shown = [{"type": "image"} for _ in pictures]
+        contents[first] = shown + contents[first]
+    found, left = [], iter(pictures)
+    for part in shown:
+        own, place = next((part[name] for name in PATHS if part.get(name)), None), part.get("index")
+        if own is None and place is not None:
+            own = pictures[place] if 0 <= place < len(pictures) else None
+        found.append(next(left, None) if own is None else own)
+    num_taken = len(pictures) - sum(1 for _ in left)
+    is_left = num_taken < len(pictures) and not any("index" in part for part in shown)
+    if is_left or any(picture is None for picture in found):
         raise UsageError(
-            f"places for pictures in its messages: {len(found)}, pictures: {len(pictures)}: expected as many"
+            f"{len(shown)} places for pictures in its messages, {len(pictures)} pictures in its column: expected as "
+            "many, none of them empty (--images_column names the column)"
         )
-    return given, found
+    kept = [{name: value for name, value in one.items() if value is not None} for one in messages]
+    return [one | {"content": list(map(_plain, content))} for one, content in zip(kept, contents)], found
 
 
-def _parts(content: Any, found: list[Any]) -> Iterator[dict[str, str]]:
-    """The parts of a message. Adds to `found` the picture of each, or None if the part does not hold it."""
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "image":
-            found.append(next((part[name] for name in PATHS if part.get(name)), None))
+def _content(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a message, without empty entries. Raises UsageError."""
+    content, expected = message.get("content"), '{"type": "image"}, or {"type": "text", "text": "Why?"}'
+    content = [{"type": "text", "text": content}] if isinstance(content, str) else [] if content is None else content
+    for part in content if isinstance(content, list) else [content]:
+        if not (isinstance(part, dict) and (_is_image(part) or isinstance(part.get("text"), str))):
+            raise UsageError(f"a part of a message is {str(part)[:60]}: expected {expected}")
+    return [{name: value for name, value in part.items() if value is not None} for part in content]
+
+
+def _is_image(part: dict[str, Any]) -> bool:
+    return part.get("type") == "image"
+
+
+def _plain(part: dict[str, Any]) -> dict[str, str]:
+    return {"type": "image"} if _is_image(part) else {"type": "text", "text": part["text"]}
+
+
+def _split(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A text as parts: a mark in it is a picture."""
+    for number, text in enumerate(part["text"].split(MARK)):
+        if number:
             yield {"type": "image"}
-        elif kind == "text" and isinstance(part.get("text"), str):
-            for number, text in enumerate(part["text"].split(MARK)):
-                if number:
-                    found.append(None)
-                    yield {"type": "image"}
-                if text:
-                    yield {"type": "text", "text": text}
-        else:
-            raise UsageError(
-                f'a part of a message is {str(part)[:60]}: expected {{"type": "image"}}, or {{"type": "text", "text": '
-                '"Why?"}'
-            )
+        if text:
+            yield {"type": "text", "text": text}
 
 
 def opened(picture: Any, folder: Path) -> Image.Image:
-    """A picture in RGB, upright. Raises UsageError.
+    """A picture in RGB, upright; white where it is transparent. Raises UsageError.
 
     Args:
         picture: an image, a path, or a dict with "bytes" or "path", as `datasets` has it.
@@ -170,10 +219,17 @@ def opened(picture: Any, folder: Path) -> Image.Image:
         if isinstance(picture, dict):
             picture = io.BytesIO(picture["bytes"]) if picture.get("bytes") else picture.get("path")
         if isinstance(picture, str):
-            name, picture = picture, folder / Path(picture).expanduser()
+            picture = folder / Path(picture).expanduser()
+            name = str(picture)[:200]
         image = picture if isinstance(picture, Image.Image) else Image.open(picture)
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, AttributeError, Image.DecompressionBombError) as error:
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits; `convert` would cut them off at 255
+            image = image.convert("I").point(lambda value: value / 256).convert("L")
+        if image.has_transparency_data:
+            paper = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(paper, image.convert("RGBA"))
+        return image.convert("RGB")
+    except Exception as error:  # Pillow raises what it likes
         reason = getattr(error, "strerror", None) or "no image that can be read"
         raise UsageError(f"{name}: {reason}: type the path of a picture, such as a PNG file") from None
 

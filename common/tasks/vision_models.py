@@ -21,7 +21,7 @@ TEMPLATE = (  # for bytes: U question, A answer
 
 
 def small_vision_model(max_length: int, attention: str) -> tuple[PreTrainedModel, Any]:
-    """Returns (an Idefics3, the architecture of SmolVLM, of 0.9 M weights whose tokens are bytes and parts of pictures,
+    """Returns (an Idefics3, the architecture of SmolVLM, of 0.8 M weights whose tokens are bytes and parts of pictures,
     its processor)."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([*SPECIAL.values()], special_tokens=True)
@@ -52,11 +52,26 @@ def freeze_picture_keys(model: PreTrainedModel) -> None:
         freeze_key_biases(encoder, ("k_proj.bias",))
 
 
+def freeze_unused(model: PreTrainedModel) -> None:
+    """Freezes the last weights of a vision tower of which the model takes an earlier layer, as LLaVA does."""
+    chosen = getattr(model.config, "vision_feature_layer", None)
+    if chosen is None:
+        return
+    tower, num_layers = model.get_encoder(modality="image"), model.config.vision_config.num_hidden_layers
+    last = max(layer % (num_layers + 1) for layer in ([chosen] if isinstance(chosen, int) else chosen))
+    layers = [(f"{name}.{last - 1}.", part) for name, part in tower.named_modules() if isinstance(part, nn.ModuleList)]
+    start = next((start for start, part in layers if len(part) == num_layers), "")
+    weights = list(tower.named_parameters())
+    used = max((at for at, (name, _) in enumerate(weights) if name.startswith(start)), default=len(weights))
+    for _, weight in weights[used + 1 :]:
+        weight.requires_grad_(False)
+
+
 def freeze_named(model: nn.Module, words: str) -> None:
     """Freezes the weights that have one of these words, separated by commas, in their name. Raises UsageError for a
     word that is in none, or if nothing is left to train."""
-    weights = dict(model.named_parameters())
-    for word in filter(None, words.split(",")):
+    weights = {name.removeprefix("base_model.model."): weight for name, weight in model.named_parameters()}  # PEFT's
+    for word in filter(None, map(str.strip, words.split(","))):
         found = [name for name in weights if word in name]
         if not found:
             parts = dict.fromkeys(".".join(name.split(".")[:2]) for name in weights)

@@ -50,7 +50,6 @@ def test_families_give_the_result_of_one_process(
     tmp_path: Path, reference: Callable[..., Run], models: Callable[[str], Path], chats: Path, family: str, config: str
 ) -> None:
     flags = f"{SHORT} --data {chats} --model_name_or_path {models(family)}"
-    flags += " --freeze post_layernorm" * (family == "llava")  # it uses earlier layers alone
     run = fork(tmp_path / "run", config, WITHOUT_VIDEOS, f"{flags} --micro_batch_size 2")
     expected = reference(WITHOUT_VIDEOS, flags)
     for name in ("train/loss", "grad_norm", "eval/loss"):
@@ -69,6 +68,7 @@ def test_adapters(
     tmp_path: Path, reference: Callable[..., Run], models: Callable[[str], Path], chats: Path, family: str, config: str
 ) -> None:
     flags = f"{SHORT} --data {chats} --model_name_or_path {models(family)} --lora_rank 4 --learning_rate 1e-2 --merge"
+    flags += " --activation_checkpointing"
     run, expected = fork(tmp_path / "run", config, WITHOUT_VIDEOS, flags), reference(WITHOUT_VIDEOS, flags)
     for name in ("train/loss", "eval/loss"):
         assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
@@ -111,6 +111,21 @@ def test_result_of_the_docstring(tmp_path: Path) -> None:
     assert right >= 44
 
 
+def test_broken_pictures_of_a_column_of_images_are_named(tmp_path: Path) -> None:
+    import datasets
+
+    rows = {"messages": [row("Why?")["messages"]] * 40, "image": [{"bytes": b"nonsense", "path": None}] * 40}
+    table = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    table.to_parquet(tmp_path / "chats.parquet")
+    flags = f"{RECIPES['vision language'][1]} --data {tmp_path / 'chats.parquet'}"
+    for more, line in (
+        ("", "has no column images: type --images_column with one of image"),
+        (" --images_column image", "conversation 1: a picture: no image that can be read"),
+    ):
+        run = fork(tmp_path / "run", "single", VISION_LANGUAGE, flags + more, succeeds=False)
+        assert line in refused(run) and run.exit_code == 2
+
+
 def row(content: Any, images: Any = ()) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}], "images": images}
 
@@ -123,8 +138,11 @@ def row(content: Any, images: Any = ()) -> dict[str, Any]:
         (
             [row("<image><image>", ["one.png"])] * 12,
             "",
-            "places for pictures in its messages: 2, pictures: 1: expected as many",
+            "2 places for pictures in its messages, 1 pictures in its column: expected as many",
         ),
+        ([row("<image>", [None])] * 12, "", "none of them empty"),
+        ([row(5)] * 12, "", "a part of a message is 5: expected"),
+        ([{"messages": [{"role": "user", "content": "Why?"}]}] * 12, "", "no message has the role assistant"),
         ([row([{"type": "sound"}])] * 12, "", "a part of a message is"),
         ([row("Why?", ["one.png"])] * 12, "--max_length 8", "type --max_length"),
         ([row("Why?", ["one.png"])] * 12, "--messages_column chat", "has no column chat: type --messages_column"),

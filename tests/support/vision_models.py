@@ -121,9 +121,9 @@ def _gemma3() -> Made:
 
 def _llava() -> Made:
     tokenizer, text, ids = _text("<image>", model_type="llama")
-    sees = SEES | SQUARE | {"model_type": "clip_vision_model", "projection_dim": 32}
+    sees = SEES | SQUARE | {"model_type": "clip_vision_model", "projection_dim": 32, "num_hidden_layers": 3}
     config = transformers.LlavaConfig(
-        vision_config=sees, text_config=text, image_token_index=ids["<image>"], vision_feature_layer=-1
+        vision_config=sees, text_config=text, image_token_index=ids["<image>"], vision_feature_layer=-2
     )
     images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     settings = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}

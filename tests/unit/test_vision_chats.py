@@ -11,8 +11,8 @@ from PIL import Image
 from common.errors import UsageError
 from common.tasks.causal_lm import IGNORED, with_losses
 from common.tasks.vision_batches import VisionEncoder, unpadded
-from common.tasks.vision_chats import load_vision_chats, shapes, with_parts
-from common.tasks.vision_models import freeze_named, freeze_picture_keys
+from common.tasks.vision_chats import load_vision_chats, opened, shapes, with_parts
+from common.tasks.vision_models import freeze_named, freeze_picture_keys, freeze_unused
 from support.vision_models import FAMILIES, made
 
 SIZES = ((20, 30), (40, 17), (16, 16), (33, 64))
@@ -130,11 +130,56 @@ IMAGE, WHY = {"type": "image"}, {"type": "text", "text": "Why?"}
         ("<image>Why?<image>", ["a", "b"], [IMAGE, WHY, IMAGE], ["a", "b"]),
         ([{**IMAGE, "text": None}, WHY], ["a"], [IMAGE, WHY], ["a"]),
         ([WHY, {**IMAGE, "path": "b"}, IMAGE], ["a"], [WHY, IMAGE, IMAGE], ["b", "a"]),
+        ([{**IMAGE, "index": 1}, {**IMAGE, "index": 0}], ["a", "b"], [IMAGE, IMAGE], ["b", "a"]),
+        (
+            [IMAGE, {"type": "text", "text": "Is <image> HTML?"}],
+            ["a"],
+            [IMAGE, {"type": "text", "text": "Is <image> HTML?"}],
+            ["a"],
+        ),
+        (None, [], [], []),
     ],
 )
 def test_places_of_pictures(content: Any, given: list[str], expected: list[Any], order: list[str]) -> None:
     messages, pictures = with_parts([{"role": "user", "content": content}], given)
     assert (messages, pictures) == ([{"role": "user", "content": expected}], order)
+
+
+def test_pictures_without_a_place_come_before_the_first_question() -> None:
+    chat = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
+    messages, pictures = with_parts([{**one, "tool_calls": None, "name": "b"} for one in chat], ["one"])
+    assert [len(message["content"]) for message in messages] == [1, 2, 1] and pictures == ["one"]
+    assert messages[1]["content"][0] == IMAGE and messages[0].keys() == {"role", "content", "name"}
+
+
+@pytest.mark.parametrize("mode", ["I;16", "RGBA", "P", "L", "CMYK"])
+def test_pictures_of_all_modes(mode: str) -> None:
+    found = opened(Image.new(mode, (4, 4), 32768 if mode == "I;16" else 0), Path())
+    assert found.mode == "RGB"
+    if mode in ("I;16", "RGBA"):  # the middle of 16 bits; nothing on white paper
+        assert found.getpixel((0, 0)) == ((128,) * 3 if mode == "I;16" else (255,) * 3)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_special_tokens_come_as_from_the_template_of_transformers(begins: bool) -> None:
+    """A processor adds the token of the beginning if its template does not."""
+    from tokenizers.processors import TemplateProcessing
+
+    model, processor = made("llava")
+    tokenizer = processor.tokenizer
+    mark = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", "<s> $A $B", [mark])
+    if not begins:
+        processor.chat_template = processor.chat_template.replace("{{ bos_token }}", "")
+    messages, pictures = CHATS[0]
+    left = iter(pictures)
+    shown = [one | {"content": [{"type": "image", "image": next(left)} if part == IMAGE else part
+                                for part in one["content"]]} for one in messages]  # fmt: skip
+    expected = processor.apply_chat_template(shown, tokenize=True, return_dict=True, return_tensors="pt")["input_ids"]
+    sample = VisionEncoder(processor, model.config.image_token_id, 400).sample(messages, pictures)
+    assert sample["tokens"].equal(expected[0]) and sample["tokens"][:2].tolist().count(mark[1]) == 1
+    trained = processor.tokenizer.decode(sample["labels"][sample["labels"] != IGNORED])
+    assert trained == "A stone.<|end|>\nStill a stone, älter.<|end|>\n"
 
 
 @pytest.mark.parametrize("column", ["bytes", "path", "image"])
@@ -177,8 +222,13 @@ def test_frozen_weights() -> None:
     freeze_named(model, "vision_model,connector")
     trained = {name.split(".")[1] for name, weight in model.named_parameters() if weight.requires_grad}
     assert trained == {"text_model"}
+    model, _ = made("llava")  # its features come from the last layer but one
+    freeze_unused(model)
+    frozen = {".".join(name.split(".")[2:5]) for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert frozen == {"encoder.layers.2", "post_layernorm.weight", "post_layernorm.bias"}
     model, _ = made("qwen2_vl")
     freeze_picture_keys(model)
+    freeze_unused(model)
     assert all(weight.requires_grad for weight in model.parameters())
     with pytest.raises(UsageError, match="no weight has vision_model in its name; type a part of model"):
-        freeze_named(model, "vision_model")
+        freeze_named(model, "lm_head, vision_model")
