@@ -224,8 +224,9 @@ def test_frozen_weights() -> None:
     assert trained == {"text_model"}
     model, _ = made("llava")  # its features come from the last layer but one
     freeze_unused(model)
-    frozen = {".".join(name.split(".")[2:5]) for name, weight in model.named_parameters() if not weight.requires_grad}
-    assert frozen == {"encoder.layers.2", "post_layernorm.weight", "post_layernorm.bias"}
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    assert frozen and all("encoder.layers.2." in name or ".post_layernorm." in name for name in frozen)
+    assert not any("encoder.layers.2." in name for name, weight in model.named_parameters() if weight.requires_grad)
     model, _ = made("qwen2_vl")
     freeze_picture_keys(model)
     freeze_unused(model)
