@@ -114,7 +114,7 @@ def verify_watched(script: Path, flags: list[str], steps: int, output: Path | No
 
         single, ddp = watched("single", "single"), watched("ddp", "ddp")
         table.add(Row(f"single ({single.fact('distributed_type')})", 1, note="the reference"))
-        if _uses_trainer(file):  # it keeps the global batch, however it is divided
+        if single.fact("by_trainer"):  # it keeps the global batch, however it is divided
             table.add(
                 Row("single, 2 accumulated", 1, difference=_compare(watched("in_2", "single", "accumulated"), single))
             )
@@ -148,16 +148,9 @@ def _file_of(script: Path) -> Path:
     return Path(found.origin)
 
 
-def _uses_trainer(file: Path) -> bool:
-    """Whether a script trains by a Trainer of transformers, or of TRL."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    return "Trainer" in text and re.search(r"^\s*(from|import) (transformers|trl)\b", text, re.MULTILINE) is not None
-
-
 def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path, how: str = "as it is") -> Watched:
     """Runs a script under a config, and returns what its processes did. Raises UsageError if it takes no step."""
     folder.mkdir()
-    how = f"trainer, {how}" if _uses_trainer(_file_of(script)) else how
     command = [*LAUNCH, "--config_file", str(find_config(config)), str(WATCHED), str(folder), str(steps), how]
     # Without a GPU, Accelerate would run each process of the config alone.
     rehearsal = {} if count_gpus() else {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}

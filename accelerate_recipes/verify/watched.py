@@ -1,5 +1,6 @@
 """Runs a script on plain Accelerate unchanged, and writes down what Accelerate does: started by watch.py."""
 
+import importlib.util
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType
 from torch.utils.data import DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+ARGUMENTS = "transformers.training_args"
 
 
 class Watcher:
@@ -30,7 +34,7 @@ class Watcher:
 
     def __init__(self, folder: Path, num_steps: int, moves: bool):
         self.folder, self.num_steps, self.moves = folder, num_steps, moves
-        self.facts: dict[str, Any] = {"draws": False, "divided_twice": False, "gathered": 0}
+        self.facts: dict[str, Any] = {"draws": False, "divided_twice": False, "gathered": 0, "by_trainer": False}
         self.steps: list[dict[str, Any]] = []
         self.micro_batches: list[dict[str, Any]] = []
         self.grad_norm: float | None = None
@@ -68,22 +72,21 @@ class Watcher:
         ):
             setattr(target, name, _bound(wrapper, getattr(target, name)))
 
-    def keep_global_batch(self, parts: int) -> None:
+    def keep_global_batch(self, arguments: Any, parts: int) -> None:
         """Lets the processes of a Trainer of transformers, or TRL's, share the batch of one, in so many micro-batches
-        each."""
-        from transformers import TrainingArguments
+        each. `arguments`: the class TrainingArguments."""
+        number, finish = int(os.environ.get("WORLD_SIZE", 1)) * parts, arguments.__post_init__
 
-        number, finish = int(os.environ.get("WORLD_SIZE", 1)) * parts, TrainingArguments.__post_init__
-
-        def divided(arguments: Any) -> None:
-            size = arguments.per_device_train_batch_size
+        def divided(own: Any) -> None:
+            size = own.per_device_train_batch_size
             if size % number:
                 raise ValueError(f"per_device_train_batch_size {size} does not divide into {number}: type a multiple")
-            arguments.per_device_train_batch_size = size // number
-            arguments.gradient_accumulation_steps *= parts
-            finish(arguments)
+            own.per_device_train_batch_size = size // number
+            own.gradient_accumulation_steps *= parts
+            self.by_trainer = self.facts["by_trainer"] = True
+            finish(own)
 
-        self.by_trainer, TrainingArguments.__post_init__ = True, divided
+        arguments.__post_init__ = divided
 
     def end(self) -> None:
         """Ends the process. Every process ends after the same step, or the same evaluation."""
@@ -256,11 +259,33 @@ def _move_by_rounding(model: torch.nn.Module) -> None:
             weight.mul_(1 + sign.to(weight.device) * torch.finfo(weight.dtype).eps)
 
 
+class _Imported(MetaPathFinder):
+    """Calls `then` with a module as soon as something imports it.
+
+    Args:
+        name: of the module.
+    """
+
+    def __init__(self, name: str, then: Callable[[Any], None]):
+        self.name, self.then = name, then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (run(module), self.then(module))
+        return spec
+
+
 def _main(folder: str, num_steps: str, how: str, script: str, *flags: str) -> None:
     watcher = Watcher(Path(folder), int(num_steps), "moved" in how)
     watcher.install()
-    if "trainer" in how:
-        watcher.keep_global_batch(parts=2 if "accumulated" in how else 1)
+    parts = 2 if "accumulated" in how else 1
+    sys.meta_path.insert(
+        0, _Imported(ARGUMENTS, lambda found: watcher.keep_global_batch(found.TrainingArguments, parts))
+    )
     sys.argv = [script, *flags]
     if Path(script).is_file():
         sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script

@@ -23,7 +23,7 @@ from ..plan import Plan
 from .checks import sizes_that_divide
 from .kind import Kind
 from .on_disk import filled
-from .parts import is_divided, local
+from .parts import local
 from .setup import Setup, exchange_weights
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in transformers
@@ -151,13 +151,11 @@ class ExpertGroup:
 
         experts.forward = on_all_tokens
 
-    def _averaged(self, gradient: Tensor) -> Tensor:
+    def _averaged(self, gradient: Any) -> Any:
         """The gradient of the mean over all processes, as DDP and FSDP2 take it, of one for the tokens of a group."""
-        own = local(gradient) / self._num_processes  # not in place: autograd may need the gradient elsewhere
+        own = gradient.to_local() / self._num_processes  # not in place: autograd may need the gradient elsewhere
         if self._num_replicas > 1:
             dist.all_reduce(own, group=self._replicas)
-        if not is_divided(gradient):
-            return own
         return type(gradient).from_local(own, gradient.device_mesh, gradient.placements, run_check=False)
 
     def _longest(self, number: int) -> int:

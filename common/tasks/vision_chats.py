@@ -163,21 +163,27 @@ def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]
         first = next((at for at, one in enumerate(messages) if one["role"] == "user"), 0)
         shown = [{"type": "image"} for _ in pictures]
         contents[first] = shown + contents[first]
+    kept = [{name: value for name, value in one.items() if value is not None} for one in messages]
+    return [one | {"content": list(map(_plain, content))} for one, content in zip(kept, contents)], _placed(
+        shown, pictures
+    )
+
+
+def _placed(shown: list[dict[str, Any]], pictures: list[Any]) -> list[Any]:
+    """The picture of each part that shows one: its own, that with its index, or the next of the column."""
     found, left = [], iter(pictures)
     for part in shown:
-        own, place = next((part[name] for name in PATHS if part.get(name)), None), part.get("index")
-        if own is None and place is not None:
-            own = pictures[place] if 0 <= place < len(pictures) else None
+        own = next((part[name] for name in PATHS if part.get(name)), None)
+        if own is None and "index" in part:
+            own = next(iter(pictures[part["index"] :][:1]), None)
         found.append(next(left, None) if own is None else own)
-    num_taken = len(pictures) - sum(1 for _ in left)
-    is_left = num_taken < len(pictures) and not any("index" in part for part in shown)
+    is_left = next(left, None) is not None and not any("index" in part for part in shown)
     if is_left or any(picture is None for picture in found):
         raise UsageError(
             f"{len(shown)} places for pictures in its messages, {len(pictures)} pictures in its column: expected as "
             "many, none of them empty (--images_column names the column)"
         )
-    kept = [{name: value for name, value in one.items() if value is not None} for one in messages]
-    return [one | {"content": list(map(_plain, content))} for one, content in zip(kept, contents)], found
+    return found
 
 
 def _content(message: dict[str, Any]) -> list[dict[str, Any]]:
