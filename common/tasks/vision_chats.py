@@ -174,9 +174,10 @@ def _placed(shown: list[dict[str, Any]], pictures: list[Any]) -> list[Any]:
     found, left = [], iter(pictures)
     for part in shown:
         own = next((part[name] for name in PATHS if part.get(name)), None)
-        if own is None and "index" in part:
-            own = next(iter(pictures[part["index"] :][:1]), None)
-        found.append(next(left, None) if own is None else own)
+        if own is None:
+            rest = left if "index" not in part else iter(pictures[max(0, part["index"]) :])
+            own = next(rest, None)
+        found.append(own)
     is_left = next(left, None) is not None and not any("index" in part for part in shown)
     if is_left or any(picture is None for picture in found):
         raise UsageError(

@@ -144,7 +144,7 @@ RELAYS = {
     ("relay", "others"),
     [
         ("transformer", ""),
-        ("experts", "--ema_decay 0.9"),
+        pytest.param("experts", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("mnist mlp", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("text classification", "", marks=pytest.mark.full),
         pytest.param("embeddings", "", marks=pytest.mark.full),

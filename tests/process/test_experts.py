@@ -79,6 +79,7 @@ def test_models_of_transformers(tmp_path: Path, name: str) -> None:
         assert torch.equal(weight, weights[key]), key
 
 
+@pytest.mark.full
 def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
     """Its weights decay as on one process, also where a process has no other experts."""
     torch.manual_seed(0)
@@ -131,6 +132,7 @@ def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -
     assert "--expert_parallel 2 does not divide 3 processes: type --num_processes 2 after accelerate" in refused(run)
 
 
+@pytest.mark.full
 def test_in_bf16(tmp_path: Path) -> None:
     options, flags = "--mixed_precision bf16", f"{ARGUMENTS} --learning_rate 1e-3"
     run = fork(tmp_path / "run", CONFIG, SCRIPT, f"{flags} --expert_parallel 2", options=options)

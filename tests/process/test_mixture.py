@@ -41,7 +41,9 @@ def by_source(run: Run) -> dict[str, list[float]]:
     return {name: [record[name] for record in run.records if record.get(name) is not None] for name in names}
 
 
-@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full), "deepspeed_zero2"])
+@pytest.mark.parametrize(
+    "config", ["ddp", *(pytest.param(one, marks=pytest.mark.full) for one in ("fsdp2", "deepspeed_zero2"))]
+)
 def test_one_result(tmp_path: Path, chats: str, config: str) -> None:
     one = fork(tmp_path / "one", "single", FINETUNE, f"{CHATS} {chats}")
     run = fork(tmp_path / "run", config, FINETUNE, f"{CHATS} {chats}")

@@ -54,11 +54,11 @@ OFTEN = {
     "text classification": ("ddp", "tensor_parallel", "deepspeed_zero3"),
     "embeddings": ("ddp",),
     "experts": ("fsdp2_expert_parallel", "deepspeed_zero2"),
-    "finetune": ("ddp", "fsdp2", "pipeline_parallel", "sequence_parallel"),
+    "finetune": ("ddp", "pipeline_parallel", "sequence_parallel"),
     "diffusion": ("ddp", "tensor_parallel"),
     "preferences": ("ddp",),
     "image classification": ("ddp", "fsdp2"),
-    "vision language": ("ddp", "deepspeed_zero3"),
+    "vision language": ("ddp",),
 }
 
 

@@ -70,7 +70,9 @@ def test_a_thousand_processes_and_more(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert rows[1]["seconds"] > rows[0]["seconds"] and rows[1]["efficiency"] < 1
 
 
-@pytest.mark.parametrize(("memory", "expected"), [("80", "2 checked"), ("2.6", "not checked")])
+@pytest.mark.parametrize(
+    ("memory", "expected"), [("80", "2 checked"), pytest.param("2.6", "not checked", marks=pytest.mark.full)]
+)
 def test_a_plan_says_whether_the_first_steps_are_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], memory: str, expected: str
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_recipe_of_ones_own_that_looks_at_its_weights(tmp_path: Path, monkeypa
     assert '"name":"ddp"' in page.read_text()
 
 
+@pytest.mark.full
 def test_a_plan_divides_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags, plans = ["--num_experts", "8", "--micro_batch_size", "3"], []
     for config, more in (("fsdp2", []), ("fsdp2_expert_parallel", ["--expert_parallel", "2"])):

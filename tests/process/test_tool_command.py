@@ -123,7 +123,9 @@ def test_the_tests_of_a_project_pass(tmp_path: Path, arguments: str) -> None:
     assert f"{1 - is_minimal + arguments.count('--config')} passed" in run.stdout
 
 
-@pytest.mark.parametrize(("config", "kind"), [("fsdp2", "FSDP2"), ("deepspeed_zero2", "DeepSpeed")])
+@pytest.mark.parametrize(
+    ("config", "kind"), [pytest.param("fsdp2", "FSDP2", marks=pytest.mark.full), ("deepspeed_zero2", "DeepSpeed")]
+)
 def test_a_project_says_which_kind_of_parallelism_it_was_made_without(tmp_path: Path, config: str, kind: str) -> None:
     assert execute([*TOOL, "new", "linear_regression", "project", "--config", "ddp"], tmp_path, tmp_path).exit_code == 0
     file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
@@ -309,6 +311,11 @@ def test_a_trainer_of_transformers_gives_one_result_or_the_cause(tmp_path: Path)
     assert run.exit_code == 0, run.stdout
     rows = {row["name"]: row["verdict"] for row in certificate["rows"]}
     assert rows["single, 2 accumulated"] == rows["ddp (MULTI_CPU)"] == "same"
+
+
+@pytest.mark.full
+def test_a_batch_that_two_processes_of_a_trainer_cannot_share_is_refused(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "scripts" / "trainer.py"
     run = execute([*TOOL, "verify", str(script), "--accelerate", "--", "--batch", "3"], tmp_path, tmp_path)
     assert run.exit_code == 2 and "per_device_train_batch_size 3 does not divide into 2" in run.stderr
 

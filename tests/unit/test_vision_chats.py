@@ -1,5 +1,6 @@
 """Promise: a conversation with pictures gives the loss that transformers itself computes, on the answers alone."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,32 @@ IMAGE, WHY = {"type": "image"}, {"type": "text", "text": "Why?"}
 def test_places_of_pictures(content: Any, given: list[str], expected: list[Any], order: list[str]) -> None:
     messages, pictures = with_parts([{"role": "user", "content": content}], given)
     assert (messages, pictures) == ([{"role": "user", "content": expected}], order)
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "line"),
+    [
+        ("<image><image>", ["a"], "2 places for pictures in its messages, 1 pictures in its column: expected as many"),
+        ("<image>", ["a", "b"], "1 places for pictures in its messages, 2 pictures"),
+        ("<image>", [None], "none of them empty"),
+        ([{**IMAGE, "index": 2}], ["a"], "1 places for pictures"),
+        (5, [], "a part of a message is 5: expected"),
+        ([{"type": "sound"}], [], "a part of a message is {'type': 'sound'}: expected"),
+        ([None], [], "a part of a message is None: expected"),
+    ],
+)
+def test_messages_that_cannot_be_used(content: Any, given: list[Any], line: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(line)):
+        with_parts([{"role": "user", "content": content}], given)
+
+
+@pytest.mark.parametrize(
+    "picture",
+    ["lost.png", "__init__.py", "~nobody/x.png", {"bytes": "text"}, {"bytes": b"nonsense"}, {"path": None}, 5],
+)
+def test_pictures_that_cannot_be_read(picture: Any) -> None:
+    with pytest.raises(UsageError, match="type the path of a picture"):
+        opened(picture, Path(__file__).parents[1] / "support")
 
 
 def test_pictures_without_a_place_come_before_the_first_question() -> None:
