@@ -24,10 +24,9 @@ from torch.utils.data import Dataset
 
 from common import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
 from common.data import Batch
-from common.tasks.diffusion import DiT, write_grid
+from common.tasks.diffusion import DiT, share_recognised, write_grid
 from common.tasks.images import ImageDataset, load_images
-
-NUM_COMPARED = 10_000  # training images, about
+from common.tasks.mixture import Sources
 
 
 @dataclass(kw_only=True)
@@ -98,21 +97,15 @@ def generate(model: nn.Module, noise: Tensor, labels: Tensor, no_label: int, con
     return (images.clamp(-1, 1) + 1) / 2
 
 
-def share_recognised(pictures: Tensor, labels: Tensor, images: ImageDataset) -> float:
-    """The share of pictures whose nearest image, among about NUM_COMPARED of these, has their label."""
-    known = images.__getitems__(list(range(0, len(images), max(1, len(images) // NUM_COMPARED))))
-    nearest = torch.cdist(pictures.flatten(1), known["image"].flatten(1)).argmin(1)
-    return (known["label"][nearest] == labels).float().mean().item()
-
-
 def build(config: Config, images: ImageDataset) -> DiT:
     """The model for these images. Raises UsageError for sizes that do not divide."""
     sizes = config.patch_size, config.hidden_size, config.num_layers, config.num_heads
     return DiT(images.image_shape, images.num_classes, *sizes)
 
 
-def write_pictures(config: Config, images: ImageDataset, device: torch.device) -> None:
+def write_pictures(config: Config, sources: list[ImageDataset], device: torch.device) -> None:
     """Writes pictures by the exported model, a column for each class. Prints how many show their class."""
+    images = sources[0]
     model = build(config, images)
     load_exported(config.output_dir, model)
     labels = torch.arange(images.num_classes).repeat(config.num_pictures)
@@ -121,19 +114,20 @@ def write_pictures(config: Config, images: ImageDataset, device: torch.device) -
     pictures = generate(model, noise.to(device), labels.to(device), images.num_classes, config).cpu()
     path = config.output_dir / "pictures.png"
     write_grid(pictures, images.num_classes, path)
-    share = share_recognised(pictures, labels, images)
+    share = share_recognised(pictures, labels, sources)
     print(f"{path}: by the nearest training image, {share:.0%} of {len(pictures)} pictures show the class asked for")
 
 
 def main(config: Config) -> Callable[[], None] | None:
     """Trains. Returns what the main process does alone afterwards: let the exported model make pictures."""
     accelerator = start(config)
-    train_set, eval_set = load_images(config.data, config.max_samples)
-    model = build(config, train_set)
+    sources = Sources(config, lambda data: load_images(data, config.max_samples), same=("image_shape", "classes"))
+    model = build(config, sources.train)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    noisy = NoisyImages(train_set, config.class_dropout), NoisyImages(eval_set, class_dropout=0)
-    fit(accelerator, model, optimizer, forward_step, *noisy, config)
-    return partial(write_pictures, config, train_set, accelerator.device) if config.num_pictures else None
+    noisy = [partial(NoisyImages, class_dropout=share) for share in (config.class_dropout, 0)]
+    fit(accelerator, model, optimizer, forward_step, *sources.sets(*noisy), config)
+    known = [train_set for train_set, _ in sources.parts.values()]
+    return partial(write_pictures, config, known, accelerator.device) if config.num_pictures else None
 
 
 if __name__ == "__main__":

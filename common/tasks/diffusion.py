@@ -1,6 +1,7 @@
-"""A diffusion transformer (DiT, Peebles and Xie 2023) for small images, and a grid of pictures."""
+"""A diffusion transformer (DiT, Peebles and Xie 2023) for small images, its pictures, and their quality."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import UsageError
+from .images import ImageDataset
 
 FREQUENCIES = 16  # of the sine and cosine waves that stand for a time
+NUM_COMPARED = 10_000  # training images, about
 LEAST_PIXELS = 32  # a side of a picture in a grid
 
 
@@ -124,6 +127,14 @@ def zeroed(layer: nn.Linear) -> nn.Linear:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def share_recognised(pictures: Tensor, labels: Tensor, sources: Sequence[ImageDataset]) -> float:
+    """The share of pictures whose nearest image, among about NUM_COMPARED of each source, has their label."""
+    every = [range(0, len(images), max(1, len(images) // NUM_COMPARED)) for images in sources]
+    known = [images.__getitems__(list(ids)) for images, ids in zip(sources, every)]
+    nearest = torch.cdist(pictures.flatten(1), torch.cat([one["image"] for one in known]).flatten(1)).argmin(1)
+    return (torch.cat([one["label"] for one in known])[nearest] == labels).float().mean().item()
 
 
 def write_grid(pictures: Tensor, num_columns: int, path: Path) -> None:

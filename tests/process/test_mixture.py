@@ -12,6 +12,7 @@ from support.recipes import (
     EMBEDDINGS,
     FINETUNE,
     IMAGE_CLASSIFICATION,
+    LINEAR,
     MNIST,
     PREFERENCES,
     TEXT_CLASSIFICATION,
@@ -93,6 +94,7 @@ def test_recipes_of_other_kinds_of_data(tmp_path: Path) -> None:
         TEXT_CLASSIFICATION: (".csv", "--vocabulary 64 --hidden_size 16 --num_layers 1"),
         MNIST: ("_digits", "--model mlp"),
         PREFERENCES: (".jsonl", "--max_length 64 --num_answers 0"),
+        DIFFUSION: ("_digits", "--patch_size 6 --hidden_size 16 --num_layers 1 --num_pictures 1 --num_steps 2"),
     }
     for script, (end, flags) in cases.items():
         data = f"--data {tmp_path}/one{end}:1,{tmp_path}/two{end}:1"
@@ -121,7 +123,7 @@ def test_mistakes_get_one_line(tmp_path: Path, chats: str) -> None:
     csv = f"--data {tmp_path}/one.csv:1,{tmp_path}/two.csv:1"
     cases = [
         (FINETUNE, chats.replace("long.jsonl", "lost.jsonl"), "lost.jsonl: no such file"),
-        (DIFFUSION, "--data digits:1,digits2:1", "this recipe takes one source: type it without a weight"),
+        (LINEAR, "--data a.csv:1,b.csv:1", "expected diabetes, synthetic or the path of a .csv file"),
         (TEXT_CLASSIFICATION, csv, "classes is ['0', '1', '2'] in two and ['0', '1'] in the first source"),
         (IMAGE_CLASSIFICATION, "--data shapes:1,nowhere:1", "--data nowhere: no such folder"),
     ]
