@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
+from common import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch, pad_to_longest
 from common.environment import has_gpu
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
-from common.tasks.lora import add_lora, write_merged
+from common.tasks.lora import add_lora, check_flags, write_merged
 from common.tasks.mixture import Sources
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
@@ -80,10 +80,7 @@ def summarize(means: dict[str, float]) -> dict[str, float]:
 def build(config: Config) -> tuple[nn.Module, Any]:
     """Returns (model that returns losses, tokenizer). Raises UsageError for flags or a path that cannot be used."""
     path = config.model_name_or_path
-    if path is None and config.lora_rank:
-        raise UsageError("--lora_rank adapts a pretrained model: type --model_name_or_path, too")
-    if config.merge and not config.lora_rank:
-        raise UsageError("--merge adds adapters to the weights: type --lora_rank, too")
+    check_flags(path, config.lora_rank, config.merge)
     if path is None:
         model, tokenizer = small_chat_model(config.max_length, config.attention)
     else:

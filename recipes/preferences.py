@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
+from common import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch, pad_to_longest
 from common.data.batches import ForwardStep
 from common.data.mixture import parts_of
@@ -33,7 +33,7 @@ from common.seeds import CPU, kept_generators
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, small_chat_model, with_chat_template
 from common.tasks.chats import Chats
-from common.tasks.lora import add_lora
+from common.tasks.lora import add_lora, check_flags
 from common.tasks.mixture import Sources
 from common.tasks.preferences import PairDataset, add_reference, load_pairs, log_probabilities, preference_loss
 
@@ -89,8 +89,7 @@ def make_forward_step(config: Config) -> ForwardStep:
 def build(config: Config) -> tuple[nn.Module, Any]:
     """Returns (model that returns losses, tokenizer). Raises UsageError for flags or a path that cannot be used."""
     path = config.model_name_or_path
-    if path is None and config.lora_rank:
-        raise UsageError("--lora_rank adapts a pretrained model: type --model_name_or_path, too")
+    check_flags(path, config.lora_rank)
     if path is None:
         model, tokenizer = small_chat_model(config.max_length, config.attention)
     else:

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
+from common import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch
 from common.environment import has_gpu
 from common.tasks.causal_lm import checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, num_right, text_of, with_chat_template
-from common.tasks.lora import add_lora, write_merged
+from common.tasks.lora import add_lora, check_flags, write_merged
 from common.tasks.mixture import Sources
 from common.tasks.vision_batches import VisionDataset, VisionEncoder, unpadded
 from common.tasks.vision_chats import VisionChats, load_vision_chats
@@ -79,10 +79,7 @@ def build(config: Config) -> tuple[nn.Module, VisionEncoder]:
     """Returns (model that returns losses, what makes its batches). Raises UsageError for flags or a path that cannot be
     used."""
     path, kind = config.model_name_or_path, AutoModelForImageTextToText
-    if path is None and config.lora_rank:
-        raise UsageError("--lora_rank adapts a pretrained model: type --model_name_or_path, too")
-    if config.merge and not config.lora_rank:
-        raise UsageError("--merge adds adapters to the weights: type --lora_rank, too")
+    check_flags(path, config.lora_rank, config.merge)
     if path is None:
         model, processor = small_vision_model(config.max_length, config.attention)
     else:

@@ -49,7 +49,6 @@ class Watcher:
         self.newest_loader: Any = None  # the prepared one that gave the last batch
         self.training_loaders: list[Any] = []
         self.states: list[Any] = []  # of the generators, when a loader gave the last batch
-        self.by_trainer = False  # it reads all micro-batches of a step first, and each gives its part of the loss
         self.read: list[tuple[Any, dict[str, Any]]] = []  # (loader, batch) since the last step
 
     def install(self) -> None:
@@ -83,7 +82,7 @@ class Watcher:
                 raise ValueError(f"per_device_train_batch_size {size} does not divide into {number}: type a multiple")
             own.per_device_train_batch_size = size // number
             own.gradient_accumulation_steps *= parts
-            self.by_trainer = self.facts["by_trainer"] = True
+            self.facts["by_trainer"] = True
             finish(own)
 
         arguments.__post_init__ = divided
@@ -129,7 +128,8 @@ class Watcher:
             self.training_loaders.append(self.newest_loader)
         read = [batch for loader, batch in self.read if loader is self.newest_loader]
         place = len(self.micro_batches)
-        batch = read[place] if self.by_trainer and place < len(read) else self.batch
+        # A Trainer reads all micro-batches of a step first, and each gives its part of the loss.
+        batch = read[place] if self.facts["by_trainer"] and place < len(read) else self.batch
         self.micro_batches.append({"loss": loss.item(), **batch})
         return original(accelerator, loss, **options)
 
@@ -149,7 +149,7 @@ class Watcher:
             step = {"learning_rate": float(learning_rate), "grad_norm": self.grad_norm}
             norms = [float(weight.detach().double().norm()) for weight in self._weights()]
             self.steps.append(step | {"micro_batches": self.micro_batches, "weights": math.hypot(*norms)})
-            if self.by_trainer:
+            if self.facts["by_trainer"]:
                 for part in self.micro_batches:
                     part["loss"] *= len(self.micro_batches)
             self.micro_batches, self.read = [], []

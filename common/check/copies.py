@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ..errors import first_line
 
+HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # the names of torch's dicts
+
 
 class NotChecked(Exception):
     """The check is not possible; the message says why."""
@@ -89,10 +91,8 @@ def _plain(layer: nn.Module) -> dict[str, Any]:
 
 
 def _hooks(layer: nn.Module) -> dict[str, Any]:
-    """The hooks that torch knows: {name of a dict of a layer: a copy of it}"""
-    return {
-        name: copy.copy(vars(layer)[name]) for name in vars(nn.Module()) if "_hooks" in name and name in vars(layer)
-    }
+    """{name of a dict of hooks of a layer: a copy of it}"""
+    return {name: copy.copy(vars(layer)[name]) for name in HOOKS if name in vars(layer)}
 
 
 def _give_back(layer: nn.Module, buffers: dict[str, Any], plain: dict[str, Any], hooks: dict[str, Any]) -> None:

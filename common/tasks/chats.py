@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ..errors import UsageError, first_line
 from .cache import cache_folder
 from .causal_lm import IGNORED, trained_places
-from .sources import hold_out, load_splits
+from .sources import check_not_streamed, hold_out, load_splits
 from .streams import rows_on_disk
 from .tokenization import digest_of
 
@@ -177,8 +177,7 @@ def load_chats(
     """
     if data == "rules":
         chats = by_rules()
-        if max_samples is not None:
-            raise UsageError("--max_samples reads a data set of the Hub or a file: type --data, too")
+        check_not_streamed(max_samples)
         cut = len(chats) // HELD_OUT
         return _of_list(chats[cut:], tokenizer, max_length), _of_list(chats[:cut], tokenizer, max_length)
     parts = [_of_split(data, split, tokenizer, max_length, column) for split in load_splits(data, ADVICE, max_samples)]
@@ -253,10 +252,7 @@ def answer_spans(messages: Messages, template: Any, first: int = 0) -> tuple[str
     Raises:
         UsageError: no messages, or a template that cannot be used.
     """
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and message.get("role") for message in messages
-    ):
-        raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
+    check_messages(messages)
     if messages and messages[0]["role"] == "assistant":
         raise UsageError("it begins with an answer: remove it, or put a question before it")
     text, spans = rendered(messages, template), []
@@ -271,6 +267,12 @@ def answer_spans(messages: Messages, template: Any, first: int = 0) -> tuple[str
                 )
             spans.append(range(len(before), len(after)))
     return text, spans
+
+
+def check_messages(messages: Any) -> None:
+    """Raises UsageError unless these are messages with roles."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
+        raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
 
 
 def rendered(messages: Messages, template: Any, **options: bool) -> str:

@@ -53,6 +53,14 @@ def _without_name(weight: str) -> str:
     return weight.replace(".default.", ".")
 
 
+def check_flags(model_name_or_path: str | None, rank: int, merge: bool = False) -> None:
+    """Raises UsageError for `--lora_rank` without a pretrained model, or `--merge` without adapters."""
+    if rank and model_name_or_path is None:
+        raise UsageError("--lora_rank adapts a pretrained model: type --model_name_or_path, too")
+    if merge and not rank:
+        raise UsageError("--merge adds adapters to the weights: type --lora_rank, too")
+
+
 def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.Module:
     """Freezes a model and adds adapters to its linear layers.
 

@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 
 from ..errors import UsageError
 from .images import ImageDataset
+from .picture_files import on_white
 
 NUM_LOOKED_AT = 1000  # training images, about
 
@@ -80,12 +81,10 @@ def read_picture(path: str | Path, form: ImageFormat) -> torch.Tensor:
     channels, height, width = form.image_shape
     try:
         with Image.open(path) as file:
-            picture = ImageOps.exif_transpose(file).convert("RGBA")
+            picture = on_white(file).convert("L" if channels == 1 else "RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = getattr(error, "strerror", None) or "no image that can be read"
         raise UsageError(f"{path}: {reason}: type the path of a picture, such as a PNG file") from None
-    paper = Image.new("RGBA", picture.size, "white")  # shows where the picture is transparent
-    picture = Image.alpha_composite(paper, picture).convert("L" if channels == 1 else "RGB")
     if picture.size != (width, height):
         picture = ImageOps.fit(picture, (width, height))
     pixels: Any = numpy.asarray(picture)

@@ -24,7 +24,7 @@ from .cache import cache_folder, write_once
 from .causal_lm import IGNORED, trained_places
 from .chats import HELD_OUT, Chats, Messages, answers_by_rules, by_rules, encode, shifted
 from .lora import digest_of_weights
-from .sources import hold_out, load_splits
+from .sources import check_not_streamed, hold_out, load_splits
 from .streams import rows_on_disk
 from .tokenization import digest_of
 
@@ -84,8 +84,7 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
         UsageError: no data, no such columns, messages or a template that cannot be used.
     """
     if data == "rules":
-        if max_samples is not None:
-            raise UsageError("--max_samples reads a data set of the Hub or a file: type --data, too")
+        check_not_streamed(max_samples)
         chats = [chat for pair in pairs_by_rules() for chat in divided(pair)]
         rows = [encode(messages, tokenizer, max_length, first) for messages, first in chats]
         cut = 2 * (len(chats) // 2 // HELD_OUT)

@@ -74,6 +74,12 @@ def check_columns(data: str, split: Any, columns: dict[str, str]) -> None:
             )
 
 
+def check_not_streamed(max_samples: int | None) -> None:
+    """Raises UsageError if embedded data are to be read as a stream."""
+    if max_samples is not None:
+        raise UsageError("--max_samples reads a data set of the Hub or a file: type --data, too")
+
+
 def _names(data: str, splits: Iterable[str]) -> list[str]:
     """The names of the training split and, if there is one, of the evaluation split. Raises UsageError."""
     names = list(splits)

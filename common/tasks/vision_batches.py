@@ -102,10 +102,10 @@ class VisionEncoder:
         The processor puts many tokens in the place of a picture, so places in the text are counted from its end. If a
         picture follows answers, the conversation up to the last of them tells about those.
         """
-        shown = [any(part["type"] == "image" for part in message["content"]) for message in messages]
-        if any(shows and message["role"] == "assistant" for shows, message in zip(shown, messages)):
+        shown = [sum(part["type"] == "image" for part in message["content"]) for message in messages]
+        if any(number and message["role"] == "assistant" for number, message in zip(shown, messages)):
             raise UsageError("an answer has a picture, which a model cannot learn to write: move it to a question")
-        after = max((turn + 1 for turn, shows in enumerate(shown) if shows), default=0)
+        after = max((turn + 1 for turn, number in enumerate(shown) if number), default=0)
         text, spans = answer_spans(messages, self.processor, after)
         found = self._processed(text, pictures)
         places, plain = found.pop("offset_mapping")[0], self.processor.tokenizer
@@ -117,9 +117,8 @@ class VisionEncoder:
         trained[0] = False  # no token comes before it
         answers = [turn for turn in range(after) if messages[turn]["role"] == "assistant"]
         if answers:
-            turns = messages[: answers[-1] + 1]
-            num_pictures = sum(part["type"] == "image" for message in turns for part in message["content"])
-            earlier, flags = self._encoded(turns, pictures[:num_pictures])
+            end = answers[-1] + 1
+            earlier, flags = self._encoded(messages[:end], pictures[: sum(shown[:end])])
             last = int(flags.nonzero()[-1]) + 1 if flags.any() else 0
             if not found["input_ids"][0, :last].equal(earlier["input_ids"][0, :last]):
                 raise UsageError("its tokens change when a turn follows: end it before its last picture")

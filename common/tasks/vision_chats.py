@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw
 
 from ..environment import print_once
 from ..errors import UsageError
-from .sources import check_columns, hold_out, load_splits
+from .chats import HELD_OUT, check_messages
+from .picture_files import on_white
+from .sources import check_columns, check_not_streamed, hold_out, load_splits
 
 Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}]}]
 Pictures = list[Image.Image]  # in RGB
-HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
 MARK = "<image>"  # a picture in the text of a message
 PATHS = ("image", "path", "url")  # names under which a part of a message holds its picture
 ADVICE = "type --data shapes for the embedded conversations, or the path of a .jsonl file"
@@ -74,8 +75,7 @@ def load_vision_chats(
         UsageError: no data, or no such column.
     """
     if data == "shapes":
-        if max_samples is not None:
-            raise UsageError("--max_samples reads a data set of the Hub or a file: type --data, too")
+        check_not_streamed(max_samples)
         chats = shapes()
         cut = len(chats) // HELD_OUT
         parts = range(cut, len(chats)), range(cut)
@@ -153,8 +153,7 @@ def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]
     Raises:
         UsageError: no messages, or another number of pictures than the messages have places for.
     """
-    if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
-        raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
+    check_messages(messages)
     contents = [_content(one) for one in messages]
     if not any(_is_image(part) for content in contents for part in content):
         contents = [[piece for part in content for piece in _split(part)] for content in contents]
@@ -164,9 +163,8 @@ def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]
         shown = [{"type": "image"} for _ in pictures]
         contents[first] = shown + contents[first]
     kept = [{name: value for name, value in one.items() if value is not None} for one in messages]
-    return [one | {"content": list(map(_plain, content))} for one, content in zip(kept, contents)], _placed(
-        shown, pictures
-    )
+    given = [one | {"content": [_plain(part) for part in content]} for one, content in zip(kept, contents)]
+    return given, _placed(shown, pictures)
 
 
 def _placed(shown: list[dict[str, Any]], pictures: list[Any]) -> list[Any]:
@@ -228,14 +226,7 @@ def opened(picture: Any, folder: Path) -> Image.Image:
         if isinstance(picture, str):
             picture = folder / Path(picture).expanduser()
             name = str(picture)[:200]
-        image = picture if isinstance(picture, Image.Image) else Image.open(picture)
-        image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I"):  # 16 bits; `convert` would cut them off at 255
-            image = image.convert("I").point(lambda value: value / 256).convert("L")
-        if image.has_transparency_data:
-            paper = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(paper, image.convert("RGBA"))
-        return image.convert("RGB")
+        return on_white(picture if isinstance(picture, Image.Image) else Image.open(picture))
     except Exception as error:  # Pillow raises what it likes
         reason = getattr(error, "strerror", None) or "no image that can be read"
         raise UsageError(f"{name}: {reason}: type the path of a picture, such as a PNG file") from None

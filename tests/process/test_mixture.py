@@ -121,8 +121,12 @@ def test_mistakes_get_one_line(tmp_path: Path, chats: str) -> None:
     (tmp_path / "one.csv").write_text("text,label\n" + "\n".join(f"x{n},{n % 2}" for n in range(20)))
     (tmp_path / "two.csv").write_text("text,label\n" + "\n".join(f"x{n},{n % 3}" for n in range(20)))
     csv = f"--data {tmp_path}/one.csv:1,{tmp_path}/two.csv:1"
+    nested = tmp_path / "outer.yaml"
+    nested.write_text(f"{tmp_path}/inner.yaml: 1\nshort.jsonl: 1\n")
+    (tmp_path / "inner.yaml").write_text("a.jsonl: 1\nb.jsonl: 1\n")
     cases = [
         (FINETUNE, chats.replace("long.jsonl", "lost.jsonl"), "lost.jsonl: no such file"),
+        (PREFERENCES, f"--data {nested}", "this recipe takes one source: type it without a weight"),
         (LINEAR, "--data a.csv:1,b.csv:1", "expected diabetes, synthetic or the path of a .csv file"),
         (TEXT_CLASSIFICATION, csv, "classes is ['0', '1', '2'] in two and ['0', '1'] in the first source"),
         (IMAGE_CLASSIFICATION, "--data shapes:1,nowhere:1", "--data nowhere: no such folder"),
