@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.doctor.config import Config
-from accelerate_recipes.doctor.launched import INHERITED, launched
+from accelerate_recipes.doctor.launched import launched, remove_variables
 
 Answer = dict[str, Any]
 
@@ -64,8 +64,7 @@ def refusals(
     flags = config or RunConfig()
     lines: list[str] = []
     facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
-    for name in [name for name in os.environ if INHERITED.match(name) and name != QUESTION]:
-        del os.environ[name]
+    remove_variables()
     variables, refused = _launched(Path(path), likely)
     if variables is None:
         return {"lines": [], "of_the_launcher": refused, "facts": facts}
