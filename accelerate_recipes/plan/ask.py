@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from accelerate_recipes.at_fit import QUESTION, at_fit
-from accelerate_recipes.catalog import find_config
+from accelerate_recipes.catalog import find_config, read_mapping
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.plan.clock import grown, num_sent, step_seconds
 from accelerate_recipes.plan.facts import Facts, NoPlan, Plan, Question, Run, Sent, Speed, Step
@@ -43,8 +43,13 @@ class Case:
     flags: dict[str, int] = field(default_factory=dict)
 
     def written(self, folder: Path) -> tuple[Path, dict[str, int]]:
-        """(a config file for this case, what it has other than the file given, beside the number of processes)."""
-        content = _mapping(self.config)
+        """(a config file for this case, what it has other than the file given, beside the number of processes). Raises
+        UsageError if the file given is none, or the processes do not divide."""
+        content = read_mapping(self.config)
+        if content is None:
+            raise UsageError(
+                f"{self.config} is no config file of Accelerate: type the path of one, or a name such as ddp"
+            )
         number = self.num_processes or content.get("num_processes") or 1
         machines = self.num_machines or content.get("num_machines") or 1
         if number % machines:
@@ -60,17 +65,6 @@ class Case:
         path = Path(tempfile.mkdtemp(dir=folder)) / self.config.name
         path.write_text(yaml.safe_dump(content), encoding="utf-8")
         return path, sizes
-
-
-def _mapping(config: Path) -> dict[str, Any]:
-    """The content of a config file. Raises UsageError for another file."""
-    try:
-        content = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        content = None
-    if not isinstance(content, dict):
-        raise UsageError(f"{config} is no config file of Accelerate: type the path of one, or a name such as ddp")
-    return content
 
 
 def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int, machines: int) -> dict[str, int]:

@@ -83,6 +83,18 @@ def test_a_plan_says_whether_the_first_steps_are_checked(
 
 
 @pytest.mark.full
+def test_hours_and_network_follow_from_machines_and_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = ["--config", "multi_node_deepspeed_zero3", "--config", "pipeline_parallel"]
+    assert tool(monkeypatch, "transformer", *configs, "--json", "--", "--batch_size", "16") == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert plans[0]["num_machines"] == 2 and plans[0]["sent"]["link"] == 0 < plans[0]["sent"]["network"]
+    for plan in plans:
+        assert plan["hours"] * 3600 == pytest.approx(plan["num_steps"] * plan["seconds"])
+
+
+@pytest.mark.full
 def test_a_plan_that_does_not_fit_names_what_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
