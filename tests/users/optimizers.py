@@ -171,8 +171,8 @@ OF_TORCH = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"
 HABITS: dict[str, Build] = {
     **{habit: (lambda weights, habit=habit: Sgd(weights, lr=3e-2, habit=habit)) for habit in SGD_HABITS},
     **{name: (lambda weights, name=name: getattr(torch.optim, name)(weights, lr=1e-2)) for name in OF_TORCH},
-    "Muon": lambda weights: torch.optim.Muon(matrices(weights), lr=1e-2),
-    "subclass_of_muon": lambda weights: MyMuon(matrices(weights), lr=1e-2),
+    "Muon": lambda weights: torch.optim.Muon(matrices(weights), lr=1e-3),
+    "subclass_of_muon": lambda weights: MyMuon(matrices(weights), lr=1e-3),
     "subclass_of_adafactor": lambda weights: MyAdafactor(weights, lr=1e-2),
     "subclass_of_rprop": lambda weights: MyRprop(weights, lr=1e-3),
     "hook_before_the_step": hooked_sgd,
