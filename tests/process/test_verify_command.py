@@ -1,25 +1,19 @@
-"""Promise: what `accelerate-recipes` makes runs by itself, and what it verifies is true."""
+"""Promise: what `accelerate-recipes verify` says of a recipe, or of a script on Accelerate, is true."""
 
 import json
-import os
-import subprocess
 import sys
-import sysconfig
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.errors import UsageError
-from accelerate_recipes.project import make
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.compare import Difference
-from support.launching import execute, fork
+from support.launching import execute
 from support.recipes import MNIST
-from support.runs import ROOT, Run, assert_equal_to_the_last_bit
+from support.runs import ROOT, Run
 
 TOOL = [sys.executable, "-m", "accelerate_recipes"]
 MUTANT = ROOT / "tests" / "scripts" / "mutant.py"
@@ -50,121 +44,6 @@ def verified(folder: Path, script: Path, *arguments: str) -> tuple[Run, dict[str
     """Runs `accelerate-recipes verify`; returns the run and the certificate."""
     run = execute([*TOOL, "verify", str(script), "--output", str(folder), *arguments], folder.parent, folder)
     return run, json.loads((folder / "certificate.json").read_text())
-
-
-def test_a_project_trains_bit_for_bit_like_the_recipe(tmp_path: Path) -> None:
-    make("mnist", tmp_path / "project", ["ddp"], plain=False, as_json=True)
-    flags = "--max_steps 8 --log_every 1 --eval_every 4"
-    config = tmp_path / "project" / "accelerate_configs" / "ddp.yaml"
-    copy = fork(tmp_path / "copy", config, tmp_path / "project" / "train.py", flags)
-    assert_equal_to_the_last_bit(copy, fork(tmp_path / "recipe", "ddp", MNIST, flags))
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "mnist",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("finetune", "transformer", "text_classification")),
-    ],
-)
-def test_a_minimal_project_trains_like_the_recipe(tmp_path: Path, recipe: str) -> None:
-    make(recipe, tmp_path / "project", ["ddp"], plain=False, as_json=True, minimal=True)
-    lines = sum(len(path.read_text().splitlines()) for path in (tmp_path / "project").rglob("*.py"))
-    assert lines <= {"mnist": 3000}.get(recipe, 4300)
-    folders = {path.name for path in (tmp_path / "project" / "common").iterdir() if path.is_dir()}
-    assert not {"check", "checkpoint", "records", "stopping"} & folders
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
-    flags = "--max_steps 6 --micro_batch_size 4 --eval_every 3 --output_dir"
-    for place, script in (("small", tmp_path / "project" / "train.py"), ("whole", ROOT / "recipes" / f"{recipe}.py")):
-        config = str(ROOT / "accelerate_configs" / "ddp.yaml")
-        run = execute([*launch, config, str(script), *flags.split(), str(tmp_path / place)], tmp_path, tmp_path)
-        assert run.exit_code == 0, run.stderr
-    small, whole = (load_file(tmp_path / place / "model" / "model.safetensors") for place in ("small", "whole"))
-    assert small.keys() == whole.keys()
-    for name, weight in whole.items():
-        assert float((small[name] - weight).norm()) <= 1e-5 * float(weight.norm()), name
-
-
-@pytest.mark.parametrize(
-    ("config", "flags", "line"),
-    [
-        ("fsdp2", "", "for one process or DDP in float32 or bf16"),
-        ("single", "--save_every 2", "--save_every: no such flag"),
-        ("single", "--batch_size 0", "--batch_size 0: expected 1 or more"),
-    ],
-)
-def test_a_minimal_project_refuses_in_one_line(tmp_path: Path, config: str, flags: str, line: str) -> None:
-    make("linear_regression", tmp_path / "project", ["single"], plain=False, as_json=True, minimal=True)
-    file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
-    command = ["accelerate", "launch", "--config_file", file, "--main_process_port", "0", "train.py", *flags.split()]
-    run = execute(command, tmp_path / "project", tmp_path / "project")
-    assert run.exit_code != 0
-    assert run.stderr.count("error: ") >= 1 and line in run.stderr
-    assert run.stderr.index("error: ") < run.stderr.find("Traceback") or "Traceback" not in run.stderr
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "mnist project --config ddp --config tensor_parallel --config ddp_bf16 --config multi_node_hsdp",
-        "transformer project --config fsdp2 --config pipeline_parallel",
-        "linear_regression project --config deepspeed_zero3",
-        "--plain project --config ddp --config deepspeed_zero2",
-        "transformer project --minimal --config ddp --config ddp_bf16",
-    ],
-)
-def test_the_tests_of_a_project_pass(tmp_path: Path, arguments: str) -> None:
-    assert execute([*TOOL, "new", *arguments.split()], tmp_path, tmp_path).exit_code == 0
-    project = tmp_path / "project"
-    run = execute([sys.executable, "-m", "pytest", "-q"], project, project)
-    assert run.exit_code == 0, run.stdout + run.stderr
-    is_minimal = "--minimal" in arguments  # one test a config: that it trains is part of it
-    assert f"{1 - is_minimal + arguments.count('--config')} passed" in run.stdout
-
-
-@pytest.mark.parametrize(
-    ("config", "kind"), [pytest.param("fsdp2", "FSDP2", marks=pytest.mark.full), ("deepspeed_zero2", "DeepSpeed")]
-)
-def test_a_project_says_which_kind_of_parallelism_it_was_made_without(tmp_path: Path, config: str, kind: str) -> None:
-    assert execute([*TOOL, "new", "linear_regression", "project", "--config", "ddp"], tmp_path, tmp_path).exit_code == 0
-    file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
-    command = ["accelerate", "launch", "--config_file", file, "--main_process_port", "0", "train.py"]
-    run = execute(command, tmp_path / "project", tmp_path / "project")
-    assert (
-        run.exit_code == 1 and f"error: this project was made without {kind}, which the config asks for" in run.stderr
-    )
-
-
-def test_the_wheel_works_without_the_checkout(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    assert execute([*build, str(ROOT)], tmp_path, tmp_path).exit_code == 0
-    wheel = next(tmp_path.glob("*.whl"))
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"accelerate_recipes"}
-    assert not [name for name in names if "__pycache__" in name or name.startswith("accelerate_recipes/bundle/tests")]
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
-    python = environment / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    assert execute([*install, str(wheel)], tmp_path, tmp_path).exit_code == 0
-    # The packages of this environment, without the checkout: a .pth file inside the folder is not followed.
-    site = next((environment / "lib").glob("python*/site-packages"))
-    (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-    def inside(*command: str, cwd: Path = tmp_path) -> str:
-        found = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
-        assert found.returncode == 0, found.stdout + found.stderr
-        return found.stdout
-
-    assert inside(str(python), "-c", "from importlib.util import find_spec; print(find_spec('common'))") == "None\n"
-    tool = str(environment / "bin" / "accelerate-recipes")
-    assert len(json.loads(inside(tool, "list", "--json"))["recipes"]) == len(list(ROOT.glob("recipes/*.py")))
-    inside(tool, "new", "linear_regression", "project")
-    inside(str(python), "train.py", "--max_steps", "2", cwd=tmp_path / "project")
-    card = json.loads((tmp_path / "project" / "outputs" / "train" / "run.json").read_text())
-    assert card["status"] == "done"
 
 
 @pytest.mark.parametrize(
