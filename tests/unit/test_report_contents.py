@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from PIL import ImageColor
 
-from accelerate_recipes import cli
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.report import plots, summary, write
 from accelerate_recipes.report.runs import read_runs
 from support.report import COMMAND, EARLIER, RECORDS, card, only, page_of, saved
+from support.tool import tool
 
 HOSTILE = (
     "\"'></title></style></svg><script>alert(1)</script><img src=//evil.example/x onerror=alert(1)>&lt;b&gt;\ud800"
@@ -172,10 +172,7 @@ def test_command_prints_a_line_or_json(
     monkeypatch.chdir(tmp_path)
 
     def run(*flags: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["accelerate-recipes", "report", *flags])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code
+        assert tool(monkeypatch, "report", *flags) == 0
         return capsys.readouterr().out
 
     assert run("my run") == "written: report.html\n"
