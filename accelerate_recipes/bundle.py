@@ -1,7 +1,8 @@
 """Where the recipes, configs, launchers and `common` are: inside the installed package, or in the checkout."""
 
 import re
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _INSTALLED = Path(__file__).parent / "bundle"
@@ -11,6 +12,15 @@ CONFIGS = ROOT / "accelerate_configs"
 COMMON = ROOT / "common"
 LAUNCHERS = ROOT / "launchers"
 VERSION = version("accelerate-recipes")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """{name: version} of those of these packages that are installed."""
+    found: dict[str, str] = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def recipes() -> list[Path]:

@@ -14,9 +14,8 @@ from accelerate_recipes import bundle
 from accelerate_recipes.console import print_entry, print_json
 from accelerate_recipes.errors import UsageError
 
-# Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators. Without any of them there is nothing
-# to ask torch for, and its import takes seconds.
-_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri", "/dev/davinci_manager")
+# Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
+DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
 
 # Flags that a config needs for a recipe; None: the recipe has no plan for it.
 FLAGS: dict[tuple[str, str], str | None] = {
@@ -130,13 +129,28 @@ def runs_here(config: dict[str, Any], num_gpus: int) -> str:
     return "rehearsal on the CPU" + (", in float32" if config["mixed_precision"] == "fp16" else "")
 
 
+def may_have_gpus() -> bool:
+    """Whether there is an accelerator's driver. Without one there is nothing to ask torch for, whose import takes
+    seconds."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(driver.exists() for driver in DRIVERS)
+
+
 def count_gpus() -> int:
     """The number of accelerators that torch can use on this machine."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(Path(driver).exists() for driver in _DRIVERS):
+    if not may_have_gpus():
         return 0
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def read_mapping(path: Path) -> dict[str, Any] | None:
+    """The content of a config file; None for a file that is none."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def find_recipe(name: str) -> Path:

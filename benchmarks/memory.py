@@ -33,12 +33,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelerate_recipes.plan.ask import Case, plans
+from accelerate_recipes.plan.facts import NoPlan, Plan
 from accelerate_recipes.plan.hardware import read
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +138,7 @@ def sent_by(step: Callable[[], object]) -> int:
     return int(counters.read_text().split()[3]) - before
 
 
-def planned(runs: Sequence[Run], size: str, sizes: tuple[int, int]) -> list[dict[str, Any]]:
+def planned(runs: Sequence[Run], size: str, sizes: tuple[int, int]) -> list[Plan | NoPlan]:
     """The plans of the runs, for a model in `SIZES` of llama.py."""
     cases = []
     for config, num_processes, options in runs:
@@ -224,22 +224,23 @@ def main() -> None:
     for run, plan in zip(runs, planned(runs, options.size, SHORT)):
         numbers, (config, num_processes, _) = launched(run, options.size, SHORT), run
         expected = formula(config, num_processes, numbers["whole"], numbers["named"])
-        columns = [
-            f"{numbers[name] / 1e6:.1f} / {bytes_ / 1e6:.1f}"
-            for name, bytes_ in zip(("weights", "gradients", "optimizer"), expected)
-        ]
-        print(f"| {config} | {num_processes} | {' | '.join(columns)} | {of_plan(numbers, plan, 'peak')} |", flush=True)
+        names = ("weights", "gradients", "optimizer")
+        columns = [beside(numbers[name], bytes_) for name, bytes_ in zip(names, expected)]
+        print(
+            f"| {config} | {num_processes} | {' | '.join(columns)} | {beside(numbers['peak'], plan.step.peak)} |",
+            flush=True,
+        )
     print(f"\n| config | processes | activations of {LONG[0]} tokens, MB: measured / plan | peak of a step |")
     print("| --- | ---: | ---: | ---: |")
     for run, plan in zip(long_runs, planned(long_runs, options.size, LONG)):
         numbers, (config, num_processes, _) = launched(run, options.size, LONG), run
-        columns = [of_plan(numbers, plan | {"activations": plan["forward"]}, name) for name in ("activations", "peak")]
+        columns = [beside(numbers["activations"], plan.step.forward), beside(numbers["peak"], plan.step.peak)]
         print(f"| {config} | {num_processes} | {' | '.join(columns)} |", flush=True)
 
 
-def of_plan(numbers: dict[str, int], plan: dict[str, Any], name: str) -> str:
-    """A cell of the table."""
-    return f"{numbers[name] / 1e6:.1f} / {plan[name] / 1e6:.1f}"
+def beside(measured: float, expected: float) -> str:
+    """A cell of the table, in MB."""
+    return f"{measured / 1e6:.1f} / {expected / 1e6:.1f}"
 
 
 def launched(run: Run, size: str, sizes: tuple[int, int]) -> dict[str, int]:

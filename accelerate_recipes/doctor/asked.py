@@ -8,13 +8,25 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.doctor.config import Config
-from accelerate_recipes.doctor.launched import INHERITED, launched
+from accelerate_recipes.doctor.launched import launched, remove_variables
 
-Answer = dict[str, Any]
+
+class Answer(TypedDict):
+    """What a run would refuse.
+
+    Attributes:
+        lines: with which the loop would end.
+        of_the_launcher: those of `accelerate launch`.
+        facts: of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
+    """
+
+    lines: list[str]
+    of_the_launcher: list[str]
+    facts: dict[str, int]
 
 
 def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
@@ -48,12 +60,7 @@ def refusals(
     *others: Any,
     **keywords: Any,
 ) -> Answer:
-    """What a run under the config would refuse. Takes the arguments of `fit`, or none.
-
-    Returns:
-        "lines": with which the loop would end; "of_the_launcher": that of `accelerate launch`; "facts": of the recipe,
-        its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
-    """
+    """What a run under the config would refuse. Takes the arguments of `fit`, or none."""
     from common import RunConfig, UsageError
     from common.data.mixture import by_source
     from common.launch.checks import check_device, launch_checks
@@ -64,8 +71,7 @@ def refusals(
     flags = config or RunConfig()
     lines: list[str] = []
     facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
-    for name in [name for name in os.environ if INHERITED.match(name) and name != QUESTION]:
-        del os.environ[name]
+    remove_variables()
     variables, refused = _launched(Path(path), likely)
     if variables is None:
         return {"lines": [], "of_the_launcher": refused, "facts": facts}

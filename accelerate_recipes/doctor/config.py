@@ -87,9 +87,10 @@ class Config:
         """Whether the processes start in a way whose variables `launched` knows: not by MPI, on TPUs or elsewhere."""
         return self.is_local and self.kind not in ("XLA", "MEGATRON_LM", "") and not self.section("mpirun_config")
 
-    def section(self, name: str) -> dict[str, Any]:
-        """A section of the file, with the prefixes that Accelerate adds; empty if there is none. "": the top."""
-        given = self.values.get(name) if name else self.values
+    def section(self, name: str, kind: str | None = None) -> dict[str, Any]:
+        """A section of the file, with the prefixes that Accelerate adds; empty if there is none, or if the
+        distributed_type is not `kind`. "": the top."""
+        given = None if kind not in (None, self.kind) else self.values.get(name) if name else self.values
         return {_full(name, key): given[key] for key in given} if isinstance(given, dict) else {}
 
     def edited(self, edits: Iterable[Edit]) -> dict[str, Any]:

@@ -5,8 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-# Of a launcher around this process; a run must not inherit them.
-INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MASTER_|WORLD_SIZE|RANK|LOCAL_|GROUP_")
+_INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MASTER_|WORLD_SIZE|RANK|LOCAL_|GROUP_")
 
 
 def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
@@ -36,8 +35,13 @@ def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
     return variables | {name: str(size) for name, size in sizes.items()} | {"RANK": "0", "LOCAL_RANK": "0"}
 
 
+def remove_variables() -> None:
+    """Removes the variables of a launcher around this process, which a run must not inherit."""
+    for name in filter(_INHERITED.match, list(os.environ)):
+        del os.environ[name]
+
+
 def set_variables(config: Path) -> None:
     """Sets the variables of the launcher for a config file, and none of another launcher."""
-    for name in [name for name in os.environ if INHERITED.match(name)]:
-        del os.environ[name]
+    remove_variables()
     os.environ.update(launched(config))

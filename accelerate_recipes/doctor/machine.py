@@ -5,21 +5,16 @@ import platform
 import resource
 import shutil
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
-from accelerate_recipes.bundle import ROOT
+from accelerate_recipes.bundle import ROOT, versions
+from accelerate_recipes.catalog import may_have_gpus, read_mapping
 
 GIB = 2**30
-# Devices of NVIDIA's accelerators (also under WSL), AMD's, Intel's and Ascend's. Without them there is nothing to ask
-# torch for, and its import takes seconds.
-ACCELERATORS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
 # The packages that a run uses, and those of which Accelerate needs one for fp8.
 PACKAGES = (
     *("accelerate-recipes", "torch", "accelerate", "transformers", "safetensors", "datasets", "numpy", "deepspeed"),
@@ -107,9 +102,9 @@ def look() -> Machine:
         compiler=shutil.which(os.environ.get("CXX", "c++")),
         ninja=shutil.which("ninja"),
         mpirun=shutil.which("mpirun") or shutil.which("mpiexec"),
-        versions=_versions(),
+        versions=versions(*PACKAGES),
         default_config=default_config,
-        default_values=_values(default_config) if default_config else {},
+        default_values=(read_mapping(default_config) if default_config else None) or {},
     )
 
 
@@ -137,7 +132,7 @@ def _memory() -> tuple[int, int]:
 
 def _gpus() -> tuple[tuple[GPU, ...], str | None]:
     """The accelerators that torch can use; if there are none, why torch cannot use an NVIDIA GPU that is there."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(path.exists() for path in ACCELERATORS):
+    if not may_have_gpus():
         return (), None
     import torch
 
@@ -152,28 +147,8 @@ def _gpus() -> tuple[tuple[GPU, ...], str | None]:
     return tuple(GPU(one.name, one.total_memory, not is_nvidia or one.major >= 8) for one in found), None
 
 
-def _versions() -> dict[str, str]:
-    """The versions of the installed packages of `PACKAGES`."""
-    versions: dict[str, str] = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
 def _default_config() -> Path | None:
     """The config file that `accelerate launch` reads if none is named."""
-    path = Path(os.environ.get("HF_HOME") or _cache() / "huggingface").expanduser() / "accelerate/default_config.yaml"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate/default_config.yaml"
     return path if path.is_file() else None
-
-
-def _values(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}

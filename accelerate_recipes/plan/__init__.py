@@ -2,8 +2,8 @@
 
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from accelerate_recipes import bundle
 from accelerate_recipes.catalog import find_config, find_recipe
@@ -11,6 +11,7 @@ from accelerate_recipes.console import print_json
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.plan import plot, show
 from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scaled
+from accelerate_recipes.plan.facts import NoPlan, Plan
 from accelerate_recipes.plan.hardware import Gpu
 
 
@@ -57,32 +58,31 @@ def plan(
         for path in paths
     ]
     found = plans(script, flags, cases, gpu)
-    is_one = len(found) == 1
-    if is_one and "peak" not in found[0]:
-        raise UsageError(show.why_not(found[0]))
-    fitting = [each for each in found if each.get("fits")]
-    rows = {each["config"]: scaled(each, gpu) for each in fitting} if scaling else {}
-    near = alternatives(cases[0], found[0], script, flags, gpu) if is_one and not fitting else []
-    if is_one and fitting and (most := larger(cases[0], found[0], script, flags, gpu)):
-        near = [(f"--micro_batch_size {most['micro_batch_size']}", most)]
+    one = found[0] if len(found) == 1 else None
+    if isinstance(one, NoPlan):
+        raise UsageError(show.why_not(one))
+    fitting = [each for each in found if isinstance(each, Plan) and each.fits]
+    rows = {each.config: scaled(each, gpu) for each in fitting} if scaling else {}
+    near = (larger if one.fits else alternatives)(cases[0], one, script, flags, gpu) if one else []
     if as_json:
-        told = [{key: value for key, value in each.items() if key not in ("first", "more")} for each in found]
-        fits = [{"type": text, "peak": each["peak"], "seconds": each["seconds"]} for text, each in near]
-        print_json({"gpu": gpu.name, "plans": told, "fits_with": fits, "scaling": rows})
+        fits = [{"type": text, "peak": each.step.peak, "seconds": each.speed.seconds} for text, each in near]
+        curves = {config: [asdict(row) for row in steps] for config, steps in rows.items()}
+        told = [each.as_json() for each in found]
+        print_json({"gpu": gpu.name, "plans": told, "fits_with": fits, "scaling": curves})
         return 0 if fitting else 1
     print(f"{script} on {gpu.name} GPUs of {gpu.memory_gb:g} GB; times are estimates (docs/plan.md)\n")
-    if is_one:
-        show.show_one(found[0], gpu)
+    if one:
+        show.show_one(one, gpu)
     else:
         show.show_several(found)
-    if is_one and (near or not fitting):
+    if one and (near or not fitting):
         show.show_fitting(near, "fits, too" if fitting else "fits with")
     show.show_scaling(rows)
     if page is not None:
         plot.write(page, rows, script.stem)
-    if fitting and (hours is not None or not is_one):
-        each = [(one["config"], one) for one in fitting]
-        show.show_cheapest([*each, *((config, row) for config, steps in rows.items() for row in steps)], hours)
+    if fitting and (hours is not None or not one):
+        rows = rows or {each.config: [each.speed] for each in fitting}
+        show.show_cheapest([(config, row) for config, steps in rows.items() for row in steps], hours)
     return 0 if fitting else 1
 
 
@@ -99,7 +99,7 @@ def _of_one_machine() -> list[Path]:
     return [path for path in bundle.configs() if not path.stem.startswith("multi_node")]
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def _setting(text: str) -> tuple[str, int | str]:
     key, separator, value = text.partition("=")
     if not separator or not key or not value:
         raise UsageError(f"--set {text}: type KEY=VALUE, such as --set mixed_precision=bf16")

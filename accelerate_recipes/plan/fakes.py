@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def weights_on_meta() -> Iterator[None]:
             weight = moved[weight]
         register(module, name, weight)
 
-    with patched(nn.Module, "register_parameter", registered):
+    with patch.object(nn.Module, "register_parameter", registered):
         yield
 
 
@@ -76,13 +77,13 @@ def processes(number: int, rank: int) -> Iterator[None]:
             (nn.Module, "to", lambda module, *_, **__: module),
             (Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
         ):
-            stack.enter_context(patched(owner, name, value))
+            stack.enter_context(patch.object(owner, name, value))
         if masks := sys.modules.get("transformers.masking_utils"):  # it takes tensors without data for tracing
-            stack.enter_context(patched(masks, "is_tracing", lambda *_: False))
+            stack.enter_context(patch.object(masks, "is_tracing", lambda *_: False))
         if experts := sys.modules.get("transformers.integrations.moe"):  # its operation for tracing takes any type
-            stack.enter_context(patched(experts, "_can_use_grouped_mm", lambda *_: False))
+            stack.enter_context(patch.object(experts, "_can_use_grouped_mm", lambda *_: False))
         if sharing := sys.modules.get("common.parallel.expert"):  # all processes have as many tokens as this one
-            stack.enter_context(patched(sharing.ExpertGroup, "_longest", lambda _, number: number))
+            stack.enter_context(patch.object(sharing.ExpertGroup, "_longest", lambda _, number: number))
         if number > 1:
             joined()
         yield
@@ -105,19 +106,8 @@ def pipeline_with_shapes(tokens: Tensor) -> Iterator[None]:
             given = torch.empty(*tokens.shape, model.model.config.hidden_size, requires_grad=True)
         return kind(model, index, number, torch.device("cpu"), given, model(given), group=group)
 
-    with patched(pipelining, "PipelineStage", stage):
+    with patch.object(pipelining, "PipelineStage", stage):
         yield
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an attribute another value in the `with` block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 class _Chunks:

@@ -2,9 +2,9 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.plan.facts import Speed
 
 
 def check(path: Path | None, scaling: bool) -> None:
@@ -15,16 +15,16 @@ def check(path: Path | None, scaling: bool) -> None:
         raise UsageError("--plot needs plotly: type pip install 'accelerate-recipes[report]'")
 
 
-def write(path: Path, configs: dict[str, list[dict[str, Any]]], title: str) -> None:
+def write(path: Path, configs: dict[str, list[Speed]], title: str) -> None:
     """Writes a page with the efficiency of each config over the number of GPUs."""
     from plotly.graph_objects import Figure, Scatter  # the import takes a second
 
     curves = [
         Scatter(
             name=config,
-            x=[row["num_processes"] for row in rows],
-            y=[row["efficiency"] for row in rows],
-            text=[f"{row['seconds']:.3g} s a step, {row['gpu_hours']:,.3g} GPU hours" for row in rows],
+            x=[row.num_processes for row in rows],
+            y=[row.efficiency for row in rows],
+            text=[f"{row.seconds:.3g} s a step, {row.gpu_hours:,.3g} GPU hours" for row in rows],
             mode="lines+markers",
         )
         for config, rows in configs.items()

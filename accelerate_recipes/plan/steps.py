@@ -6,16 +6,21 @@ from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accelerate_recipes.doctor.launched import INHERITED
+from accelerate_recipes.doctor.launched import remove_variables
+from accelerate_recipes.plan.facts import Step, Zero
 from accelerate_recipes.plan.fakes import make_fake, pipeline_with_shapes, processes
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.tracker import Tracker
+
+if TYPE_CHECKING:  # a process imports those of its recipe
+    from common.layout import Layout
+    from common.plan import Plan
 
 
 @dataclass
@@ -29,14 +34,14 @@ class DryRun:
         last: whether this is the last process, and not the first.
     """
 
-    plan: Any
+    plan: "Plan"
     forward_step: Any
     batch_loss: Any
     gpu: Gpu
     last: bool
 
-    def measured(self, model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any) -> dict[str, Any]:
-        """What a process holds, in bytes, and what it does in a step.
+    def measured(self, model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any) -> Step:
+        """What a process holds and does.
 
         Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
         zero.py needs to know.
@@ -44,17 +49,16 @@ class DryRun:
         from common.layout import Layout
 
         layout, plan = self.plan.layout, self.plan
-        batches, extra = self._batches(train_set), {}
+        batches, zero = self._batches(train_set), None
         number, dtype = layout.num_processes, None
         if "DeepSpeed" in layout.kinds:
             from common.parallel import deepspeed
 
             trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-            extra = {"zero_stage": deepspeed.zero_stage(), "offloads": deepspeed.offloads(), "trained": trained}
+            zero = Zero(deepspeed.zero_stage(), deepspeed.offloads(), trained)
             plan = replace(plan, layout=replace(layout, kinds=Layout().kinds))
             number, dtype = 1, torch.bfloat16 if layout.precision == "bf16" else None
-            for name in [name for name in os.environ if INHERITED.match(name)]:
-                del os.environ[name]
+            remove_variables()
         mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(self.gpu, plan.config.tf32, layout.experts)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -69,11 +73,7 @@ class DryRun:
             for each in (mode, tracker.freed_storages(), tracker):
                 stack.enter_context(each)
             make_fake(model, optimizer, dtype)
-            weights = sum(weight.nbytes for weight in model.parameters())
-            updated = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
-            noted = self._noted(accelerator, model, optimizer, plan, mode, tracker, batches)
-        # A checkpoint has all weights, and the optimizer's state of all that are trained.
-        return extra | noted | {"saved": round(weights + updated * noted.pop("slots_per_weight"))}
+            return replace(self._noted(accelerator, model, optimizer, plan, mode, tracker, batches), zero=zero)
 
     def _batches(self, train_set: Any) -> list[dict[str, Any]]:
         """The first micro-batches of this process, with their data: two, from whose difference others follow, or all
@@ -94,15 +94,17 @@ class DryRun:
         accelerator: Any,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        plan: Any,
+        plan: "Plan",
         mode: FakeTensorMode,
         tracker: Tracker,
         batches: list[dict[str, Any]],
-    ) -> dict[str, Any]:
+    ) -> Step:
         from common.parallel.kinds import prepare
         from common.parallel.parts import local
         from common.parallel.setup import Setup
 
+        weights = sum(weight.nbytes for weight in model.parameters())
+        updated = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
         engine = prepare(Setup(accelerator, model, optimizer, self.forward_step, plan, self.batch_loss))
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients: list[int] = []
@@ -114,30 +116,34 @@ class DryRun:
             for batch in batches
         ]
         module, one = engine.module, batches if self._needs_all else batches[:1]
-        weights = _num_bytes([local(tensor) for tensor in [*module.parameters(), *module.buffers()]])
+        held = _num_bytes([local(tensor) for tensor in [*module.parameters(), *module.buffers()]])
         engine.step(0, one, True)  # it makes the optimizer's state
         first, peak, flops = tracker.noted(lambda: engine.step(1, one, False))
         more, peak, more_flops = (
             tracker.noted(lambda: engine.step(2, batches, False)) if len(one) < len(batches) else (first, peak, flops)
         )
         passes = plan.accumulation - len(one)  # of a step, beside those of `first`; each does what `more` adds to it
-        held, forward = tracker.held, 0
+        before, forward = tracker.held, 0
         if plan.layout.stages == 1:
             values = tracker.noted(lambda: engine.forward_step(engine.model, batches[0]))
-            forward = values[1] - held
+            forward = values[1] - before
         slots = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return {
-            "weights": weights,
-            "gradients": max(gradients),
-            "optimizer": _num_bytes([local(slot) for slot in slots]),
-            "slots_per_weight": sum(slot.nbytes for slot in slots) / sum(weight.nbytes for weight in trained),
-            "forward": forward,
-            "peak": peak,
-            "first": first,
-            "more": more,
-            "flops": flops + passes * (more_flops - flops),
-            "passes": passes,
-        }
+        slots_per_weight = sum(slot.nbytes for slot in slots) / sum(weight.nbytes for weight in trained)
+        return Step(
+            zero=None,
+            weights=held,
+            gradients=max(gradients),
+            optimizer=_num_bytes([local(slot) for slot in slots]),
+            slots_per_weight=slots_per_weight,
+            forward=forward,
+            peak=peak,
+            first=first,
+            more=more,
+            flops=flops + passes * (more_flops - flops),
+            passes=passes,
+            # A checkpoint has all weights, and the optimizer's state of all that are trained.
+            saved=round(weights + updated * slots_per_weight),
+        )
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:
@@ -145,7 +151,7 @@ def _num_bytes(tensors: list[Tensor]) -> int:
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
 
 
-def _accelerator(layout: Any) -> Any:
+def _accelerator(layout: "Layout") -> Any:
     """As `start` makes it, for processes that do not exist."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from accelerate_recipes.plan.fakes import patched
+from accelerate_recipes.plan.facts import Collective, Event, Group
 from accelerate_recipes.plan.hardware import Gpu
 
 # {part of the name of torch's operation: (collective, whether the program goes on while it runs)}. Those of
@@ -41,15 +42,14 @@ class Tracker(TorchDispatchMode):
     Attributes:
         held: bytes of all live tensors that were made in the block.
         peak: the most that were held since `peak` was set.
-        events: in the order of the program, ["compute", seconds] or [collective, bytes, group, runs beside]; a group
-            is [first rank, number of ranks, distance between two].
+        events: in the order of the program.
         flops: floating-point operations.
     """
 
     def __init__(self, gpu: Gpu, tf32: bool, experts: int = 1):
         super().__init__()
         self.held = self.peak = 0
-        self.events: list[list[Any]] = []
+        self.events: list[Event] = []
         self.flops = 0.0
         self._gpu, self._tf32, self._experts = gpu, tf32, experts
         self._sizes: dict[int, int] = {}  # {storage: its bytes}
@@ -72,7 +72,7 @@ class Tracker(TorchDispatchMode):
                 self._hold(value)
         return out
 
-    def noted(self, step: Callable[[], Any]) -> tuple[list[list[Any]], int, float]:
+    def noted(self, step: Callable[[], Any]) -> tuple[list[Event], int, float]:
         """(events, peak, floating-point operations) while `step` runs."""
         self.events, self.peak, self.flops = [], self.held, 0.0
         step()
@@ -90,7 +90,7 @@ class Tracker(TorchDispatchMode):
                 self._sizes[storage._cdata] = size
             return storage
 
-        with patched(torch.UntypedStorage, "resize_", noted):
+        with patch.object(torch.UntypedStorage, "resize_", noted):
             yield
 
     def _hold(self, tensor: Tensor) -> None:
@@ -117,10 +117,10 @@ class Tracker(TorchDispatchMode):
         is_16 = any(value.dtype in (torch.bfloat16, torch.float16) for value in tensors)
         seconds = self._gpu.seconds(flops, moved, is_16, self._tf32)
         self.flops += flops
-        if self.events and self.events[-1][0] == "compute":
-            self.events[-1][1] += seconds
+        if self.events and isinstance(self.events[-1], float):
+            self.events[-1] += seconds
         else:
-            self.events.append(["compute", seconds])
+            self.events.append(seconds)
 
     def _flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         packet = func._overloadpacket
@@ -146,17 +146,17 @@ class Tracker(TorchDispatchMode):
         tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
         sizes = [value.numel() * value.element_size() for value in tensors]
         group = _group(args)
-        size = max(sizes) * (group[1] if name == "all_gather_into_tensor" else 1)
+        size = max(sizes) * (group.size if name == "all_gather_into_tensor" else 1)
         if collective == "send":
-            group = [group[0], 2, group[2]]
-        if group[1] > 1:
-            self.events.append([collective, size, group, runs_beside])
+            group = group._replace(size=2)
+        if group.size > 1:
+            self.events.append(Collective(collective, size, group, runs_beside))
 
 
-def _group(args: Any) -> list[int]:
+def _group(args: Any) -> Group:
     """The group of a collective, which it is given as an object or by name."""
     ranks = _ranks(args)
-    return [ranks[0], len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1]
+    return Group(ranks[0], len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
 
 
 def _ranks(args: Any) -> list[int]:

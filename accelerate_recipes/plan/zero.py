@@ -3,55 +3,59 @@
 Source: Rajbhandari et al. 2020 for the shares; the buffers as benchmarks/memory.py measures them.
 """
 
-from typing import Any
+from dataclasses import replace
+
+from accelerate_recipes.plan.facts import Collective, Event, Group, Run, Step
 
 BUCKET = 50_000_000  # values; see configure() in common/parallel/deepspeed.py
 LIVE = 1_000_000_000  # values that ZeRO-3 gathers at most: DeepSpeed's stage3_max_live_parameters
 PARTS = 16  # in which ZeRO-3's gathers are spread over a step, for its time
 
 
-def divided(one: dict[str, Any]) -> dict[str, Any]:
-    """The answer for all processes, from that of the undivided model in one process.
+def divided(one: Step, run: Run) -> Step:
+    """The step of one of all processes.
 
     Args:
-        one: from dry.py, of a model in the run's precision.
+        one: of the undivided model in one process, in the run's precision. Without DeepSpeed, it stays as it is.
     """
-    stage, number, offloads = one["zero_stage"], one["num_processes"], one["offloads"]
-    values, whole = one["trained"], one["weights"]
-    width = 2 if one["precision"] == "bf16" else 4  # bytes of a value in the model
+    if one.zero is None:
+        return one
+    stage, number, offloads = one.zero.zero_stage, run.num_processes, one.zero.offloads
+    values, whole = one.zero.trained, one.weights
+    width = 2 if run.precision == "bf16" else 4  # bytes of a value in the model
     bucket = min(values, BUCKET) * width
     gradients = 4 * values / number
     copy = 0 if offloads else 4 * values / number  # in float32, which the optimizer updates
-    state = 0 if offloads else one["optimizer"] * 4 / width / number
-    passes = one["peak"] - one["weights"] - one["optimizer"]  # gradients and activations
+    state = 0 if offloads else one.optimizer * 4 / width / number
+    passes = one.peak - one.weights - one.optimizer  # gradients and activations
     if stage == 1:
         weights, buffers = whole + copy, bucket + passes
     elif stage == 2:
-        weights, buffers = whole + copy, bucket + max(one["forward"], min(passes, one["forward"] + gradients + bucket))
+        weights, buffers = whole + copy, bucket + max(one.forward, min(passes, one.forward + gradients + bucket))
     else:
         weights = whole / number + copy + gradients + bucket
         gathered = min(values, LIVE) * width + (number - 1) / number * bucket
-        buffers = gradients + gathered + one["forward"]
-    return one | {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": state,
-        "peak": weights + state + buffers,
-        "first": _sent(one["first"], stage, values, width, number),
-        "more": _sent(one["more"], stage, values, width, number),
-    }
+        buffers = gradients + gathered + one.forward
+    return replace(
+        one,
+        weights=weights,
+        gradients=gradients,
+        optimizer=state,
+        peak=weights + state + buffers,
+        first=_sent(one.first, stage, values, width, number),
+        more=_sent(one.more, stage, values, width, number),
+    )
 
 
-def _sent(events: list[Any], stage: int, values: int, width: int, number: int) -> list[Any]:
+def _sent(events: list[Event], stage: int, values: int, width: int, number: int) -> list[Event]:
     """The events of a step, with ZeRO's collectives: 2 Ψ values for stages 1 and 2, 3 Ψ for stage 3."""
-    group, seconds = [0, number, 1], sum(event[1] for event in events if event[0] == "compute")
+    group, seconds = Group(0, number, 1), sum((event for event in events if isinstance(event, float)), 0.0)
+    scattered, gathered = Collective("reduce_scatter", 4 * values, group, True), width * values
     if stage < 3:
-        passes = [["compute", seconds], ["reduce_scatter", 4 * values, group, True]]
-        return [*passes, ["all_gather", width * values, group, False]]
-    result: list[Any] = []
+        return [seconds, scattered, Collective("all_gather", gathered, group, False)]
+    result: list[Event] = []
     for part in range(PARTS):
-        result.append(["all_gather", 2 * width * values / PARTS, group, True])
-        result.append(["compute", seconds / PARTS])
+        result += [Collective("all_gather", 2 * gathered / PARTS, group, True), seconds / PARTS]
         if part >= PARTS // 3:  # the backward pass
-            result.append(["reduce_scatter", 4 * values / (PARTS - PARTS // 3), group, True])
+            result.append(scattered._replace(num_bytes=4 * values / (PARTS - PARTS // 3)))
     return result

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-from accelerate_recipes.report.summary import LOWER_IS_BETTER, NOT_COMPARED
+from accelerate_recipes.report.summary import NOT_COMPARED, best, last
 
 
 def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
@@ -72,12 +72,10 @@ def _architectures(model: Path) -> list[str]:
 def _results(records: list[dict[str, Any]], metrics: list[str], config: dict[str, Any]) -> str:
     lines = ["| metric | last | best |", "| --- | --- | --- |"]
     for metric in metrics:
-        values = [(one[f"eval/{metric}"], one["step"]) for one in records if one.get(f"eval/{metric}") is not None]
-        if not values:
-            continue
-        lower_is_better, last = any(word in metric for word in LOWER_IS_BETTER), values[-1]
-        best = (min if lower_is_better else max)(values, key=lambda value: value[0])
-        lines.append(f"| {metric} | {last[0]:.6g} (step {last[1]}) | {best[0]:.6g} (step {best[1]}) |")
+        curve = [(one["step"], one.get(f"eval/{metric}")) for one in records]
+        points = [point for point in (last(curve), best(f"eval/{metric}", curve)) if point is not None]
+        if points:
+            lines.append(" | ".join([f"| {metric}", *(f"{value:.6g} (step {step})" for step, value in points)]) + " |")
     average = ", a moving average of the steps before" if config["ema_decay"] else ""
     return "\n".join([*lines, "", f"On the evaluation data. The weights are those of the last step{average}."])
 

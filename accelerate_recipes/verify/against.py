@@ -12,7 +12,7 @@ from accelerate_recipes.catalog import find_config
 from accelerate_recipes.console import print_json
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.verify.certificate import versions
-from accelerate_recipes.verify.compare import TIMES_FLOOR, TOLERANCE, relative
+from accelerate_recipes.verify.compare import TIMES_FLOOR, TOLERANCE, load, relative
 from accelerate_recipes.verify.runs import Finished, Launch
 from accelerate_recipes.verify.watch import Watched, watch
 
@@ -194,18 +194,15 @@ def _sketches(folder: Path) -> dict[str, list[float]]:
     """{tensor: sums of its elements with random signs} of the weights in a folder. The norm of a difference of such
     sums is about that of the difference of the tensors."""
     import torch
-    from safetensors.torch import load_file
 
     found: dict[str, list[float]] = {}
     signs = torch.randint(2, (1 << 16,), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in load_file(path).items():
-            values = tensor.reshape(-1).double()
-            sums = torch.zeros(_SUMS, dtype=torch.float64)
-            for number, block in enumerate(values.split(len(signs))):
-                turned = block * signs.roll(1021 * number)[: len(block)]
-                sums += torch.nn.functional.pad(turned, (0, -len(turned) % _SUMS)).view(-1, _SUMS).sum(0)
-            found[name] = sums.tolist()
+    for name, tensor in load(folder).items():
+        sums = torch.zeros(_SUMS, dtype=torch.float64)
+        for number, block in enumerate(tensor.reshape(-1).double().split(len(signs))):
+            turned = block * signs.roll(1021 * number)[: len(block)]
+            sums += torch.nn.functional.pad(turned, (0, -len(turned) % _SUMS)).view(-1, _SUMS).sum(0)
+        found[name] = sums.tolist()
     return found
 
 

@@ -1,4 +1,7 @@
-"""Why a recipe does not give one result: what a look at its model, data and `forward_step` shows."""
+"""Why a recipe does not give one result: what a look at its model, data and `forward_step` shows.
+
+common/check/ finds causes in the first steps of a run, from inside. This is for a difference that shows later.
+"""
 
 from typing import Any
 

@@ -6,11 +6,10 @@ import platform
 import shlex
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from accelerate_recipes.bundle import VERSION
+from accelerate_recipes import bundle
 from accelerate_recipes.console import print_json
 from accelerate_recipes.verify.compare import Difference
 
@@ -194,13 +193,7 @@ def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
 
 def versions() -> dict[str, str]:
     """{name: version} of this tool, Python and what a result depends on."""
-    found = {"accelerate-recipes": VERSION, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"accelerate-recipes": bundle.VERSION, "python": platform.python_version()} | bundle.versions(*_PACKAGES)
 
 
 def _number(value: float | None) -> str:

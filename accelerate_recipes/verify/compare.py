@@ -121,7 +121,7 @@ def relative(value: float | None, expected: float | None) -> float:
 
 def weight_distances(folder: Path, reference: Path) -> dict[str, float]:
     """{name: ‖w − w₀‖ / ‖w₀‖}; infinite where one of the two lacks the tensor or has another shape."""
-    weights, expected = _load(folder), _load(reference)
+    weights, expected = load(folder), load(reference)
     distances = {}
     for name in expected | weights:
         one, other = weights.get(name), expected.get(name)
@@ -133,7 +133,8 @@ def weight_distances(folder: Path, reference: Path) -> dict[str, float]:
     return distances
 
 
-def _load(folder: Path) -> dict[str, Any]:
+def load(folder: Path) -> dict[str, Any]:
+    """{name: tensor} of a folder."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Any] = {}

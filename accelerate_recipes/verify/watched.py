@@ -252,6 +252,7 @@ def _generator_states() -> list[Any]:
 
 @torch.no_grad()
 def _move_by_rounding(model: torch.nn.Module) -> None:
+    """As common/check/reference.py does: a script on plain Accelerate has no `common` to import it from."""
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
         if weight.is_floating_point():

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from ..cpu_group import CpuGroup
 from ..errors import NonFiniteError, RunError, StoppedError, UsageError, listed
+from ..failure import first_failure
 from ..parallel.engine import StepResult
 from ..plan import Plan
 from . import signals
@@ -50,11 +51,15 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         by_agreement = error is None or isinstance(error, StoppedError | NonFiniteError)  # all processes raise it
+        advice = None if error is None else advice_for(error, self.plan)
+        ending = error if advice is None else UsageError(advice)
+        if ending is not None:
+            first_failure(ending)  # before others hear of it: what they then raise is no cause
         self._watchdog.stop(failed=not by_agreement)
-        if error is None:  # after an error, a signal must not end the process before it has reported the error
+        if ending is None:  # after an error, a signal must not end the process before it has reported the error
             signals.release()
-        elif advice := advice_for(error, self.plan):
-            raise UsageError(advice) from None
+        elif ending is not error:
+            raise ending from None
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Checks the numbers of optimizer step `step`, counted from 1, and polls for a stop request.

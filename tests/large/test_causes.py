@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from process.test_equal_or_refused import DRAWN, SCRIPT
+from process.test_equal_or_refused import DRAWN
 from support.launching import fork
-from support.recipes import FLAGS
+from support.recipes import FLAGS, USERS
 
-TEN_MILLION = {"ZOO_WIDTH": "1120"}
+TEN_MILLION = {"USERS_WIDTH": "1120"}
 # Here the norm of the gradient hardly feels the penalty.
-OTHER_CAUSES = {("gradient_penalty", "tensor_parallel"): "forward_step takes gradients itself"}
+OTHER_CAUSES = {("step gradient_penalty", "tensor_parallel"): "forward_step takes gradients itself"}
 
 
 @pytest.mark.large
 @pytest.mark.parametrize(("habit", "config"), [cell for cell, expected in DRAWN.items() if expected is not None])
 def test_habit_is_refused_with_its_cause(tmp_path: Path, habit: str, config: str) -> None:
-    arguments = f"--habit {habit} --hang_timeout 120{FLAGS.get(config, '')}"
-    run = fork(tmp_path / "run", config, SCRIPT, arguments, env=TEN_MILLION, succeeds=False)
+    arguments = f"--{habit} --hang_timeout 120{FLAGS.get(config, '')}"
+    run = fork(tmp_path / "run", config, USERS, arguments, env=TEN_MILLION, succeeds=False)
     cause = OTHER_CAUSES.get((habit, config), DRAWN[habit, config])
     assert run.exit_code == 2 and cause in run.stderr, (run.exit_code, run.stdout, run.stderr)

@@ -14,7 +14,7 @@ from common.checkpoint.reader import Reader
 from common.cpu_group import CpuGroup
 from support.launching import fork, launch
 from support.manifests import rewrite
-from support.recipes import CASES, COURSE, DISTURBED, FLAGS, LATEST, MNIST, RECIPES
+from support.recipes import COURSE, DISTURBED, FLAGS, LATEST, MNIST, RECIPES, USERS
 from support.runs import ROOT, Run, assert_equal_to_the_last_bit, largest_difference, refused, weight_distance
 
 
@@ -258,12 +258,12 @@ def strip(checkpoint: Path, prefix: str) -> None:
 def test_weight_without_state_of_the_optimizer_is_named(tmp_path: Path, made_once: Callable[..., Run]) -> None:
     """A weight that no forward pass has used has no optimizer state. Here the state was removed."""
     flags = "--max_steps 8 --save_every 4 --ema_decay 0.9"
-    shutil.copytree(made_once("single", CASES, flags).output_dir, tmp_path / "run")
+    shutil.copytree(made_once("single", USERS, flags).output_dir, tmp_path / "run")
     (tmp_path / "run" / "run.json").unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000008")
-    strip(tmp_path / "run" / "checkpoints" / "step_00000004", "optimizer.body.weight.")
-    run = fork(tmp_path / "run", "single", CASES, f"{flags} {LATEST}")
-    assert "it has no optimizer state for body.weight: that state starts anew" in run.stdout
+    strip(tmp_path / "run" / "checkpoints" / "step_00000004", "optimizer.stem.weight.")
+    run = fork(tmp_path / "run", "single", USERS, f"{flags} {LATEST}")
+    assert "it has no optimizer state for stem.weight: that state starts anew" in run.stdout
 
 
 def test_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from accelerate_recipes.plan.clock import sent
+from accelerate_recipes.plan.facts import Collective, Plan
 from support.runs import ROOT
 from support.tool import tool
 
@@ -17,14 +17,14 @@ import memory
 OFTEN = [("fsdp2", 2)]
 
 
-def of_gloo(config: str, plan: dict[str, Any]) -> float:
+def of_gloo(plan: Plan) -> float:
     """Bytes that a process sends in a step through gloo, which sums whole tensors where NCCL scatters the sums, and in
     which the first process sends its part of a broadcast or gather to each other one."""
     total = 0.0
-    for kind, *facts in plan["first"]:
-        if kind != "compute":
-            size, (_, number, _), _ = facts
-            total += sent("all_reduce" if kind == "reduce_scatter" else kind, size, number)
+    for event in plan.step.first:
+        if isinstance(event, Collective):
+            kind = "all_reduce" if event.kind == "reduce_scatter" else event.kind
+            total += sent(kind, event.num_bytes, event.group.size)
     return total
 
 
@@ -40,11 +40,11 @@ def test_a_plan_says_what_processes_hold_and_send(config: str, num_processes: in
     measured = memory.launched(run, "10m", memory.SHORT)
     (plan,) = memory.planned([run], "10m", memory.SHORT)
     for name in ("weights", "gradients", "optimizer"):
-        assert plan[name] == pytest.approx(measured[name], rel=0.1), name
+        assert getattr(plan.step, name) == pytest.approx(measured[name], rel=0.1), name
     # Under FSDP2, gloo's threads hold buffers for as long as they take: the peak differs from run to run.
-    assert 0.8 * measured["peak"] < plan["peak"] < 1.02 * measured["peak"]
+    assert 0.8 * measured["peak"] < plan.step.peak < 1.02 * measured["peak"]
     if "zero" not in config:  # without GPUs, DeepSpeed sums in shared memory
-        assert of_gloo(config, plan) == pytest.approx(measured["sent"], rel=0.03)
+        assert of_gloo(plan) == pytest.approx(measured["sent"], rel=0.03)
 
 
 def test_a_thousand_processes_and_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +73,18 @@ def test_a_plan_says_whether_the_first_steps_are_checked(
     flags = ["--config", "fsdp2", "--memory", memory, "--", "--size", "10m", "--context", "16", "--max_steps", "3"]
     tool(monkeypatch, "plan", str(ROOT / "benchmarks" / "llama.py"), *flags)
     assert f"\nfirst steps   {expected} against one process" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_hours_and_network_follow_from_machines_and_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = ["--config", "multi_node_deepspeed_zero3", "--config", "pipeline_parallel"]
+    assert tool(monkeypatch, "plan", "transformer", *configs, "--json", "--", "--batch_size", "16") == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert plans[0]["num_machines"] == 2 and plans[0]["sent"]["link"] == 0 < plans[0]["sent"]["network"]
+    for plan in plans:
+        assert plan["hours"] * 3600 == pytest.approx(plan["num_steps"] * plan["seconds"])
 
 
 @pytest.mark.full

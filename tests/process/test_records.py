@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.launching import execute, fork
-from support.recipes import CASES, LINEAR, MNIST
+from support.recipes import LINEAR, MNIST, USERS
 from support.runs import ROOT, Run, refused
 
 sys.path.insert(0, str(ROOT / "tests" / "scripts"))
@@ -100,9 +100,9 @@ def test_records_wait_for_room_on_the_disk(tmp_path: Path, ends_after: int, num_
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))\n"
         "    return before(self, *arguments, **options)\n"
         "AdamW.step = step\n"
-        f"runpy.run_path({str(ROOT / CASES)!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(ROOT / USERS)!r}, run_name='__main__')\n"
     )
-    expected = fork(tmp_path / "expected", "single", CASES, "--max_steps 30")
+    expected = fork(tmp_path / "expected", "single", USERS, "--max_steps 30")
     run = fork(tmp_path / "run", "single", script, "--max_steps 30")
     assert run.stderr.count("records wait in memory until it can") == 1
     assert len(run.lasting_records) + run.card["lost_records"] == len(expected.records)
@@ -115,8 +115,8 @@ def test_run_that_ends_early_records_its_last_losses(tmp_path: Path) -> None:
     flags = (
         "--max_steps 40 --eval_every 2 --learning_rate 1e-30 --metric_for_best_model loss --early_stopping_patience 2"
     )
-    all_of_them = fork(tmp_path / "all", "single", CASES, flags).column("train/loss")
-    run = fork(tmp_path / "run", "single", CASES, f"{flags} --log_every 4")
+    all_of_them = fork(tmp_path / "all", "single", USERS, flags).column("train/loss")
+    run = fork(tmp_path / "run", "single", USERS, f"{flags} --log_every 4")
     assert [(record["step"], "train/loss" in record) for record in run.records] == [
         (2, False), (4, True), (4, False), (6, False), (6, True)
     ]  # fmt: skip
@@ -128,12 +128,12 @@ def test_run_that_ends_early_records_its_last_losses(tmp_path: Path) -> None:
     ("flags", "line"),
     [
         ("--optimizer LBFGS", "LBFGS calls the model several times a step"),
-        ("--case verdict", 'summarize returned "verdict" as str: expected a number'),
-        ("--case verdict --metric_for_best_model loss", 'summarize returned "verdict" as str: expected a number'),
+        ("--summary verdict", 'summarize returned "verdict" as str: expected a number'),
+        ("--summary verdict --metric_for_best_model loss", 'summarize returned "verdict" as str: expected a number'),
     ],
 )
 def test_every_end_has_a_card(tmp_path: Path, flags: str, line: str) -> None:
-    run = fork(tmp_path / "run", "ddp", CASES, flags, succeeds=False)
+    run = fork(tmp_path / "run", "ddp", USERS, flags, succeeds=False)
     assert line in refused(run)
     assert (run.card["status"], run.card["exit_code"]) == ("failed", 2) and line in run.card["error"]
     assert run.card["config"]["batch_size"] == 8
@@ -142,12 +142,12 @@ def test_every_end_has_a_card(tmp_path: Path, flags: str, line: str) -> None:
 @pytest.mark.parametrize("card", ["null", "[1]", '{"attempt": "x", "status": "done"}', "[" * 100_000])
 def test_files_that_somebody_else_has_written(tmp_path: Path, card: str) -> None:
     flags = "--max_steps 8 --save_every 4"
-    expected = fork(tmp_path / "run", "single", CASES, flags)
+    expected = fork(tmp_path / "run", "single", USERS, flags)
     records = expected.lasting_records
     with (expected.output_dir / "metrics.jsonl").open("a") as file:
         file.write('null\n[1]\n{}\n{"step": "one"}\n\xff\n' + "[" * 100_000)
     (expected.output_dir / "run.json").write_text(card)
-    again = fork(tmp_path / "run", "single", CASES, f"{flags} --resume_from_checkpoint latest")
+    again = fork(tmp_path / "run", "single", USERS, f"{flags} --resume_from_checkpoint latest")
     assert again.lasting_records == records and again.card["status"] == "done"
 
 

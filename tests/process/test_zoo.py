@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from support.launching import fork
-from support.recipes import FLAGS, FLOAT32_CONFIGS
+from support.recipes import FLAGS, FLOAT32_CONFIGS, USERS
 from support.runs import ROOT, Run, assert_same_result, refused
 
-ZOO, PAGE = "tests/scripts/zoo.py", ROOT / "docs" / "zoo.md"
-NAMES = runpy.run_path(str(ROOT / ZOO))
-MODELS, OPTIMIZERS = list(NAMES["MODELS"]), list(NAMES["OPTIMIZERS"])
+PAGE = ROOT / "docs" / "zoo.md"
+NAMES = runpy.run_path(str(ROOT / USERS))
+MODELS, OPTIMIZERS = NAMES["ZOO_MODELS"], NAMES["ZOO_OPTIMIZERS"]
 # hsdp_tensor_parallel divides as hsdp and fsdp2_tensor_parallel do.
 OTHERS = ("single", "ddp_fp16", "hsdp_tensor_parallel", "fsdp2_expert_parallel")  # no model of the zoo has experts
 CONFIGS = [name for name in FLOAT32_CONFIGS if name not in OTHERS]
@@ -106,9 +106,9 @@ def test_cell(
     config: str,
 ) -> None:
     arguments = f"--model {model} --optimizer {optimizer} --hang_timeout 60"
-    run = fork(tmp_path / "run", config, ZOO, arguments + FLAGS.get(config, ""), succeeds=False)
+    run = fork(tmp_path / "run", config, USERS, arguments + FLAGS.get(config, ""), succeeds=False)
     if run.exit_code == 0:
-        assert_same_result(run, reference(ZOO, arguments))
+        assert_same_result(run, reference(USERS, arguments))
     else:
         assert refused(run) and run.exit_code == 2 and not (run.output_dir / "model").exists(), run.stderr
     report((model, optimizer, config), "same" if run.exit_code == 0 else "refused")

@@ -18,10 +18,12 @@ from torch.utils.data import Dataset
 
 from common import RunConfig, fit, flag, run, start
 from common.data import Batch
+from common.stopping.watchdog import Watchdog
 
 FAULTS = ("none", "kill", "kill_all", "kill_launcher", "signal", "hang", "stop", "nan", "evaluation", "vanish")
 FAULTS += ("spoil",)  # a signal; the next step has a finite loss with a non-finite gradient
 FAULTS += ("stuck_error", "stuck_kill")  # this process ends; the others block without running Python code
+FAULTS += ("stuck_slow_error",)  # the others hear of the end seconds before it
 FAULTS += ("write", "slow_write")  # faults during the write of a checkpoint
 
 
@@ -130,7 +132,9 @@ class Fault:
             mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
             libc.pthread_mutex_lock(mutex)
             libc.pthread_mutex_lock(mutex)  # never returns, not even for a signal, like a wait for a GPU
-        elif kind == "stuck_error":
+        elif kind in ("stuck_error", "stuck_slow_error"):
+            told, seconds = Watchdog.stop, 8 if kind == "stuck_slow_error" else 0
+            Watchdog.stop = lambda self, failed: (told(self, failed), time.sleep(seconds))
             raise RuntimeError("an error in one process")
         elif kind == "stuck_kill":
             os.kill(os.getpid(), signal.SIGKILL)

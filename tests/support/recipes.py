@@ -18,7 +18,7 @@ FOREACH = "tests/scripts/foreach.py"
 HELD = "tests/scripts/held.py"
 LOADED = "tests/scripts/loaded.py"
 SAME_SAMPLES = "tests/scripts/same_samples.py"
-CASES = "tests/support/cases.py"
+USERS = "tests/users/recipe.py"
 
 FLOAT32_CONFIGS = [
     "single",

@@ -16,7 +16,8 @@ from accelerate.commands import launch
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DistributedType
 
-from accelerate_recipes.doctor import check, cure, machine, rules
+from accelerate_recipes import catalog
+from accelerate_recipes.doctor import check, cure, rules
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import findings
 from accelerate_recipes.doctor.machine import Machine, look
@@ -152,7 +153,7 @@ def test_a_gpu_that_torch_cannot_use_is_found(tmp_path: Path, monkeypatch: pytes
         pytest.skip("torch can use the accelerator of this machine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(environment, "NVIDIA_DRIVER", tmp_path)  # as if the device were there
-    monkeypatch.setattr(machine, "ACCELERATORS", (tmp_path,))
+    monkeypatch.setattr(catalog, "DRIVERS", [tmp_path])
     (found,) = findings(rules.MACHINE, look())
     assert found.what.startswith(f"torch {version('torch')} cannot use this machine's GPU: ")
 

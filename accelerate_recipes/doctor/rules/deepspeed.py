@@ -1,7 +1,6 @@
 """Rules about DeepSpeed's section of a config and about a DeepSpeed file that it names."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml
@@ -15,7 +14,7 @@ OF_THE_FILE = (
 
 def offload(config: Config) -> Iterator[Finding]:
     """Offloading of weights at a stage at which each process holds all weights."""
-    section = _section(config)
+    section = config.section("deepspeed_config", "DEEPSPEED")
     device = section.get("offload_param_device", "none")
     if str(device) != "none" and str(section.get("zero_stage", 2)) in ("1", "2"):
         yield Finding(
@@ -28,7 +27,7 @@ def offload(config: Config) -> Iterator[Finding]:
 
 def launcher(config: Config) -> Iterator[Finding]:
     """Several machines, started by DeepSpeed's launcher and not by torchrun."""
-    given = _section(config).get("deepspeed_multinode_launcher", "pdsh")
+    given = config.section("deepspeed_config").get("deepspeed_multinode_launcher", "pdsh")
     if config.kind != "DEEPSPEED" or config.num_machines == 1 or given == "standard":
         return
     yield Finding(
@@ -42,7 +41,7 @@ def launcher(config: Config) -> Iterator[Finding]:
 
 def beside_the_file(config: Config) -> Iterator[Finding]:
     """Keys that belong into the DeepSpeed file that the section names."""
-    section = _section(config)
+    section = config.section("deepspeed_config", "DEEPSPEED")
     file = section.get("deepspeed_config_file")
     given = {key: section[key] for key in OF_THE_FILE if key in section}
     given |= {key: config.values[key] for key in ("mixed_precision", "fp16") if config.values.get(key)}
@@ -53,10 +52,6 @@ def beside_the_file(config: Config) -> Iterator[Finding]:
             *(Edit(key, None, "deepspeed_config" if key in section else "") for key in given),
             f"look whether {file} says {as_yaml(given)[1:-1]}: else the run has other values",
         )
-
-
-def _section(config: Config) -> dict[str, Any]:
-    return config.section("deepspeed_config") if config.kind == "DEEPSPEED" else {}
 
 
 RULES = (offload, launcher, beside_the_file)

@@ -72,7 +72,7 @@ def _name(strategy: Any) -> str:
 
 def wrapping(config: Config) -> Iterator[Finding]:
     """What to gather at a time: an unknown policy, or a key that another policy reads."""
-    section = _section(config)
+    section = config.section("fsdp_config", "FSDP")
     policy = str(section.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
     if policy not in POLICIES:
         yield Finding(
@@ -95,7 +95,7 @@ def wrapping(config: Config) -> Iterator[Finding]:
 
 def activation_offload(config: Config) -> Iterator[Finding]:
     """Activations to move to the CPU that were not checkpointed."""
-    section = _section(config)
+    section = config.section("fsdp_config", "FSDP")
     checkpoints = str(section.get("fsdp_activation_checkpointing", False)).lower()
     if str(section.get("fsdp_activation_checkpointing_offload", False)).lower() == "true" and checkpoints != "true":
         yield Finding(
@@ -105,12 +105,8 @@ def activation_offload(config: Config) -> Iterator[Finding]:
         )
 
 
-def _section(config: Config) -> dict[str, Any]:
-    return config.section("fsdp_config") if config.kind == "FSDP" else {}
-
-
 def _section_of_fsdp2(config: Config) -> dict[str, Any]:
-    section = _section(config)
+    section = config.section("fsdp_config", "FSDP")
     return section if str(section.get("fsdp_version")) == "2" else {}
 
 

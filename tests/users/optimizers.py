@@ -1,0 +1,186 @@
+"""Optimizers that users bring, and their habits."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def norm_of_all_gradients(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    norms = [float(other.grad.norm()) for other in group["params"] if other.grad is not None]
+    return step / (1e-3 + sum(norm**2 for norm in norms) ** 0.5)
+
+
+def counter_in_the_group(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    group["count"] = group.get("count", 0) + 1
+    return step / group["count"]
+
+
+def number_in_the_state(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    optimizer.state[weight]["count"] = optimizer.state[weight].get("count", 0) + 1
+    return step / optimizer.state[weight]["count"]
+
+
+def orthogonal(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    return step / (1e-6 + torch.linalg.matrix_norm(weight.grad, 2)) if weight.ndim == 2 else step
+
+
+def lars(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    of_weight, of_gradient = weight.norm(), weight.grad.norm()
+    return step * (of_weight / of_gradient) if of_weight > 0 and of_gradient > 0 else step
+
+
+def lars_without_branches(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    if weight.ndim < 2:
+        return step
+    of_weight, of_gradient = weight.norm(), weight.grad.norm()
+    return step * torch.where(of_gradient > 0, of_weight / of_gradient, torch.ones_like(of_weight))
+
+
+def centralized_gradient(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    return step - step.mean(tuple(range(1, step.ndim)), keepdim=True) if step.ndim > 1 else step
+
+
+def variance_of_all_gradients(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    total = sum(other.grad.square().sum() for other in group["params"] if other.grad is not None)
+    return step / (1e-3 + total.sqrt())
+
+
+# (optimizer, group, weight, what plain SGD takes from the weight) -> what to take from it
+SGD_HABITS: dict[str, Callable[[Any, dict, Tensor, Tensor], Tensor]] = {
+    "norm_of_each_weight": lambda optimizer, group, weight, step: step * float(weight.norm()),
+    "norm_of_all_gradients": norm_of_all_gradients,
+    "momentum_by_id": lambda optimizer, group, weight, step: optimizer.by_id[id(weight)].mul_(0.9).add_(step),
+    "weights_in_an_attribute": lambda optimizer, group, weight, step: step,
+    "state_from_the_constructor": lambda optimizer, group, weight, step: (
+        step + 0.01 * (weight - optimizer.state[weight]["start"])
+    ),
+    "noise_in_the_step": lambda optimizer, group, weight, step: step + 1e-3 * torch.randn_like(weight),
+    "counter_in_an_attribute": lambda optimizer, group, weight, step: step / optimizer.count,
+    "counter_in_the_group": counter_in_the_group,
+    "number_in_the_state": number_in_the_state,
+    "sign": lambda optimizer, group, weight, step: step.sign() * group["lr"],
+    "orthogonal": orthogonal,
+    "lars": lars,
+    "lars_without_branches": lars_without_branches,
+    "centralized_gradient": centralized_gradient,
+    "variance_of_all_gradients": variance_of_all_gradients,
+}
+
+
+class Sgd(torch.optim.Optimizer):
+    """Plain SGD with one habit."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, habit: str = ""):
+        super().__init__(params, {"lr": lr})
+        self.habit, self.count = habit, 0
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        self.own_weights = weights if habit == "weights_in_an_attribute" else []
+        self.by_id = {id(weight): torch.zeros_like(weight) for weight in weights}
+        if habit == "state_from_the_constructor":
+            for weight in weights:
+                self.state[weight]["start"] = weight.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.count += self.habit == "counter_in_an_attribute"
+        for group in self.param_groups:
+            for weight in self.own_weights or group["params"]:
+                if weight.grad is not None:
+                    weight -= SGD_HABITS[self.habit](self, group, weight, weight.grad * group["lr"])
+
+
+class MyMuon(torch.optim.Muon):
+    """A subclass with another name."""
+
+
+class MyAdafactor(torch.optim.Adafactor):
+    """A subclass with another name."""
+
+
+class MyRprop(torch.optim.Rprop):
+    """A subclass with another name."""
+
+
+def hooked_sgd(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(weights, lr=3e-2)
+
+    def scale(optimizer: torch.optim.Optimizer, *others: Any) -> None:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.grad /= weight.grad.norm() + 1e-3
+
+    optimizer.register_step_pre_hook(scale)
+    return optimizer
+
+
+class Lookahead(torch.optim.SGD):
+    """Every second step goes half of the way back (Zhang et al. 2019). The slow weights are in the state."""
+
+    def __init__(self, weights: Iterable[nn.Parameter]):
+        super().__init__(weights, lr=3e-2)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight].setdefault("slow", weight.detach().clone())
+        super().step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    slow = self.state[weight]["slow"]
+                    slow += 0.5 * (weight - slow)
+                    weight.copy_(slow)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023). The update of an element depends on the gradients of that element alone."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                    weight -= group["lr"] * torch.lerp(weight.grad, mean, 0.9).sign()
+                    mean.lerp_(weight.grad, 0.01)
+
+
+def matrices(weights: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [weight for weight in weights if weight.ndim == 2]
+
+
+ZOO: dict[str, Build] = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=3e-3, weight_decay=0.1),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=3e-2, momentum=0.9, nesterov=True),
+    "amsgrad": lambda weights: torch.optim.Adam(weights, lr=3e-3, amsgrad=True),
+    "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=1e-3, momentum=0.9, eps=1e-3),
+    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=1e-2),
+}
+OF_TORCH = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "LBFGS")
+HABITS: dict[str, Build] = {
+    **{habit: (lambda weights, habit=habit: Sgd(weights, lr=3e-2, habit=habit)) for habit in SGD_HABITS},
+    **{name: (lambda weights, name=name: getattr(torch.optim, name)(weights, lr=1e-2)) for name in OF_TORCH},
+    "Muon": lambda weights: torch.optim.Muon(matrices(weights), lr=1e-2),
+    "subclass_of_muon": lambda weights: MyMuon(matrices(weights), lr=1e-2),
+    "subclass_of_adafactor": lambda weights: MyAdafactor(weights, lr=1e-2),
+    "subclass_of_rprop": lambda weights: MyRprop(weights, lr=1e-3),
+    "hook_before_the_step": hooked_sgd,
+    "lookahead": Lookahead,
+    "lion": lambda weights: Lion(weights, lr=1e-2),
+}
+OTHERS: dict[str, Build] = {
+    "head_only": lambda weights: torch.optim.AdamW(weights[-2:], lr=3e-3),
+    "strange_weight": lambda weights: torch.optim.AdamW([*weights, nn.Parameter(torch.zeros(3))], lr=3e-3),
+    "tensor_rate": lambda weights: torch.optim.AdamW(weights, lr=torch.tensor(3e-3)),
+}

@@ -1,0 +1,216 @@
+"""Habits of `forward_step`, and mistakes. Each takes (model, batch, whole); `whole` is the model from outside."""
+
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import numpy
+import torch
+from samples import OWN, VOCABULARY
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from common.data import Batch
+
+Values = dict[str, Tensor]
+Step = Callable[[Any, Batch, nn.Module], Values]
+EARLIER: list[float] = []
+TEACHER: list[nn.Module] = []
+
+
+def square(output: Tensor, batch: Batch) -> Values:
+    error = output - batch["y"]
+    return {"loss": error**2, "error": error.abs()}
+
+
+def vector_step(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(model(batch["x"]), batch)
+
+
+def closes_over_the_model(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(whole(batch["x"]), batch)
+
+
+def calls_module(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(getattr(model, "module", model)(batch["x"]), batch)
+
+
+def calls_layers(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    inner = getattr(model, "module", model)
+    return square(inner.head(inner.blocks[0](inner.stem(batch["x"]))).squeeze(-1), batch)
+
+
+def calls_functionally(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(functional_call(whole, dict(whole.named_parameters()), (batch["x"],)), batch)
+
+
+def calls_twice(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square((model(batch["x"]) + model(-batch["x"])) / 2, batch)
+
+
+def changes_the_batch(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(model(batch["x"].mul_(2)), batch)
+
+
+def noise_of_python(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(model(batch["x"] * random.uniform(0.5, 1.5)), batch)
+
+
+def noise_of_numpy(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(model(batch["x"] * float(numpy.random.uniform(0.5, 1.5))), batch)
+
+
+def noise_of_torch(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(model(batch["x"] + 0.3 * torch.randn_like(batch["x"])), batch)
+
+
+def noise_of_its_own(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(model(batch["x"] + 0.3 * torch.randn(batch["x"].shape, generator=OWN)), batch)
+
+
+def mixup(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    share, order = random.betavariate(1, 1), torch.randperm(len(batch["x"]))
+    mixed = {name: share * batch[name] + (1 - share) * batch[name][order] for name in ("x", "y")}
+    return square(model(mixed["x"]), mixed)
+
+
+def contrast(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    output = model(batch["x"])
+    scores = -(output.unsqueeze(1) - batch["y"].unsqueeze(0)).abs()
+    return {"loss": F.cross_entropy(scores, torch.arange(len(scores)), reduction="none")}
+
+
+def names_by_data(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    values = square(model(batch["x"]), batch)
+    return values | ({"high": batch["y"]} if float(batch["y"].sum()) > 0 else {"low": batch["y"]})
+
+
+def order_by_data(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    values = square(model(batch["x"]), batch) | {"x": batch["x"][:, 0]}
+    return values if float(batch["y"].sum()) > 0 else dict(reversed(values.items()))
+
+
+def gradient_penalty(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    x = batch["x"].clone().requires_grad_()
+    output = model(x)
+    if not torch.is_grad_enabled():
+        return square(output, batch)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return {name: value + 0.1 * slope.square().sum(1) for name, value in square(output, batch).items()}
+
+
+def counts_its_calls(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    vars(counts_its_calls)["number"] = number = vars(counts_its_calls).get("number", 0) + 1
+    return {name: value * number for name, value in square(model(batch["x"]), batch).items()}
+
+
+def means_over_the_batch(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    values = square(model(batch["x"] - batch["x"].mean(0)), batch)
+    return values
+
+
+def weighs_by_earlier_losses(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    values = square(model(batch["x"]), batch)
+    EARLIER.append(float(values["loss"].detach().mean()))
+    return {name: value / (sum(EARLIER) / len(EARLIER)) for name, value in values.items()}
+
+
+def follows_with_a_teacher(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    """As in BYOL: the teacher is a moving average of the model, updated in each forward pass."""
+    if not TEACHER:
+        TEACHER.append(deepcopy(whole).requires_grad_(False))
+    output = model(batch["x"])
+    with torch.no_grad():
+        for slow, fast in zip(TEACHER[0].parameters(), whole.parameters()):
+            slow.lerp_(fast, 0.1)
+        target = TEACHER[0](batch["x"])
+    return {"loss": (output - target - batch["y"]) ** 2}
+
+
+def causal_step(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return {"loss": model(batch["tokens"], batch["next"])}
+
+
+def causal_twice(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return {"loss": model(batch["tokens"], batch["next"]) + model(batch["tokens"].flip(1), batch["next"])}
+
+
+def causal_margin(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    first, second = model(batch["tokens"], batch["next"]), model(batch["next"], batch["tokens"])
+    return {"loss": F.relu(1 + first - second)}
+
+
+def causal_random_tokens(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    masked = torch.where(torch.rand(batch["tokens"].shape) < 0.2, 0, batch["tokens"])
+    return {"loss": model(masked, batch["next"])}
+
+
+def causal_changed_in_place(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    batch["tokens"].add_(1).remainder_(VOCABULARY)
+    return {"loss": model(batch["tokens"], batch["next"])}
+
+
+def causal_auxiliary(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    embedding = whole.get_input_embeddings().weight
+    return {"loss": model(batch["tokens"], batch["next"]) + embedding.square().mean()}
+
+
+def causal_shifted(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return {"loss": model(batch["tokens"][:, 1:], batch["next"][:, 1:])}
+
+
+def causal_weighted(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return {"loss": model(batch["tokens"], batch["next"]) * (1 + batch["label"])}
+
+
+HABITS: dict[str, Step] = {
+    one.__name__: one
+    for one in (
+        closes_over_the_model,
+        calls_module,
+        calls_layers,
+        calls_functionally,
+        calls_twice,
+        changes_the_batch,
+        noise_of_python,
+        noise_of_numpy,
+        noise_of_torch,
+        noise_of_its_own,
+        mixup,
+        contrast,
+        names_by_data,
+        order_by_data,
+        gradient_penalty,
+        counts_its_calls,
+        means_over_the_batch,
+        weighs_by_earlier_losses,
+        follows_with_a_teacher,
+        causal_twice,
+        causal_margin,
+        causal_random_tokens,
+        causal_changed_in_place,
+        causal_auxiliary,
+        causal_shifted,
+        causal_weighted,
+    )
+}
+
+
+def mistaken(mistake: Callable[[Tensor, Batch], Any]) -> Step:
+    """A step that returns what `mistake` makes of the error of each sample."""
+    return lambda model, batch, whole: mistake(model(batch["x"]) - batch["y"], batch)
+
+
+MISTAKES: dict[str, Step] = {
+    "column": mistaken(lambda error, batch: {"loss": error.square().unsqueeze(-1)}),
+    "square": mistaken(lambda error, batch: {"loss": (error.unsqueeze(-1) - batch["y"]).square()}),
+    "mean": mistaken(lambda error, batch: {"loss": error.square().mean()}),
+    "no_loss": mistaken(lambda error, batch: {"error": error}),
+    "no_dict": mistaken(lambda error, batch: error),
+    "metric": mistaken(lambda error, batch: {"loss": error.square(), "accuracy": error.mean()}),
+    "number": mistaken(lambda error, batch: {"loss": error.square(), "accuracy": 0.5}),
+    "detached": mistaken(lambda error, batch: {"loss": error.square().detach()}),
+    "values_of_tokens": mistaken(lambda error, batch: {"loss": F.relu(batch["x"][:, :6]) * error.unsqueeze(-1)}),
+}
