@@ -13,13 +13,12 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
-from support.hosts import ADDRESSES, Hosts, missing, two_hosts
+from support.hosts import ADDRESSES, REASON, Hosts, two_hosts
 from support.launching import fork
 from support.recipes import MNIST
 from support.runs import ROOT, largest_difference
 
 FOLDER = ROOT / "launchers" / "kubernetes"
-REASON = missing()
 NAME = "recipe-0.recipe"  # name of machine 0 in the headless service
 
 

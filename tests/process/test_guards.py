@@ -1,7 +1,6 @@
 """Promise: bad input gets one clear line from one process, exit code 2, and loses nothing."""
 
 import dataclasses
-import json
 import os
 import re
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 from filelock import FileLock
-from PIL import Image
 
 from common.config import RunConfig
 from support.launching import CONFIGS, execute, fork, launch
@@ -18,25 +16,11 @@ from support.recipes import MISFIT, MNIST
 from support.runs import ROOT, refused
 
 
-# The error line must say what was given and what to type instead.
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("--batch_size 63", "--batch_size 63 is not divisible by 2 data-parallel ranks: type --batch_size 62 or 64"),
-        ("--batch_size 1", "--batch_size 1 is not divisible by 2 data-parallel ranks: type --batch_size 2"),
-        ("--micro_batch_size 24", "type --micro_batch_size 16 or 32"),
-        ("--batch_size 2000", "1438 training samples are fewer than --batch_size 2000: type --batch_size 1438 or less"),
-    ],
-)
-def test_sizes_that_do_not_fit_together(tmp_path: Path, arguments: str, expected: str) -> None:
-    run = fork(tmp_path / "run", "ddp", MNIST, arguments, succeeds=False)
-    assert expected in refused(run)
-    assert not run.output_dir.exists()
-
-
 def test_report_of_the_launcher_ends_with_our_line(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "ddp", MNIST, "--batch_size 63", succeeds=False)
-    assert refused(run).removeprefix("error: ") in run.stderr.split("Root Cause")[1]
+    line = "--batch_size 63 is not divisible by 2 data-parallel ranks: type --batch_size 62 or 64"
+    assert refused(run) == f"error: {line}" and line in run.stderr.split("Root Cause")[1]
+    assert not run.output_dir.exists()
 
 
 def test_exit_code_of_a_mistake_is_2(tmp_path: Path) -> None:
@@ -46,13 +30,12 @@ def test_exit_code_of_a_mistake_is_2(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
+# The error line must say what was given and what to type instead.
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--model resnet", "--model: invalid choice: 'resnet'"),
-        ("--data nowhere/at/all", "no such folder; type --data digits"),
+        ("--batch_size 2000", "1438 training samples are fewer than --batch_size 2000: type --batch_size 1438 or less"),
         ("--data some-owner/some-set", "--data digits for the embedded set, or --data FOLDER for local"),
-        ("--output_dir /dev/null/run", "--output_dir /dev/null/run cannot be written (Not a directory)"),
         ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no checkpoint there; type latest"),
         ("--report_to aim", "--report_to aim needs aim: type pip install aim"),
         ("--report_to paper", "--report_to paper: no such tracker; type one of aim, "),
@@ -77,48 +60,7 @@ def test_help_explains_each_flag_once(tmp_path: Path) -> None:
 def test_output_dir_that_only_the_main_process_finds_unwritable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     run = fork(tmp_path / "file" / "run", "ddp", MNIST, succeeds=False)
-    assert "cannot be written" in refused(run)
-
-
-def test_mistake_of_one_process_ends_all(tmp_path: Path) -> None:
-    run = fork(tmp_path / "run", "ddp", MISFIT, "--case one_process", succeeds=False)
-    assert refused(run) == "error: this process alone has a problem"
-
-
-def test_crash_of_one_process_shows_its_own_traceback_once(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", MISFIT, "--case crash --max_steps 3 --check_steps 0", succeeds=False)
-    before_report = run.stderr.split("torch/distributed/elastic/multiprocessing/api.py")[0]
-    assert before_report.count("\nZeroDivisionError: a bug in a recipe") == 1
-    assert "ZeroDivisionError: a bug in a recipe" in run.stderr.split("Root Cause")[1]
-    assert "Connection closed by peer" not in before_report
-    assert run.card["status"] == "failed" and run.card["exit_code"] == 1
-
-
-def test_traceback_of_the_user_s_code_begins_there(tmp_path: Path) -> None:
-    run = fork(tmp_path / "run", "single", MISFIT, "--case put --deterministic --max_steps 3", succeeds=False)
-    assert "--deterministic: put_ has no deterministic kernel" in refused(run)
-    script = tmp_path / "own.py"
-    script.write_text((ROOT / MISFIT).read_text().replace("process_index == 1", "process_index == 0"))
-    run = fork(tmp_path / "own", "single", script, "--case crash --max_steps 3", succeeds=False)
-    lines = run.stderr.splitlines()
-    at = lines.index("Traceback (most recent call last):")
-    assert lines[at + 1].startswith(f'  File "{script}"') and lines[at + 1].endswith("in forward_step")
-    assert run.stderr.count("common/") == 0 and run.card["exit_code"] == 1
-
-
-def test_crash_of_one_process_alone_is_one_line_with_the_place(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", MISFIT, "--case crash --max_steps 3", succeeds=False)
-    expected = "error: DDP cannot train this: ZeroDivisionError: a bug in a recipe (misfit.py:"
-    assert refused(run).startswith(expected)
-    assert "ZeroDivisionError: a bug in a recipe" in (run.output_dir / "traceback_00001.txt").read_text()
-
-
-def test_more_processes_than_the_launcher_starts(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "single", MNIST, num_processes=2, succeeds=False)
-    assert "starts one under this config" in refused(run)
-    config = tmp_path / "multi_cpu.yaml"
-    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\n")
-    assert "starts one under this config" in refused(launch(tmp_path / "run", config, MNIST, succeeds=False))
+    assert f"--output_dir {run.output_dir} cannot be written (Not a directory)" in refused(run)
 
 
 def test_world_size_without_a_launcher(tmp_path: Path) -> None:
@@ -139,44 +81,18 @@ def changed(tmp_path: Path, config: str, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("config", "changes", "expected"),
     [
-        ("deepspeed_zero2", {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: 4 in the config file"),
         ("deepspeed_zero2", {"gradient_clipping": 0.5}, "deepspeed_config sets gradient_clipping: 0.5"),
         (
             "fsdp2",
             {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
             "names LlamaDecoderLayer, but the model",
         ),
-        ("fsdp2", {"fsdp_version": 1}, "asks for FSDP1"),
-        ("fsdp2", {"fsdp_offload_params": True}, "fsdp_offload_params: true in the config file needs a GPU"),
-        ("deepspeed_zero2", {"zero_stage": 5}, "zero_stage: 5 in the config file"),
     ],
 )
 def test_config_that_would_change_the_mathematics(
     tmp_path: Path, config: str, changes: dict[str, object], expected: str
 ) -> None:
     run = fork(tmp_path / "run", changed(tmp_path, config, **changes), MNIST, "--max_steps 2", succeeds=False)
-    assert expected in refused(run)
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        (
-            {"optimizer": {"type": "Adam", "params": {}}},
-            "a section optimizer, which the recipe's optimizer replaces",
-        ),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "a section scheduler, which --lr_schedule replaces"),
-        ({"zero_optimization": {}}, "zero_stage: 0 in the config file, or in DeepSpeed's own"),
-    ],
-)
-def test_deepspeed_file_that_would_change_the_mathematics(tmp_path: Path, section: dict, expected: str) -> None:
-    content = yaml.safe_load((CONFIGS / "deepspeed_zero2.yaml").read_text())
-    del content["mixed_precision"]
-    content["deepspeed_config"] = {"deepspeed_config_file": str(tmp_path / "deepspeed.json"), "zero3_init_flag": False}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    own = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
-    (tmp_path / "deepspeed.json").write_text(json.dumps(own | section))
-    run = fork(tmp_path / "run", tmp_path / "config.yaml", MNIST, "--max_steps 2", succeeds=False)
     assert expected in refused(run)
 
 
@@ -235,18 +151,6 @@ def test_deterministic_kernels_give_the_same_result(tmp_path: Path) -> None:
     assert deterministic.column("train/loss") == pytest.approx(plain.column("train/loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ("tensor_parallel", "fp16 does not work with tensor parallelism: type --mixed_precision bf16"),
-        ("deepspeed_zero2", "fp16 under DeepSpeed is not supported yet: type --mixed_precision bf16"),
-    ],
-)
-def test_fp16_that_does_not_work(tmp_path: Path, config: str, expected: str) -> None:
-    run = fork(tmp_path / "run", config, MNIST, "--model mlp", options="--mixed_precision fp16", succeeds=False)
-    assert expected in refused(run)
-
-
 def test_precision_that_is_not_tested(tmp_path: Path) -> None:
     env = {"ACCELERATE_MIXED_PRECISION": "fp8"}  # the launcher refuses it, unless a package for it is installed
     run = execute([sys.executable, MNIST, "--output_dir", str(tmp_path / "run")], ROOT, tmp_path / "run", env)
@@ -268,17 +172,6 @@ def test_fsdp_without_layers_to_gather_says_so(tmp_path: Path) -> None:
     assert run.stdout.count("Sequential names no layers in _no_split_modules") == 1
 
 
-def test_failure_of_another_process_is_what_the_card_says(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", MISFIT, "--case late --max_steps 3", succeeds=False)
-    assert refused(run) == "error: this process alone has a problem later"
-    assert (run.card["exit_code"], run.card["error"]) == (2, refused(run))
-
-
-def test_compiling_by_config_is_refused(tmp_path: Path) -> None:
-    run = fork(tmp_path / "run", "ddp", MNIST, options="--dynamo_backend inductor", succeeds=False)
-    assert "--dynamo_backend INDUCTOR: remove it, and type --compile after the recipe" in refused(run)
-
-
 def test_address_of_a_cluster_does_not_stop_a_single_process(tmp_path: Path) -> None:
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
     command = ["accelerate", "launch", "--config_file", str(CONFIGS / "single.yaml"), str(ROOT / MNIST)]
@@ -291,30 +184,3 @@ def test_output_dir_in_use(tmp_path: Path) -> None:
     with FileLock(tmp_path / "run" / ".lock"):
         run = fork(tmp_path / "run", "ddp", MNIST, succeeds=False)
     assert "another run writes to" in refused(run)
-
-
-def test_images_of_different_sizes(tmp_path: Path) -> None:
-    from datasets import Dataset, Features, Value
-    from datasets import Image as ImageFeature
-
-    paths = []
-    for index, size in enumerate((8, 8, 9)):
-        paths.append(str(tmp_path / f"{index}.png"))
-        Image.new("L", (size, size)).save(paths[-1])
-    features = Features({"image": ImageFeature(), "label": Value("int64")})
-    (tmp_path / "data").mkdir()
-    dataset = Dataset.from_dict({"image": paths, "label": [0, 1, 0]}, features=features)
-    dataset.to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"))
-    arguments, env = f"--data {tmp_path / 'data'}", {"HF_HOME": str(tmp_path / "cache")}
-    run = fork(tmp_path / "run", "single", MNIST, arguments, env=env, succeeds=False)
-    assert "the first image of the data is 8 x 8, that in row 2 is 9 x 9" in refused(run)
-
-
-def test_parquet_without_images(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    (tmp_path / "data").mkdir()
-    Dataset.from_dict({"text": ["a"]}).to_parquet(str(tmp_path / "data" / "train.parquet"))
-    arguments, env = f"--data {tmp_path / 'data'}", {"HF_HOME": str(tmp_path / "cache")}
-    run = fork(tmp_path / "run", "single", MNIST, arguments, env=env, succeeds=False)
-    assert "is not an image-classification dataset: expected an image and a label column, found text" in refused(run)

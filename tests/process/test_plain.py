@@ -1,13 +1,15 @@
 """Promise: the scripts in recipes/plain give the losses of one process, and those of the recipe."""
 
 import re
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.launching import execute
-from support.plain import PLAIN, TORCHRUN, accuracy, losses, one_process, plain, threads_left
+from support.launching import execute, fork
+from support.plain import PLAIN, accuracy, losses, one_process, plain, rarely, threads_left
 from support.recipes import MNIST
 from support.runs import ROOT, Run, largest_difference
 from support.small_mnist import write_mnist
@@ -55,21 +57,18 @@ def test_command_works_as_it_stands(tmp_path: Path, path: Path) -> None:
     ("script", "arguments"),
     [
         ("ddp.py", ""),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                ("gradients_by_hand.py", "--processes 1"),
-                ("evaluation.py", ""),
-                ("distributed_optimizer.py", ""),
-                ("mixed_precision.py", ""),
-                ("local_sgd.py", ""),
-                ("compressed_gradients.py", "--hook powersgd --powersgd_start 2"),
-                ("compressed_gradients.py", "--hook bf16"),
-                ("linear_regression.py", ""),
-                ("model_parallel.py", ""),
-                ("model_parallel.py", "--pipeline"),
-                ("plain_accelerate.py", ""),
-            ]
+        *rarely(
+            ("gradients_by_hand.py", "--processes 1"),
+            ("evaluation.py", ""),
+            ("distributed_optimizer.py", ""),
+            ("mixed_precision.py", ""),
+            ("local_sgd.py", ""),
+            ("compressed_gradients.py", "--hook powersgd --powersgd_start 2"),
+            ("compressed_gradients.py", "--hook bf16"),
+            ("linear_regression.py", ""),
+            ("model_parallel.py", ""),
+            ("model_parallel.py", "--pipeline"),
+            ("plain_accelerate.py", ""),
         ),
     ],
 )
@@ -83,20 +82,33 @@ def test_one_process_gives_the_losses_of_the_recipe(reference: Callable[..., Run
     assert largest_difference(losses(one_process(30)), reference(MNIST, SAME).column("train/loss")) <= 1e-5
 
 
+@pytest.mark.full
+def test_clipping_and_schedules_are_those_of_the_recipe(tmp_path: Path) -> None:
+    """Both shuffle each epoch with the seed 1_000_003 x seed + epoch. 24 steps are two epochs of 11 steps and two."""
+    flags = "--steps 24 --learning_rate 0.5 --lr_schedule cosine --warmup_steps 3"
+    unclipped, clipped = (plain(tmp_path, "plain_accelerate.py", flags + f" --max_grad_norm {n}") for n in (0, 0.05))
+    flags = flags.replace("--steps", "--max_steps") + " --model mlp --optimizer sgd --batch_size 128 --log_every 1"
+    recipe = fork(tmp_path / "run", "ddp", MNIST, f"{flags} --max_grad_norm 0.05 --weight_decay 0 --eval_every 100")
+    assert largest_difference(recipe.column("train/loss"), losses(clipped)) <= 1e-5
+    assert largest_difference(losses(unclipped), losses(clipped)) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "num_processes"),
     [
         ("ddp.py", "--accumulate 2", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                ("data_parallel.py", "", None),
-                ("gradients_by_hand.py", "--processes 2", None),
-                ("gradients_by_hand.py", "--processes 2 --torch_order", None),
-                ("gradients_by_hand.py", "--processes 4", None),
-                ("ddp.py", "", 1),
-                ("ddp.py", "", 4),
-            ]
+        ("distributed_optimizer.py", "", 2),
+        ("plain_accelerate.py", "", 2),
+        *rarely(
+            ("data_parallel.py", "", None),
+            ("gradients_by_hand.py", "--processes 2", None),
+            ("gradients_by_hand.py", "--processes 2 --torch_order", None),
+            ("gradients_by_hand.py", "--processes 4", None),
+            ("ddp.py", "", 1),
+            ("ddp.py", "", 4),
+            ("distributed_optimizer.py", "", 1),
+            ("distributed_optimizer.py", "", 4),
+            ("mixed_precision.py", "--precision fp32", 2),
         ),
     ],
 )
@@ -105,22 +117,7 @@ def test_script_gives_the_losses_of_one_process(
 ) -> None:
     run = plain(tmp_path, script, f"--steps 30 {arguments}", num_processes)
     assert largest_difference(losses(run), losses(one_process(30))) <= 1e-5
-    assert accuracy(run) == accuracy(one_process(30))
-
-
-@pytest.mark.full
-def test_ddp_resumes(tmp_path: Path) -> None:
-    flags = f"--checkpoint {tmp_path / 'ddp.safetensors'}"
-    plain(tmp_path, "ddp.py", f"--steps 20 --save_every 20 {flags}", 2)
-    run = plain(tmp_path, "ddp.py", f"--steps 30 --resume {flags}", 1)
-    assert largest_difference(losses(run), losses(one_process(30))[20:]) <= 1e-5
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mistake", ["unsynchronised_start", "learning_rate_per_process", "set_epoch --torch_order"])
-def test_mistake_changes_the_losses(tmp_path: Path, mistake: str) -> None:
-    run = plain(tmp_path, "gradients_by_hand.py", f"--steps 30 --processes 2 --mistake {mistake}")
-    assert largest_difference(losses(run), losses(one_process(30))) > 1e-5
+    assert accuracy(run) == pytest.approx(accuracy(one_process(30)), abs=1e-4)  # one of the 359 samples is 3e-3
 
 
 @pytest.mark.full
@@ -129,18 +126,83 @@ def test_evaluation_counts_each_sample_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mistake", ["last_batch_mean", "padded_evaluation"])
-def test_mistake_changes_the_accuracy(tmp_path: Path, mistake: str) -> None:
-    right, wrong = (plain(tmp_path, "evaluation.py", flags, 4) for flags in ("", f"--mistake {mistake}"))
-    assert accuracy(wrong) != accuracy(right)
+def test_unequal_shares_give_the_losses_of_one_process(tmp_path: Path) -> None:
+    """3 processes share batches of 10 samples: 4, 3 and 3. The weights come near to the closed form."""
+
+    def distance(run: Run) -> float:
+        return float(re.search(r"^distance to the closed form (\S+)", run.stdout, re.MULTILINE)[1])
+
+    one, three = (plain(tmp_path, "linear_regression.py", num_processes=n) for n in (1, 3))
+    assert largest_difference(losses(three), losses(one)) <= 1e-5
+    assert distance(three) == pytest.approx(distance(one), abs=2e-6) and 0.4 < distance(one) < 0.5
+    assert distance(plain(tmp_path, "linear_regression.py", "--steps 1000", num_processes=2)) < 1e-3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "arguments", "mistake", "num_processes"),
+    [
+        ("gradients_by_hand.py", "--steps 30 --processes 2", "unsynchronised_start", None),
+        ("gradients_by_hand.py", "--steps 30 --processes 2", "learning_rate_per_process", None),
+        ("gradients_by_hand.py", "--steps 30 --processes 2 --torch_order", "set_epoch", None),
+        ("linear_regression.py", "", "mean_of_means", 4),
+        ("evaluation.py", "", "last_batch_mean", 4),
+        ("evaluation.py", "", "padded_evaluation", 4),
+    ],
+)
+def test_mistake_changes_the_result(
+    tmp_path: Path, script: str, arguments: str, mistake: str, num_processes: int | None
+) -> None:
+    right = plain(tmp_path, script, arguments, num_processes)
+    wrong = plain(tmp_path, script, f"{arguments} --mistake {mistake}", num_processes)
+    if script == "evaluation.py":
+        assert accuracy(wrong) != accuracy(right)
+    else:
+        assert largest_difference(losses(wrong), losses(right)) > 1e-3
 
 
 def test_mnist_files(tmp_path: Path) -> None:
     write_mnist(tmp_path / "mnist")
-    assert len(losses(plain(tmp_path, "one_process.py", f"--steps 3 --data {tmp_path / 'mnist'}"))) == 3
+    assert len(losses(one_process(3, str(tmp_path / "mnist")))) == 3
 
 
-@pytest.mark.full
-def test_wrong_number_of_processes(tmp_path: Path) -> None:
-    run = execute([*TORCHRUN, "3", str(PLAIN / "ddp.py")], tmp_path, tmp_path)
-    assert run.exit_code != 0 and "processes x --accumulate is 3, which does not divide" in run.stderr
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.distributed.optim
+@pytest.mark.parametrize(
+    ("script", "arguments", "num_processes", "message"),
+    [
+        ("ddp.py", "", 3, "processes x --accumulate is 3, which does not divide"),
+        ("distributed_optimizer.py", "", 3, "a number of processes that divides 128 (now 3)"),
+        ("distributed_optimizer.py", "--resume missing.pt", 2, "--resume: no file missing.pt"),
+        ("local_sgd.py", "", 0, "start with torchrun"),
+        ("local_sgd.py", "--sync_every 0", 2, "--sync_every must be at least 1"),
+        ("compressed_gradients.py", "", 3, "a number of processes that divides 128 (now 3)"),
+        ("compressed_gradients.py", "--powersgd_start 1", 2, "--powersgd_start at least 2"),
+        ("mixed_precision.py", "", 3, "type torchrun --standalone --nproc_per_node 2"),
+        ("mixed_precision.py", "--mistake clip_scaled", 1, "clip_scaled needs --precision"),
+        ("model_parallel.py", "", 4, "--data_parallel 1 needs 2 processes"),
+        ("model_parallel.py", "--data_parallel 2", 3, "--data_parallel 2 needs 4 processes"),
+        ("model_parallel.py", "--data_parallel 3", 6, "--data_parallel: invalid choice: 3 (choose from 1, 2, 4, 8)"),
+        ("model_parallel.py", "--pipeline 3", 2, "--pipeline: invalid choice: 3 (choose from 1, 2, 4, 8, 16)"),
+        ("plain_accelerate.py", "--accumulate 3", 0, "--accumulate 3 does not divide the batch of 128"),
+        ("plain_accelerate.py", "--save_every 5", 0, "--save_every needs --output_dir"),
+        ("plain_accelerate.py", "--resume missing", 0, "no folder missing"),
+    ],
+)
+def test_bad_combination_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    arguments: str,
+    num_processes: int,
+    message: str,
+) -> None:
+    """The check comes before the processes meet, so one is enough: this one."""
+    monkeypatch.setattr(sys, "argv", [script, *arguments.split()])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+        if num_processes:
+            monkeypatch.setenv(name, "0" if "RANK" in name else str(num_processes))
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(PLAIN / script), run_name="__main__")
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -6,22 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_recipes.cli import main
 from accelerate_recipes.plan.clock import sent
 from accelerate_recipes.plan.facts import Collective, Plan
 from support.runs import ROOT
+from support.tool import tool
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory
 
 OFTEN = [("fsdp2", 2)]
-
-
-def tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["accelerate-recipes", "plan", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
 
 
 def of_gloo(plan: Plan) -> float:
@@ -57,10 +50,11 @@ def test_a_plan_says_what_processes_hold_and_send(config: str, num_processes: in
 def test_a_thousand_processes_and_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--config", "fsdp2", "--num_processes", "1024", "--num_machines", "128", "--scaling", "--json"]
     flags += ["--", "--size", "10m", "--context", "16", "--batch_size", "2048"]
-    assert tool(monkeypatch, str(ROOT / "benchmarks" / "llama.py"), *flags) == 0
+    assert tool(monkeypatch, "plan", str(ROOT / "benchmarks" / "llama.py"), *flags) == 0
     told = json.loads(capsys.readouterr().out)
     (plan,) = told["plans"]
     assert (plan["num_processes"], plan["micro_batch_size"], plan["layout"]) == (1024, 2, "FSDP2")
+    assert (plan["check_steps"], plan["why_not_checked"]) == (2, None)
     weights = plan["saved"] / 3  # and two averages of Adam
     # Process 0 has a row of each matrix, also of those with fewer rows than there are processes.
     assert weights / 1024 < plan["weights"] < 2 * weights / 1024
@@ -70,15 +64,14 @@ def test_a_thousand_processes_and_more(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert rows[1]["seconds"] > rows[0]["seconds"] and rows[1]["efficiency"] < 1
 
 
-@pytest.mark.parametrize(
-    ("memory", "expected"), [("80", "2 checked"), pytest.param("2.6", "not checked", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("memory", "expected"), [("80", "2 checked"), ("2.6", "not checked")])
 def test_a_plan_says_whether_the_first_steps_are_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], memory: str, expected: str
 ) -> None:
     """The weights, gradients and two averages of 9.6 million weights take 0.15 GB, and 2.5 GB of a GPU are reserved."""
     flags = ["--config", "fsdp2", "--memory", memory, "--", "--size", "10m", "--context", "16", "--max_steps", "3"]
-    tool(monkeypatch, str(ROOT / "benchmarks" / "llama.py"), *flags)
+    tool(monkeypatch, "plan", str(ROOT / "benchmarks" / "llama.py"), *flags)
     assert f"\nfirst steps   {expected} against one process" in capsys.readouterr().out
 
 
@@ -87,7 +80,7 @@ def test_hours_and_network_follow_from_machines_and_steps(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configs = ["--config", "multi_node_deepspeed_zero3", "--config", "pipeline_parallel"]
-    assert tool(monkeypatch, "transformer", *configs, "--json", "--", "--batch_size", "16") == 0
+    assert tool(monkeypatch, "plan", "transformer", *configs, "--json", "--", "--batch_size", "16") == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert plans[0]["num_machines"] == 2 and plans[0]["sent"]["link"] == 0 < plans[0]["sent"]["network"]
     for plan in plans:
@@ -99,7 +92,7 @@ def test_a_plan_that_does_not_fit_names_what_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--config", "ddp", "--memory", "2.65", "--", "--context", "512", "--batch_size", "16"]
-    assert tool(monkeypatch, str(ROOT / "recipes" / "transformer.py"), *flags) == 1
+    assert tool(monkeypatch, "plan", str(ROOT / "recipes" / "transformer.py"), *flags) == 1
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
     assert lines["peak"].endswith("DOES NOT FIT")
     assert "--micro_batch_size 4 (" in lines["fits with"] and "--activation_checkpointing (" in lines["fits with"]
@@ -131,7 +124,7 @@ def test_mistakes_get_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, line: str
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert tool(monkeypatch, *arguments.split()) == 2
+    assert tool(monkeypatch, "plan", *arguments.split()) == 2
     printed = capsys.readouterr()
     assert line in printed.err and printed.err.count("\n") == 1 and not printed.out
 
@@ -145,7 +138,7 @@ def test_a_recipe_of_ones_own_that_looks_at_its_weights(tmp_path: Path, monkeypa
         text.replace("    fit(", "    assert model.weight.sum().item() == model.weight.sum().item()\n    fit(")
     )
     page = tmp_path / "plan.html"
-    assert tool(monkeypatch, str(script), "--config", "ddp", "--scaling", "--plot", str(page)) == 0
+    assert tool(monkeypatch, "plan", str(script), "--config", "ddp", "--scaling", "--plot", str(page)) == 0
     assert '"name":"ddp"' in page.read_text()
 
 
@@ -153,7 +146,7 @@ def test_a_recipe_of_ones_own_that_looks_at_its_weights(tmp_path: Path, monkeypa
 def test_a_plan_divides_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags, plans = ["--num_experts", "8", "--micro_batch_size", "3"], []
     for config, more in (("fsdp2", []), ("fsdp2_expert_parallel", ["--expert_parallel", "2"])):
-        assert tool(monkeypatch, "transformer", "--config", config, "--json", "--", *flags, *more) == 0
+        assert tool(monkeypatch, "plan", "transformer", "--config", config, "--json", "--", *flags, *more) == 0
         plans += json.loads(capsys.readouterr().out)["plans"]
     whole, divided = plans
     assert divided["layout"] == "FSDP2 × EP 2"

@@ -1,15 +1,20 @@
 """Two hosts on this machine: network namespaces with their own host names, connected by two virtual interfaces."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from support.launching import ACCELERATE_LAUNCH, TIMEOUT_S, environment
+from support.recipes import DISTURBED
 from support.runs import ROOT, Run
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -23,6 +28,10 @@ def missing() -> str | None:
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True)
     return f"network namespaces are not allowed here: {made.stderr.strip()}" if made.returncode else None
+
+
+REASON = missing()
+NEEDS_HOSTS = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.xdist_group("hosts")]
 
 
 @dataclass(frozen=True)
@@ -118,3 +127,20 @@ def accelerate_launch(machine: int, config: str, script: str, arguments: str, **
     command = [*ACCELERATE_LAUNCH, "--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return [*command, str(ROOT / script), *arguments.split()]
+
+
+def node(machine: int, launch: str, **flags: object) -> list[str]:
+    """The command line of launchers/node.py on a machine. It waits 3 s for the other machine."""
+    own = {"num_machines": 2, "machine_rank": machine, "main_process_ip": ADDRESSES[0], "timeout": 3} | flags
+    words = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, str(ROOT / "launchers" / "node.py"), *words, "--", *launch.split()]
+
+
+def launch_of(config: str, arguments: str, script: Path = ROOT / DISTURBED) -> str:
+    """The arguments after the -- of launchers/node.py."""
+    return f"--config_file {ROOT}/accelerate_configs/{config}.yaml {script} {arguments}"
+
+
+def error_lines(run: Run) -> list[str]:
+    """The error lines of the recipe, without the launcher's report."""
+    return [line for line in run.stderr.splitlines() if re.match("(error|stopped): ", line)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from PIL import Image
 
 from common.errors import UsageError
 from common.tasks.images import load_images
@@ -78,5 +79,34 @@ def damage(folder: Path, kind: str) -> None:
 def test_damaged_idx_files(tmp_path: Path, kind: str, expected: str) -> None:
     write_mnist(tmp_path / "data")
     damage(tmp_path / "data", kind)
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        load_images(str(tmp_path / "data"))
+
+
+def test_folder_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="--data no/such/folder: no such folder; type --data digits"):
+        load_images("no/such/folder")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((8, 8, 9), "the first image of the data is 8 x 8, that in row 2 is 9 x 9"),
+        ((), "is not an image-classification dataset: expected an image and a label column, found text"),
+    ],
+)
+def test_parquet_files_that_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], expected: str
+) -> None:
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    rows, features = {"text": ["a"]}, None
+    if sizes:
+        rows = {"image": [Image.new("L", (size, size)) for size in sizes], "label": [0, 1, 0]}
+        features = Features({"image": ImageFeature(), "label": Value("int64")})
+    (tmp_path / "data").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"))
     with pytest.raises(UsageError, match=re.escape(expected)):
         load_images(str(tmp_path / "data"))

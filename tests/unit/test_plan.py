@@ -45,6 +45,18 @@ def test_sizes_divide_or_the_line_names_sizes_that_do(ranks: int, stages: int) -
             assert size * accumulation * ranks == batch_size and accumulation >= stages
 
 
+@pytest.mark.parametrize(
+    ("sizes", "advice"),
+    [
+        ({"batch_size": 1}, "not divisible by 2 data-parallel ranks: type --batch_size 2"),
+        ({"batch_size": 64, "micro_batch_size": 24}, "type --micro_batch_size 16 or 32"),
+    ],
+)
+def test_the_nearest_sizes_are_named(sizes: dict[str, int], advice: str) -> None:
+    with pytest.raises(UsageError, match=f"{advice}$"):
+        split_batch(RunConfig(**sizes), Layout(num_processes=2))
+
+
 @pytest.mark.parametrize(("stage", "text"), [("2", "DeepSpeed ZeRO-2"), ("3", "DeepSpeed ZeRO-3 with CPU offload")])
 def test_only_stage_3_offloads_weights(monkeypatch: pytest.MonkeyPatch, stage: str, text: str) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")

@@ -1,7 +1,6 @@
 """Promise: `accelerate-recipes` lists what there is, makes projects, and refuses bad input in one line."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,21 +8,13 @@ import pytest
 
 from accelerate_recipes.bundle import COMMON
 from accelerate_recipes.catalog import FLAGS, runs_here
-from accelerate_recipes.cli import main
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.compare import Difference, relative
 from support.launching import CONFIGS
 from support.recipes import DIVIDED, RECIPES
 from support.runs import ROOT
-
-
-def tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Runs the command in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["accelerate-recipes", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+from support.tool import tool
 
 
 def test_list_reads_every_header(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
