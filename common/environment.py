@@ -97,6 +97,12 @@ def why_no_gpu() -> str | None:
     return "torch finds no device"
 
 
+def share_cores() -> None:
+    """Divides the cores among this machine's processes, unless the user did: launchers set one thread per process."""
+    if not user_chose_threads():
+        torch.set_num_threads(max(1, num_cores() // local_world_size()))
+
+
 def user_chose_threads() -> bool:
     """Whether the user set `OMP_NUM_THREADS`. A launcher may set it to 1 if the user did not."""
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -56,8 +56,3 @@ class Layout:
     def data_parallel_rank(self) -> int:
         """This process's data-parallel rank."""
         return self.rank // self.num_sharing
-
-    @property
-    def divides_layers(self) -> bool:
-        """Whether a process computes a part of a forward pass."""
-        return self.num_sharing > 1

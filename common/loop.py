@@ -101,7 +101,7 @@ def fit(
         check_same_start(model, train_set, eval_sets, group)
         check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, optimizer)
-        first = FirstSteps(setup, train_set, checkpoint, group, watch.is_stopping)
+        first = FirstSteps(setup, train_set, checkpoint, group)
         with first.translated():
             engine = prepare(first.watching(setup))
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)

@@ -22,7 +22,7 @@ from .command_line import ConfigT, parse
 from .config import RunConfig
 from .data.batches import Batch, CollateFn, Examples, ForwardStep, MapDataset, Metrics, batches, checked_datasets
 from .data.mixture import by_source, of_sources, without_sources
-from .environment import has_gpu, is_true, local_world_size, num_cores, rank, user_chose_threads, world_size
+from .environment import has_gpu, is_true, rank, share_cores, world_size
 from .errors import NonFiniteError, RunError, UsageError
 from .layout import Layout
 from .norms import clip, norm_of
@@ -79,8 +79,7 @@ def start(config: RunConfig) -> Accelerator:
         raise UsageError(f"{config.output_dir} holds a model: type --overwrite_output_dir, or another --output_dir")
     if not has_gpu():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    if not user_chose_threads():
-        torch.set_num_threads(max(1, num_cores() // local_world_size()))
+    share_cores()
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     if accelerator.num_processes != world_size():
         raise UsageError(f"Accelerate runs {accelerator.num_processes} of {world_size()} processes: use ddp.yaml")

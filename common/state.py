@@ -1,8 +1,7 @@
 """The state of a run, except weights and optimizer state."""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error")  # in a metric's name; for other metrics higher is better
 
@@ -36,7 +35,3 @@ class TrainState:
         better = better and math.isfinite(value)
         self.best, self.num_not_better = (value, 0) if better else (self.best, self.num_not_better + 1)
         return better
-
-    def state_dict(self) -> dict[str, Any]:
-        """All fields, for JSON."""
-        return asdict(self)

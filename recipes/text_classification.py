@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
@@ -32,7 +32,7 @@ from common.tasks.encoder import (
     always_mask,
     exported_tokenizer,
     freeze_key_biases,
-    load_classifier,
+    load_encoder,
     word_tokenizer,
 )
 from common.tasks.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
@@ -90,7 +90,7 @@ def build(config: Config, train_texts: LabelledTexts) -> tuple[nn.Module, Any]:
     classes = train_texts.classes
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
     if config.model_name_or_path is not None:
-        return load_classifier(config.model_name_or_path, names, config.max_length)
+        return load_encoder(AutoModelForSequenceClassification, config.model_name_or_path, config.max_length, **names)
     if config.hidden_size % config.num_heads:
         raise UsageError(
             f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: type "

@@ -4,7 +4,7 @@ import copy
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ from ..parallel.engine import weighted_sum
 from ..parallel.parts import is_divided, kept_tensors
 from ..parallel.setup import Setup, choose_fused_kernels
 from ..seeds import UPDATE, kept_generators, seed_forward
+from ..stopping import signals
 from .copies import NotChecked, borrowed, twins
 from .first_pass import FirstPass, evaluated
 from .sketch import Sketch
@@ -61,14 +62,12 @@ class Alone:
         setup: of the run.
         train_set: with the run's samples.
         num_skipped: steps before that the loss scaler skipped.
-        is_stopping: whether a signal asks the run to stop.
         first_pass: filled by the first forward pass, unless it is None.
     """
 
     setup: Setup
     train_set: MapDataset
     num_skipped: int
-    is_stopping: Callable[[], bool]
     first_pass: FirstPass | None
 
     def twin(self) -> "Alone":
@@ -76,7 +75,7 @@ class Alone:
         model, optimizer = twins(self.setup.model, self.setup.optimizer)
         return replace(self, setup=replace(self.setup, model=model, optimizer=optimizer), first_pass=None)
 
-    def steps(self, numbers: range, change: Callable[[nn.Module], Any] | None = None) -> dict[int, Step]:
+    def steps(self, numbers: Sequence[int], change: Callable[[nn.Module], Any] | None = None) -> dict[int, Step]:
         """Takes the steps with these numbers, from weights that `change` may change. Model and optimizer are afterwards
         as they were before.
 
@@ -177,7 +176,7 @@ class Alone:
 
     def _check_time(self, seconds: float, is_first: bool) -> None:
         """Raises NotChecked if the rest would end after the deadline. The first micro-batch may be slow by itself."""
-        if self.is_stopping():
+        if signals.received() is not None:
             raise NotChecked("a signal stops the run")
         self._num_left -= 1
         self._fastest = min(self._fastest, seconds)

@@ -3,7 +3,7 @@
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
@@ -42,7 +42,6 @@ class FirstSteps:
         train_set: with the run's samples.
         checkpoint: that the run starts from. Its weights are loaded, its optimizer state is not.
         group: of all processes.
-        is_stopping: whether a signal asks this process to stop.
 
     Attributes:
         facts: for the run card: how many steps are checked, and how long that took; whether the forward pass or a batch
@@ -58,7 +57,6 @@ class FirstSteps:
         train_set: MapDataset,
         checkpoint: Checkpoint | FreshStart,
         group: CpuGroup,
-        is_stopping: Callable[[], bool],
     ):
         self.accelerator, self.plan, self.layout, self.group = setup.accelerator, setup.plan, setup.plan.layout, group
         config, self.first = self.plan.config, checkpoint.state.step
@@ -72,7 +70,7 @@ class FirstSteps:
         self._seconds = 0.0  # that the check took
         is_cut = self.plan.micro_batch_size < config.batch_size
         self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(train_set))
-        alone = Alone(setup, train_set, checkpoint.state.num_skipped, is_stopping, self._first_pass)
+        alone = Alone(setup, train_set, checkpoint.state.num_skipped, self._first_pass)
         if group.size == 1:
             self.numbers = range(0)
         if self.numbers:
@@ -226,7 +224,7 @@ class FirstSteps:
     def _say_what_it_did(self) -> None:
         """Prints what the first step of a run that is not checked did beside computing values."""
         first_pass = self._first_pass
-        if first_pass.draws and self.layout.divides_layers:
+        if first_pass.draws and self.layout.num_sharing > 1:
             raise UsageError(
                 f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
                 f"0, or type {wrapper_of(self.layout).elsewhere}"

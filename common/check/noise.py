@@ -1,7 +1,7 @@
 """Which differences are noise: no larger than what rounding errors in the weights change on one process."""
 
 from .alone import Step
-from .compare import TOLERANCE, Gap, Key, step_gaps, value_gaps, weight_gap
+from .compare import TOLERANCE, Gap, Key, step_gaps, weight_gap
 from .copies import NotChecked
 from .reference import ROUNDINGS, Moved, Reference
 
@@ -10,7 +10,7 @@ TIMES_FLOOR = 4  # a difference up to this many times what rounding does to one 
 
 def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> dict[Key, Gap]:
     """The differences in step `number` that rounding errors do not explain."""
-    is_low = reference.setup.plan.layout.precision != "float32"
+    is_low = reference.alone.setup.plan.layout.precision != "float32"
     if is_low:  # a metric such as an accuracy jumps with the rounding
         gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
     gaps = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}
@@ -31,14 +31,14 @@ def _floor(reference: Reference, number: int, roundings: int) -> dict[Key, Gap]:
     Raises NotChecked for a model with a generator or a counter of its own: its steps differ when they are repeated.
     """
     if roundings not in reference.moved:
-        reference.moved[roundings] = Moved.taken(reference.alone, reference.numbers, roundings)
+        reference.moved[roundings] = Moved.taken(reference.alone, [*reference.steps], roundings)
     found, base = reference.moved[roundings], reference.repeated or reference.steps
     if not _is_like(found.steps, base, reference, with_norm=True):  # in bf16, and if the copies lack hooks
-        base = reference.repeated = reference.repeated or reference.alone.steps(reference.numbers)
+        base = reference.repeated = reference.repeated or reference.alone.steps([*reference.steps])
         if not _is_like(base, reference.steps, reference, with_norm=False):
             raise NotChecked("its steps differ when they are repeated")
     step, alone, initial = found.steps[number], base[number], reference.initial
-    floor = step_gaps(step, alone, reference.setup.plan, number)
+    floor = step_gaps(step, alone, reference.alone.setup.plan, number)
     for name, weight in step.weights.items():
         gap = weight_gap(name, weight - found.start[name] + initial[name], alone.weights[name], initial[name])
         floor["weight", name] = floor["replica", name] = gap
@@ -47,6 +47,6 @@ def _floor(reference: Reference, number: int, roundings: int) -> dict[Key, Gap]:
 
 def _is_like(steps: dict[int, Step], others: dict[int, Step], reference: Reference, with_norm: bool) -> bool:
     """Whether the first of these steps has the values of the other, and the norm of the gradient."""
-    first, gaps_of = min(others), step_gaps if with_norm else value_gaps
-    gaps = gaps_of(steps[first], others[first], reference.setup.plan, first)
-    return all(gap.size <= TOLERANCE for gap in gaps.values())
+    first = min(others)
+    gaps = step_gaps(steps[first], others[first], reference.alone.setup.plan, first)
+    return all(gap.size <= TOLERANCE for key, gap in gaps.items() if with_norm or key[0] != "norm")

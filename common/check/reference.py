@@ -1,6 +1,7 @@
 """What the main process does before `prepare`, while the model is whole: it takes the first steps alone."""
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -34,7 +35,7 @@ class Moved:
     start: dict[str, Sketch]
 
     @classmethod
-    def taken(cls, alone: Alone, numbers: range, roundings: int) -> "Moved":
+    def taken(cls, alone: Alone, numbers: Sequence[int], roundings: int) -> "Moved":
         """Takes these steps, from weights that are moved by so many rounding errors."""
         start: dict[str, Sketch] = {}
         is_low = alone.setup.plan.layout.precision != "float32"
@@ -74,16 +75,6 @@ class Reference:
     steps: dict[int, Step]
     moved: dict[int, Moved] = field(default_factory=dict)
     repeated: dict[int, Step] | None = None
-
-    @property
-    def numbers(self) -> range:
-        """The numbers of the steps."""
-        return range(min(self.steps), max(self.steps) + 1)
-
-    @property
-    def setup(self) -> Setup:
-        """The plan of the run, and the copies."""
-        return self.alone.setup
 
 
 def take_reference(alone: Alone, checkpoint: Checkpoint | FreshStart, numbers: range) -> Reference:

@@ -20,10 +20,11 @@ def verdict(
 ) -> str:
     """Names the first of these differences, the first layer in which it shows, and its likely cause. `steps` are what
     step `number` did in each process, the main process first."""
-    order, alone, plan = ("value", "eval", "norm", "weight", "replica"), reference.steps[number], reference.setup.plan
+    order, alone, setup = ("value", "eval", "norm", "weight", "replica"), reference.steps[number], reference.alone.setup
+    plan = setup.plan
     first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
     lines = [f"{plan.layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
-    layer = _first_other_layer(steps[0].outputs, alone.outputs, reference.setup.model) if first[0] == "value" else None
+    layer = _first_other_layer(steps[0].outputs, alone.outputs, setup.model) if first[0] == "value" else None
     if layer is not None:
         lines.append(f"  the first layer whose output differs is {layer}")
     sample = _other_sample(steps, alone, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
@@ -32,7 +33,7 @@ def verdict(
         at_once=values and number == min(reference.steps),
         only_weights=not values and ("norm", "") not in gaps,
         draws=first_pass.draws,
-        optimizer=type(reference.setup.optimizer).__name__,
+        optimizer=type(setup.optimizer).__name__,
     )
     cause = _likely_cause(seen, sample, first_pass, plan.layout)
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])

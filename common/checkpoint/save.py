@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,7 +78,7 @@ class Saver:
             "schedule": curve(self._engine.plan),
             "own_flags": own_flags(self._engine.plan),
             "export_dtype": str(dtype or "kept").removeprefix("torch."),
-            "state": state.state_dict(),
+            "state": asdict(state),
             "unrecorded": unrecorded.state_dict(self._engine.accelerator, layout),
             "trainer": self._engine.state_dict(),
         }

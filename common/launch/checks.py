@@ -18,16 +18,9 @@ from ..environment import (
 from ..errors import UsageError
 from ..layout import Layout
 from ..parallel.kind import LaunchCheck
-from ..parallel.kinds import kinds_of, layout_of
+from ..parallel.kinds import kinds_of
 
 SUPPORTED = ("cpu", "cuda", "xpu", "npu")
-
-
-def check_launch(config: RunConfig) -> None:
-    """Raises UsageError for mistakes that show before the processes join."""
-    layout = layout_of(config)
-    for check in launch_checks(layout):
-        check(layout, config)
 
 
 def check_launcher(layout: Layout, config: RunConfig) -> None:

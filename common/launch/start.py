@@ -25,11 +25,9 @@ from ..environment import (
     device_type,
     has_gpu,
     is_true,
-    local_world_size,
-    num_cores,
     num_machines,
     print_once,
-    user_chose_threads,
+    share_cores,
     why_no_gpu,
     world_size,
 )
@@ -37,7 +35,7 @@ from ..errors import UsageError
 from ..layout import Layout
 from ..parallel.kinds import KINDS, layout_of, wrapper_of
 from ..plan import split_batch
-from .checks import check_launch
+from .checks import launch_checks
 from .machines import agreement, store_number
 
 KINDS_OF_ACCELERATE = {kind.distributed_type for kind in KINDS}
@@ -53,9 +51,11 @@ def start(config: RunConfig) -> Accelerator:
     """
     _quiet()
     with agreement(config):
-        check_launch(config)
+        layout = layout_of(config)
+        for check in launch_checks(layout):
+            check(layout, config)
         trackers = _trackers(config)
-    _set_num_threads()
+    share_cores()
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") == "auto":  # DeepSpeed's word, which Accelerate refuses
         del os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"]
     if config.deterministic:
@@ -63,7 +63,6 @@ def start(config: RunConfig) -> Accelerator:
     rehearses, timeout = not has_gpu(), collective_timeout(config.hang_timeout)
     if store_number() > 0:
         _join_after_restart(timeout)
-    layout = layout_of(config)
     if rehearses:
         prepare_rehearsal(layout, timeout)
     else:
@@ -137,13 +136,6 @@ def _trackers(config: RunConfig) -> list[str]:
         if find_spec(name) is None:  # Accelerate would silently leave it out
             raise UsageError(f"--report_to {name} needs {name}: type pip install {name.replace('_', '-')}")
     return names
-
-
-def _set_num_threads() -> None:
-    """Divides the cores among this machine's processes: launchers set one thread per process."""
-    if user_chose_threads():
-        return
-    torch.set_num_threads(max(1, num_cores() // local_world_size()))
 
 
 def prepare_rehearsal(layout: Layout, timeout: timedelta) -> None:

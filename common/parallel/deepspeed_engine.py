@@ -26,7 +26,9 @@ class DeepSpeedEngine(Engine):
     micro-batches, and clips."""
 
     def __init__(self, setup: Setup, model: Any, optimizer: Any):
+        self.engine = model  # DeepSpeed's, made by `prepare`
         super().__init__(setup, model, optimizer)
+        self.rounds_weights = self.plan.layout.precision != "float32"  # in bf16, from the start
         self._order, self._first_order = 0, None  # checksums of the order in which gradients arrive
         trained = [weight for weight in self.module.parameters() if weight.requires_grad]
         for number, weight in enumerate(trained):
@@ -34,11 +36,6 @@ class DeepSpeedEngine(Engine):
 
     def _arrived(self, number: bytes, weight: Tensor) -> None:
         self._order = zlib.crc32(number, self._order)
-
-    @property
-    def engine(self) -> Any:
-        """DeepSpeed's engine around the model, made by `prepare`."""
-        return self.model
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
@@ -62,11 +59,6 @@ class DeepSpeedEngine(Engine):
             zero._reassign_or_swap_out_partitioned_parameters(group)
         if zero.persistent_parameters:  # small ones, which stay whole
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-
-    @property
-    def rounds_weights(self) -> bool:  # type: ignore[override]
-        """In bf16 the engine holds rounded weights from the start."""
-        return self.plan.layout.precision != "float32"
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         engine = self.engine

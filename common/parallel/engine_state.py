@@ -63,14 +63,16 @@ class EngineState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint holds as JSON, beside the tensors."""
-        averaged, numbers = 0 if self.ema is None else self.ema.num_updates, self.numbers.state_dict()
-        return {"num_averaged": averaged, "loss_scale": self._loss_scale_state(), "optimizer": numbers}
+        averaged, scaler = 0 if self.ema is None else self.ema.num_updates, self.accelerator.scaler
+        loss_scale = {} if scaler is None else scaler.state_dict()
+        return {"num_averaged": averaged, "loss_scale": loss_scale, "optimizer": self.numbers.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the result of `state_dict`; the loss scale only if both runs have one."""
         if self.ema is not None:
             self.ema.num_updates = state["num_averaged"]
-        self._load_loss_scale(state["loss_scale"])
+        if self.accelerator.scaler is not None and "growth_factor" in state["loss_scale"]:
+            self.accelerator.scaler.load_state_dict(state["loss_scale"])
         self.numbers.load_state_dict(state["optimizer"])
 
     def saved_tensors(self) -> dict[str, Tensor]:
@@ -121,15 +123,6 @@ class EngineState:
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if is_divided(tensor) else tensor
-
-    def _loss_scale_state(self) -> dict[str, float]:
-        """State of the fp16 loss scaler; empty in other precisions."""
-        scaler = self.accelerator.scaler
-        return {} if scaler is None else scaler.state_dict()
-
-    def _load_loss_scale(self, state: dict[str, float]) -> None:
-        if self.accelerator.scaler is not None and "growth_factor" in state:
-            self.accelerator.scaler.load_state_dict(state)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], reader: TensorReader) -> None:

@@ -1,6 +1,6 @@
 """Parts of tensors: the range of a sharded tensor that a process holds, and how to read it back."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
@@ -72,14 +72,6 @@ def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
 def is_divided(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether the tensor is a DTensor."""
     return hasattr(tensor, "placements")
-
-
-def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors grouped by device mesh; plain tensors are one group."""
-    groups: dict[object, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    return list(groups.values())
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..data.batches import ForwardStep
 from ..plan import Plan
 from .batch_loss import BatchLoss, BatchLossFn
 from .guards import checked
-from .parts import by_mesh, is_divided, local
+from .parts import is_divided, local
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -106,9 +106,11 @@ def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
     """Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on
     GPUs, refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
     for index, group in enumerate(list(optimizer.param_groups)):
-        divided = by_mesh(group["params"])
-        if len(divided) > 1:
-            group["params"], *others = divided
+        meshes: dict[object, list[nn.Parameter]] = {}
+        for weight in group["params"]:
+            meshes.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+        if len(meshes) > 1:
+            group["params"], *others = meshes.values()
             optimizer.param_groups += [group | {"params": weights, "split_from": index} for weights in others]
 
 

@@ -65,28 +65,14 @@ class TensorParallel(Kind):
         rehearse_on_gloo(timeout)
 
     def wrap(self, setup: Setup) -> Engine:
-        """Accelerate reads the size from the model: from its attribute `tp_size`, or from the config of a transformers
-        model, where that attribute cannot be set."""
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
         torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's takes no divided weights
         compile_if_asked(model, plan, sharded_layers(model) if plan.layout.shards > 1 else ())
         parallelize(accelerator, model, inner, plan.layout)
-        size, config = plan.layout.tensor, getattr(model, "config", None)
-        before = getattr(config, "distributed_config", ...)
-        if config is None:
-            model.tp_size = size  # type: ignore[assignment]  # torch's annotation is too narrow
-        else:
-            config.distributed_config = {"tp_size": size}
-        weights = [group["params"] for group in inner.param_groups]
-        model, optimizer = accelerator.prepare(model, inner)
-        # Accelerate finds the optimizer's weights by their addresses, and shards without elements have none.
-        for group, own in zip(inner.param_groups, weights):
-            group["params"] = own
-        if config is not None:  # it must not be exported
-            if before is ...:
-                del config.distributed_config
-            else:
-                config.distributed_config = before
+        # As for evaluation, so that Accelerate adds mixed precision alone. For training it would ask the model for its
+        # number of processes, and find the optimizer's weights by their addresses, which shards without elements lack.
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer = accelerator.prepare_optimizer(inner)
         choose_fused_kernels(accelerator, inner)
         return Engine(setup, model, optimizer)
 

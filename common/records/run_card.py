@@ -66,11 +66,6 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def write_failure(output_dir: Path, failure: Failure) -> None:
-    """Adds the failure to the run card; any process or thread may call it."""
-    replace_card(output_dir, read_card(output_dir) | ending(failure))
-
-
 def ending(failure: Failure) -> dict[str, Any]:
     """The entries of the run card for a run that failed or was stopped."""
     status = "stopped" if failure.exit_code == StoppedError.exit_code else "failed"
@@ -78,7 +73,7 @@ def ending(failure: Failure) -> dict[str, Any]:
 
 
 def replace_card(output_dir: Path, card: dict[str, Any]) -> None:
-    """Writes the run card; prints a line if it cannot."""
+    """Writes the run card; prints a line if it cannot. Any process or thread may call it."""
     part = output_dir / f"run.json.{os.getpid()}"
     try:
         part.write_text(json.dumps(card, indent=2, default=str) + "\n")

@@ -16,11 +16,6 @@ from ..errors import needs_no_traceback, trace_of
 from ..failure import first_failure
 
 
-def report(error: BaseException) -> None:
-    """Writes an error of a thread into torchrun's report; `run` does that for the main thread."""
-    ReportedErrors().record_exception(error)
-
-
 class ReportedErrors(ErrorHandler):
     """Writes the one line of the first failure into torchrun's report, instead of a traceback."""
 

@@ -81,10 +81,6 @@ class Watch:
         if self.stop_requested or self.plan.reads(step) or _is_known_not_finite(result):
             self.settle()
 
-    def is_stopping(self) -> bool:
-        """Whether this process received a signal."""
-        return signals.received() is not None
-
     def progress(self) -> None:
         """Reports progress of this process to the watchdog, which restarts its timeout."""
         self._watchdog.progress()

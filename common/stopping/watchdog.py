@@ -20,8 +20,8 @@ from torch import distributed as dist
 from ..cpu_group import CpuGroup
 from ..errors import HangError, RunError
 from ..failure import first_failure
-from ..records.run_card import read_card, write_failure
-from .exit import end, report
+from ..records.run_card import ending, read_card, replace_card
+from .exit import ReportedErrors, end
 
 STUCK_S = 5.0  # without progress; mostly the collective fails sooner, with a better message
 ANSWER_S = 5.0  # how long this process waits for torchrun's store and for what the others write there
@@ -102,8 +102,9 @@ class Watchdog:
         if self._stop.is_set():  # the main thread failed or finished in the meantime
             return
         if isinstance(error, HangError) or read_card(self.output_dir).get("status") == "running":
-            write_failure(self.output_dir, first_failure(error))  # else the failed process wrote its reason
-        report(error)
+            # Else the failed process wrote its reason.
+            replace_card(self.output_dir, read_card(self.output_dir) | ending(first_failure(error)))
+        ReportedErrors().record_exception(error)  # `run` does that for the main thread
         end(error)
 
     def _ask(self, ask: Callable[[], Any]) -> Any:

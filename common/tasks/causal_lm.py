@@ -111,10 +111,8 @@ def _sees_the_future(model: PreTrainedModel) -> bool:
     """Whether another last token changes the logits before it."""
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).repeat(2, 1)
     tokens[1, -1] = 1 - tokens[1, -1].clamp(max=1)
-    training = model.training
     with runnable(model):
-        first, second = model.eval()(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-    model.train(training)
+        first, second = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
     return not torch.allclose(first, second, rtol=1e-3, atol=1e-5)
 
 
@@ -243,29 +241,26 @@ def _head_alone_makes_logits(model: PreTrainedModel) -> bool:
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):  # it hardly changes small logits
         return False
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
-    training = model.training
     with runnable(model):
-        expected = model.eval()(input_ids=tokens, use_cache=False).logits
+        expected = model(input_ids=tokens, use_cache=False).logits
         found = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False)[0])
-    model.train(training)
     return expected.shape == found.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @torch.no_grad()
 def _check_documents_are_apart(model: PreTrainedModel) -> None:
     """Raises UsageError if a document of a packed sample has other logits than alone."""
-    vocabulary, training = model.get_input_embeddings().num_embeddings, model.training
+    vocabulary = model.get_input_embeddings().num_embeddings
     first, second = torch.arange(14).remainder(vocabulary).split([6, 8])
     positions = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
     pair = torch.stack([torch.cat([first, second]), torch.cat([first.flip(0), second])])
     reason = "lets a conversation see the one before it"
     try:
         with runnable(model):
-            packed = model.eval()(input_ids=pair, position_ids=positions.expand(2, -1), use_cache=False).logits[:, 6:]
+            packed = model(input_ids=pair, position_ids=positions.expand(2, -1), use_cache=False).logits[:, 6:]
             alone = model(input_ids=second.unsqueeze(0), use_cache=False).logits.expand_as(packed)
     except TypeError:
         packed, alone, reason = torch.ones(1), torch.zeros(1), "takes no positions"
-    model.train(training)
     if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-5):
         raise UsageError(f"--packing: {type(model).__name__} {reason}: leave out --packing")
 

@@ -13,7 +13,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -35,28 +34,15 @@ BERT_TP_PLAN = {
 PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
 
 
-def load_classifier(name_or_path: str, names: dict[str, Any], max_length: int) -> tuple[PreTrainedModel, Any]:
-    """Loads an encoder in float32 with a head for classes, and its tokenizer.
-
-    Args:
-        name_or_path: folder or Hub id. If the model has no head, or one for another number of classes, the head is new.
-        names: `id2label` and `label2id` of the classes.
-        max_length: tokens of the longest text.
-
-    Raises:
-        UsageError: as `load_encoder`.
-    """
-    return load_encoder(AutoModelForSequenceClassification, name_or_path, max_length, **names)
-
-
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
     """Loads an encoder in float32 and its tokenizer.
 
     Args:
-        kind: a class with `from_pretrained`, such as `AutoModel`.
+        kind: a class with `from_pretrained`, such as `AutoModel`. If it has a head that the model lacks, or that is for
+            another number of classes, the head is new.
         name_or_path: folder or Hub id.
         max_length: tokens of the longest text.
-        options: for `from_pretrained`.
+        options: for `from_pretrained`, such as `id2label` and `label2id` of the classes.
 
     Raises:
         UsageError: no encoder or tokenizer there, weights that do not fit, no token for padding, or too few positions.

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -139,11 +139,20 @@ class _WithoutMemory(TorchDispatchMode):
 
 @contextmanager
 def runnable(model: PreTrainedModel) -> Iterator[None]:
-    """Lets a model run whose weights are still on disk: it has random ones, and of its layers the first few, one of
-    each type among them."""
-    if not on_disk(model):
-        yield
-        return
+    """Lets a model run in evaluation, even if its weights are still on disk: it has random ones then, and of its layers
+    the first few, one of each type among them."""
+    training = model.training
+    model.eval()
+    try:
+        with _few_layers(model) if on_disk(model) else nullcontext():
+            yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _few_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Leaves a model whose weights are on disk the first layers alone, with random weights."""
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or [None]
     num_kept = 1 + max(types.index(kind) for kind in types)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers import AutoModelForSequenceClassification
 
 from common.errors import UsageError
-from common.tasks.encoder import always_mask, load_classifier, word_tokenizer
+from common.tasks.encoder import always_mask, load_encoder, word_tokenizer
 from common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
 from support.small_model import write_encoder, write_model
 
@@ -70,17 +71,17 @@ def test_words() -> None:
 
 def test_pretrained_encoders(tmp_path: Path) -> None:
     write_encoder(tmp_path / "encoder")
-    model, tokenizer = load_classifier(str(tmp_path / "encoder"), NAMES, 64)
+    model, tokenizer = load_encoder(AutoModelForSequenceClassification, str(tmp_path / "encoder"), 64, **NAMES)
     assert model.config.id2label == NAMES["id2label"] and tokenizer.pad_token_id == 0
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
     assert frozen == ["bert.encoder.layer.0.attention.self.key.bias"]
     with pytest.raises(UsageError, match="--max_length 999 exceeds the model's 512 positions: type --max_length 512"):
-        load_classifier(str(tmp_path / "encoder"), NAMES, 999)
+        load_encoder(AutoModelForSequenceClassification, str(tmp_path / "encoder"), 999, **NAMES)
     write_model(tmp_path / "causal", num_positions=64)
     with pytest.raises(UsageError, match="has no token for padding"):
-        load_classifier(str(tmp_path / "causal"), NAMES, 64)
+        load_encoder(AutoModelForSequenceClassification, str(tmp_path / "causal"), 64, **NAMES)
     with pytest.raises(UsageError, match="no encoder there"):
-        load_classifier(str(tmp_path / "nowhere"), NAMES, 64)
+        load_encoder(AutoModelForSequenceClassification, str(tmp_path / "nowhere"), 64, **NAMES)
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert", "Electra", "ModernBert"])
