@@ -73,7 +73,8 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.xdist_group("kubernetes")
-@pytest.mark.parametrize("kind", [pytest.param("Job", marks=pytest.mark.full), "TrainJob"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Job", "TrainJob"])
 def test_what_a_pod_runs_trains(tmp_path: Path, hosts: Hosts, kind: str) -> None:
     """Runs one process per pod for 6 steps, instead of 8 GPUs and the whole training."""
     commands = []

@@ -154,6 +154,7 @@ def submit(cluster: Cluster, folder: Path, arguments: str, *options: str) -> Job
 ARGUMENTS = "--max_steps 600 --log_every 50 --eval_every 600 --lr_schedule constant"
 
 
+@pytest.mark.full
 def test_job_is_stopped_and_goes_on_by_itself(tmp_path: Path, cluster: Cluster, made_once: Callable[..., Run]) -> None:
     job = submit(cluster, tmp_path, ARGUMENTS)
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -32,8 +32,8 @@ def commands_of(text: str) -> list[str]:
 def cases(commands: list[str], others: list[str]) -> list[Any]:
     """Returns `(command, whether it is launched)`.
 
-    `make test` launches the first command of each recipe and forks the others, because test_forking.py launches each
-    config. Of the other pages it forks the first command of each recipe. `make test-full` launches all of them.
+    `make test` launches the README's first command of each recipe and forks its others, because test_forking.py
+    launches each config. `make test-full` launches all.
     """
     found: list[Any] = []
     seen = set()
@@ -41,7 +41,7 @@ def cases(commands: list[str], others: list[str]) -> list[Any]:
         recipe = re.match(r"accelerate launch .*(recipes/\w+\.py)", command)
         is_new, is_first = recipe is None or recipe[1] not in seen, command in commands
         seen.add(recipe and recipe[1])
-        if is_new or is_first:
+        if is_first or recipe is None:
             found.append((command, is_new and (is_first or recipe is None)))
         if not found or found[-1] != (command, True):
             found.append(pytest.param(command, True, marks=pytest.mark.full))

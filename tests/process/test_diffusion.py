@@ -22,6 +22,7 @@ def share_of_right_pictures(run: Run) -> tuple[int, int]:
     return int(percent), int(number)
 
 
+@pytest.mark.full
 def test_exported_model_makes_pictures_of_a_class(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", DIFFUSION, f"{SMALL} --num_pictures 5")
     percent, number = share_of_right_pictures(run)

@@ -1,6 +1,7 @@
 """Promise: the config decides where and how a recipe runs; the result is the same."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ OFTEN = {
     "text classification": ("ddp", "tensor_parallel", "deepspeed_zero3"),
     "embeddings": ("ddp",),
     "experts": ("fsdp2_expert_parallel", "deepspeed_zero2"),
-    "finetune": ("ddp", "pipeline_parallel", "sequence_parallel"),
+    "mnist mlp": ("ddp", "fsdp2_tensor_parallel", "deepspeed_zero2"),
+    "finetune": ("ddp",),
     "diffusion": ("ddp", "tensor_parallel"),
     "preferences": ("ddp",),
     "image classification": ("ddp", "fsdp2"),
@@ -85,9 +87,23 @@ def test_config_gives_the_result_of_one_process(
     assert run.card["num_processes"] == load_config_from_file(str(CONFIGS / f"{config}.yaml")).num_processes
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("num_processes", [1, 2, 4])
-@pytest.mark.parametrize("config", ["ddp", "deepspeed_zero2"])
+DIVISIONS = [
+    ("ddp", 1, 4),
+    ("ddp", 2, 1),
+    ("ddp", 2, 4),
+    ("ddp", 4, 4),
+    ("deepspeed_zero2", 2, 4),
+    ("deepspeed_zero2", 4, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes", "accumulation"),
+    [
+        cell if cell in DIVISIONS else pytest.param(*cell, marks=pytest.mark.full)
+        for cell in product(("ddp", "deepspeed_zero2"), (1, 2, 4), (1, 4))
+    ],
+)
 def test_processes_and_accumulation_only_divide_the_batch(
     tmp_path: Path, reference: Callable[..., Run], config: str, num_processes: int, accumulation: int
 ) -> None:

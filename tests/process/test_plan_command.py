@@ -14,8 +14,6 @@ from support.tool import tool
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory
 
-OFTEN = [("fsdp2", 2)]
-
 
 def of_gloo(plan: Plan) -> float:
     """Bytes that a process sends in a step through gloo, which sums whole tensors where NCCL scatters the sums, and in
@@ -28,12 +26,9 @@ def of_gloo(plan: Plan) -> float:
     return total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("config", "num_processes", "options"),
-    [
-        pytest.param(*run, marks=[] if run[:2] in OFTEN else pytest.mark.full, id=f"{run[0]}-{run[1]}")
-        for run in memory.RUNS
-    ],
+    ("config", "num_processes", "options"), [pytest.param(*run, id=f"{run[0]}-{run[1]}") for run in memory.RUNS]
 )
 def test_a_plan_says_what_processes_hold_and_send(config: str, num_processes: int, options: list[str]) -> None:
     run = config, num_processes, options

@@ -199,6 +199,7 @@ def test_a_record_of_a_script_on_accelerate(verify: Verify) -> None:
     assert against(verify, script)[1]["verdict"] == "bit for bit"
 
 
+@pytest.mark.full
 def test_a_trainer_of_transformers_gives_one_result_or_the_cause(verify: Verify) -> None:
     script = ROOT / "tests" / "scripts" / "trainer.py"
     run, certificate = verified(verify, script, "--accelerate", "--steps", "4")

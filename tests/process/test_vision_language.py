@@ -34,8 +34,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda family: root / family if (root / family).exists() else write(family, root / family)
 
 
-OFTEN = [("qwen2_vl", "fsdp2"), ("smolvlm", "ddp"), ("gemma3", "tensor_parallel"), ("llava", "deepspeed_zero3")]
+OFTEN = [("qwen2_vl", "fsdp2"), ("smolvlm", "ddp")]
 RARE = [
+    *(("gemma3", "tensor_parallel"), ("llava", "deepspeed_zero3")),
     *((family, config) for family in ("qwen2_vl", "qwen2_5_vl", "smolvlm", "llava") for config in
       ("hsdp", "deepspeed_zero2", "fsdp2_tensor_parallel")),
     *((family, config) for family in ("qwen3_vl", "gemma3", "idefics2") for config in
@@ -61,9 +62,8 @@ def test_families_give_the_result_of_one_process(
     assert type(exported) is type(made(family)[0])
 
 
-@pytest.mark.parametrize(
-    ("family", "config"), [("qwen2_vl", "fsdp2"), pytest.param("llava", "deepspeed_zero3", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "config"), [("qwen2_vl", "fsdp2"), ("llava", "deepspeed_zero3")])
 def test_adapters(
     tmp_path: Path, reference: Callable[..., Run], models: Callable[[str], Path], chats: Path, family: str, config: str
 ) -> None:
@@ -89,7 +89,7 @@ def test_a_share_without_pictures_does_not_hang(tmp_path: Path, reference: Calla
     blind = {"messages": [{"role": "user", "content": "no?"}, {"role": "assistant", "content": "no"}], "images": []}
     file = chats.with_name("blind.jsonl")
     file.write_text("\n".join(json.dumps(one) for row in rows for one in (row, blind)))
-    flags = f"{RECIPES['vision language'][1]} --batch_size 4 --max_steps 10 --data {file}"
+    flags = f"{RECIPES['vision language'][1]} --batch_size 4 --max_steps 4 --data {file}"
     run = fork(tmp_path / "run", "fsdp2", VISION_LANGUAGE, f"{flags} --micro_batch_size 1")
     assert_same_result(run, reference(VISION_LANGUAGE, flags))
 
