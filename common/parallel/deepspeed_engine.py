@@ -25,8 +25,9 @@ class DeepSpeedEngine(Engine):
     """Steps through DeepSpeed's engine. The engine holds the weights, averages gradients over processes and
     micro-batches, and clips."""
 
+    model: Any  # DeepSpeed's engine around the module, made by `prepare`
+
     def __init__(self, setup: Setup, model: Any, optimizer: Any):
-        self.engine = model  # DeepSpeed's, made by `prepare`
         super().__init__(setup, model, optimizer)
         self.rounds_weights = self.plan.layout.precision != "float32"  # in bf16, from the start
         self._order, self._first_order = 0, None  # checksums of the order in which gradients arrive
@@ -39,18 +40,18 @@ class DeepSpeedEngine(Engine):
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
-        return self.engine.optimizer.optimizer
+        return self.model.optimizer.optimizer
 
     @property
     def module(self) -> nn.Module:
-        return self.engine.module
+        return self.model.module
 
     def _updated_tensors(self) -> list[Tensor]:
         return [flat for flat, _ in self._flat_states()]
 
     def _after_swap(self) -> None:
         """Copies the weights that the optimizer updates into the model, as DeepSpeed does after a step."""
-        zero = self.engine.optimizer
+        zero = self.model.optimizer
         if hasattr(zero, "update_lp_params"):  # stages 1 and 2
             zero.update_lp_params()
             return
@@ -61,7 +62,7 @@ class DeepSpeedEngine(Engine):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        engine = self.engine
+        engine = self.model
         scale, weight = self._loss_scale(micro_batches)
         self._first_pass(number, micro_batches)
         losses, metrics = [], []
@@ -124,7 +125,7 @@ class DeepSpeedEngine(Engine):
         """Links the optimizer state, with the averages as a slot of it, to the weights. ZeRO-1 and 2 do so in their
         first step, after the first parameter group: the other groups have no state yet and stay without a link
         (DeepSpeed 0.19)."""
-        zero = self.engine.optimizer
+        zero = self.model.optimizer
         if self.ema is not None:
             for flat, state in self._flat_states():
                 state[AVERAGE] = self.ema.averages[flat]
@@ -134,7 +135,7 @@ class DeepSpeedEngine(Engine):
 
     def _flat_states(self) -> list[tuple[Tensor, dict]]:
         """The flat shards that DeepSpeed's inner optimizer updates, each with its optimizer state."""
-        zero = self.engine.optimizer
+        zero = self.model.optimizer
         # The names in stage 3, in stages 1 and 2, and in stage 1 with bf16.
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         flats = next(getattr(zero, name) for name in names if hasattr(zero, name))
@@ -156,7 +157,7 @@ class DeepSpeedEngine(Engine):
         }
         if self.ema is not None:
             slots |= {f"average.{name}": (weight, AVERAGE) for name, weight in weights.items()}
-        zero = self.engine.optimizer
+        zero = self.model.optimizer
         counts_in_numbers = type(zero.optimizer).__module__.startswith("deepspeed")
         for flat, state in self._flat_states():
             for key, (_, slot) in slots.items():
