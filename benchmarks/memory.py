@@ -199,7 +199,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
         "gradients": at_step[-1] - after_first,
         "peak": peak_of(lambda: engine.step(2, [batch], wants_norm=False)),
         "sent": sent_by(lambda: engine.step(3, [batch], wants_norm=False)),
-        "activations": peak_of(lambda: engine.forward_step(engine.model, batch)) - live_bytes(),
+        "activations": peak_of(lambda: engine.forward_step(engine.model, batch, 0)) - live_bytes(),
     }
     if accelerator.is_main_process:
         Path(path).write_text(json.dumps(numbers))

@@ -101,7 +101,7 @@ class Evaluation:
         engine, config = self.engine, self.engine.plan.config
         keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
-            results = evaluate_set(engine, eval_set, poll, keeps)
+            results = evaluate_set(engine, eval_set, poll, keeps, self.state.step)
             if results is None:
                 return None
             means, values = results
@@ -153,7 +153,8 @@ def evaluate_exported(
         check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
         engine = prepare(setup)
-        evaluation = Evaluation(engine, eval_sets, summarize, examples, TrainState(), watch)
+        state = TrainState(step=plan.num_steps)  # the run is done
+        evaluation = Evaluation(engine, eval_sets, summarize, examples, state, watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:
@@ -167,7 +168,7 @@ def evaluate_exported(
 
 @torch.no_grad()
 def evaluate_set(
-    engine: Engine, eval_set: MapDataset, poll: Callable[[], bool], keeps: bool
+    engine: Engine, eval_set: MapDataset, poll: Callable[[], bool], keeps: bool, number: int = 0
 ) -> tuple[Metrics, Examples] | None:
     """(means over an evaluation set, the values of each sample if it `keeps` them); None if `poll` ended it.
 
@@ -188,7 +189,7 @@ def evaluate_set(
             if poll():
                 return None
             seed_forward(plan.config.seed, EVALUATION, plan.row(index), device)
-            values = engine.forward_step(engine.model, batch)
+            values = engine.forward_step(engine.model, batch, number)
             if not keeps and batch_loss is None:  # predictions of many dimensions would fill the memory for nothing
                 values = {name: value for name, value in values.items() if value.ndim == 1}
             weight = batch.get("weight", torch.ones(size, device=device))

@@ -55,7 +55,8 @@ def fit(
         optimizer: over the model's parameters; its learning rates are the peaks of the schedule.
         forward_step: (model, batch) -> metrics, each of shape (batch,), one value per example;
             "loss" is the training loss. If a batch has a "weight" of shape (batch,), such as a
-            number of tokens, all means are weighted by it.
+            number of tokens, all means are weighted by it. With a third argument, `step`, it also gets the number of
+            the optimizer step, from 0, the same under every config; in an evaluation the number of steps taken.
         train_set: map-style dataset of dicts of tensors, or a `Mixture` of several.
         eval_set: the same kind; each sample counts exactly once. Or {name: set}: then the name stands
             before the metrics of each set.
@@ -101,14 +102,16 @@ def fit(
         check_same_start(model, train_set, eval_sets, group)
         check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, optimizer)
-        first = FirstSteps(setup, train_set, checkpoint, group)
-        with first.translated():
-            engine = prepare(first.watching(setup))
+        check = FirstSteps(setup, train_set, checkpoint, group)
+        check.reference()
+        with check.translated():
+            engine = prepare(check.watching(setup))
+        take_step = check.around(engine)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
-        recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, first.facts)
+        recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, check.facts)
         checkpoint.load_rest(engine, recorder.unrecorded)
         evaluation = Evaluation(engine, eval_sets, summarize, examples, state, watch, export)
-        with first, recorder, Saver(engine, this_run, group, watch, export) as saver:
+        with recorder, Saver(engine, this_run, group, watch, export) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:
@@ -117,10 +120,7 @@ def fit(
                 learning_rate = engine.set_learning_rate(plan.learning_rate_factor(state))
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
-                first.before(engine, state.step, micro_batches)
-                reads = plan.reads(state.step + 1) or watch.stop_requested or first.checks(state.step)
-                result = engine.step(state.step, micro_batches, wants_norm=reads)
-                first.after(engine, state.step, result)
+                result = take_step(state.step, micro_batches, plan.reads(state.step + 1) or watch.stop_requested)
                 state.step += 1
                 recorder.add(learning_rate, result)
                 watch.after_step(state.step, result)

@@ -20,7 +20,18 @@ from torch import Tensor, nn
 
 from .command_line import ConfigT, parse
 from .config import RunConfig
-from .data.batches import Batch, CollateFn, Examples, ForwardStep, MapDataset, Metrics, batches, checked_datasets
+from .data.batches import (
+    Batch,
+    CollateFn,
+    Examples,
+    ForwardStep,
+    MapDataset,
+    Metrics,
+    NumberedStep,
+    batches,
+    checked_datasets,
+    numbered,
+)
 from .data.mixture import by_source, of_sources, without_sources
 from .environment import has_gpu, is_true, rank, share_cores, world_size
 from .errors import NonFiniteError, RunError, UsageError
@@ -137,6 +148,7 @@ def fit(  # noqa: C901  # it tells the whole run
     if batch_loss is not None:
         raise UsageError("a batch_loss needs the whole loop: make the project without --minimal")
     forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
+    values_of = numbered(forward_step)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
     layout = Layout(num_processes=world_size(), rank=rank())
     plan = Plan.of(config, layout, len(train_set), schedule, sampler)
@@ -154,7 +166,7 @@ def fit(  # noqa: C901  # it tells the whole run
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * plan.factor_at(step)
         micro_batches = [next(stream) for _ in range(plan.accumulation)]
-        totals += _backward(accelerator, wrapped, forward_step, plan, step, micro_batches)
+        totals += _backward(accelerator, wrapped, values_of, plan, step, micro_batches)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         norm = norm_of(gradients)
         if not math.isfinite(norm):
@@ -173,7 +185,7 @@ def fit(  # noqa: C901  # it tells the whole run
             totals, since, started = torch.zeros_like(totals), step + 1, time.perf_counter()
         if plan.evaluates(step + 1):
             for name, dataset in eval_sets.items():
-                found = _evaluate(accelerator, wrapped, forward_step, plan, dataset, summarize, examples)
+                found = _evaluate(accelerator, wrapped, values_of, plan, step + 1, dataset, summarize, examples)
                 metrics |= {f"{name}/{key}" if name else key: float(value) for key, value in found.items()}
             shown = "  ".join(f"{name} {value:.5g}" for name, value in metrics.items())
             accelerator.print(f"step {step + 1}/{plan.num_steps}  evaluation: {shown}", flush=True)
@@ -184,7 +196,7 @@ def fit(  # noqa: C901  # it tells the whole run
 
 
 def _backward(
-    accelerator: Accelerator, model: Any, forward_step: ForwardStep, plan: Plan, step: int, micro_batches: list[Batch]
+    accelerator: Accelerator, model: Any, values_of: NumberedStep, plan: Plan, step: int, micro_batches: list[Batch]
 ) -> Tensor:
     """Computes the gradient of the mean loss over the global batch. Returns this process's (sum of weight × loss, sum
     of the weights)."""
@@ -195,7 +207,7 @@ def _backward(
     for index, batch in enumerate(micro_batches):
         seed_forward(plan.config.seed, step, plan.row(index), accelerator.device)  # for dropout
         model.require_backward_grad_sync = index == len(micro_batches) - 1  # of DDP: sums the gradients once
-        loss = (forward_step(model, batch)["loss"] * _weights(batch, plan, accelerator)).sum()
+        loss = (values_of(model, batch, step)["loss"] * _weights(batch, plan, accelerator)).sum()
         (loss * scale).backward()
         losses.append(loss.detach())
     return torch.stack([torch.stack(losses).double().sum(), own.double()])
@@ -209,8 +221,9 @@ def _weights(batch: Batch, plan: Plan, accelerator: Accelerator) -> Tensor:
 def _evaluate(
     accelerator: Accelerator,
     model: nn.Module,
-    forward_step: ForwardStep,
+    values_of: NumberedStep,
     plan: Plan,
+    step: int,
     dataset: MapDataset,
     summarize: Callable[[Metrics], Metrics],
     examples: Callable[[Examples], Metrics] | None,
@@ -222,7 +235,7 @@ def _evaluate(
     model.eval()
     for index, batch in enumerate(batches(dataset, samples, accelerator.device, plan.config)):
         seed_forward(plan.config.seed, EVALUATION, plan.row(index), accelerator.device)
-        for name, value in (forward_step(model, batch) | {WEIGHT: _weights(batch, plan, accelerator)}).items():
+        for name, value in (values_of(model, batch, step) | {WEIGHT: _weights(batch, plan, accelerator)}).items():
             rows.setdefault(name, []).append(accelerator.gather(value.contiguous()))
     model.train()
     whole = {name: torch.cat(parts)[:num_samples].cpu() for name, parts in rows.items()}

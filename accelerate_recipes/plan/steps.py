@@ -66,9 +66,10 @@ class DryRun:
             stack.enter_context(processes(number, number - 1 if self.last else 0))
             accelerator = _accelerator(plan.layout)
             if layout.stages > 1:
+                from common.data.batches import numbered
                 from common.parallel import pipeline
 
-                tokens = pipeline._model_arguments(self.forward_step, batches[0])[0]
+                tokens = pipeline._model_arguments(numbered(self.forward_step), batches[0], 0)[0]
                 stack.enter_context(pipeline_with_shapes(tokens))
             for each in (mode, tracker.freed_storages(), tracker):
                 stack.enter_context(each)
@@ -125,7 +126,7 @@ class DryRun:
         passes = plan.accumulation - len(one)  # of a step, beside those of `first`; each does what `more` adds to it
         before, forward = tracker.held, 0
         if plan.layout.stages == 1:
-            values = tracker.noted(lambda: engine.forward_step(engine.model, batches[0]))
+            values = tracker.noted(lambda: engine.forward_step(engine.model, batches[0], 0))
             forward = values[1] - before
         slots = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         slots_per_weight = sum(slot.nbytes for slot in slots) / sum(weight.nbytes for weight in trained)

@@ -51,12 +51,13 @@ def evidence(
     model.train()
 
     seeds, device = _of_the_recipe("seeds"), torch.device("cpu")
+    values_of = _of_the_recipe("data.batches").numbered(forward_step)
 
     def values(given: Any) -> Any:
         seeds.seed_forward(0, 0, 0, device)
         before = seeds.generator_states(device)
         with torch.no_grad():
-            returned = forward_step(model, given)
+            returned = values_of(model, given, 0)
         found["draws"] = seeds.generator_states(device) != before
         return returned
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..parallel.engine import Engine
 from ..parallel.parts import local, range_of
 from ..plan import Plan
-from .alone import Step
 from .sketch import Sketch
+from .trace import Step
 
 TOLERANCE = 1e-5
 # ("value", its name), ("eval", its name), ("norm", ""), ("weight", its name), ("replica", name of a weight)
@@ -50,13 +50,13 @@ def _value_gaps(
             return {(kind, next(iter(values.keys() ^ expected.keys()))): Gap(math.inf, text)}
         for name, value in values.items():
             value, other = value.reshape(len(value), -1), expected[name].reshape(len(value), -1)
-            norms = other.norm(dim=1)
-            sizes = (value - other).norm(dim=1) / norms.clamp(min=max(float(norms.mean()), 1e-30))
-            sizes[(value == other).all(1)] = 0.0  # also infinities
+            is_equal = (value == other) | (value.isnan() & other.isnan())  # also infinities
+            distances, norms = (value - other).masked_fill(is_equal, 0.0), other.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
+            sizes = distances.norm(dim=1) / norms.clamp(min=max(float(norms.mean()), 1e-30))
             at = int(sizes.nan_to_num(math.inf).argmax())
             size = float(sizes.nan_to_num(math.inf)[at])
             if size > gaps.get((kind, name), Gap(-1.0)).size:
-                element = int((value - other)[at].abs().nan_to_num(math.inf).argmax())
+                element = int(distances[at].abs().nan_to_num(math.inf).argmax())
                 text = (
                     f'"{name}" of sample {ids[row][at]}{when} is {float(value[at, element]):.7g} in process {rank}, '
                     f"{float(other[at, element]):.7g} on one process"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import Batch, ForwardStep
+from ..data.batches import Batch, NumberedStep
 from ..errors import UsageError
 from ..parallel.batch_loss import Values
 from ..parallel.engine import evaluating
@@ -25,12 +25,16 @@ class FirstPass:
         written: names of the weights and buffers that it changes.
         draws_for_batches: whether `__getitems__` or the `collate_fn` draws.
         mixes: names of the values of `forward_step` that depend on the other samples of the micro-batch.
+        keeps: names of variables and numbers that `forward_step` or a layer changes at each call.
+        own_generators: names of the generators that it draws from, beside those of Python, NumPy and torch.
     """
 
     draws: bool = False
     draws_for_batches: bool = False
     written: list[str] = field(default_factory=list)
     mixes: list[str] = field(default_factory=list)
+    keeps: list[str] = field(default_factory=list)
+    own_generators: list[str] = field(default_factory=list)
 
     @contextmanager
     def watched(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
@@ -84,7 +88,7 @@ class FirstPass:
             for hook in hooks:
                 hook.remove()
 
-    def compare_half(self, whole: Values, model: nn.Module, step: ForwardStep, batch: Batch) -> None:
+    def compare_half(self, whole: Values, model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> None:
         """Finds values that depend on the other samples of a micro-batch, by a pass of its first half alone.
 
         Args:
@@ -92,21 +96,21 @@ class FirstPass:
         """
         size, states = len(next(iter(batch.values()))) // 2, []
 
-        def noted(model: nn.Module, batch: Batch) -> Values:
+        def noted(model: nn.Module, batch: Batch, number: int) -> Values:
             device = next(value.device for value in batch.values() if isinstance(value, Tensor))
             states.append(generator_states(device))
-            values = step(model, batch)
+            values = values_of(model, batch, number)
             states.append(generator_states(device))
             return values
 
         try:
-            half = evaluated(model, noted, {name: value[:size] for name, value in batch.items()})
+            half = evaluated(model, noted, {name: value[:size] for name, value in batch.items()}, number)
         except Exception:  # a model that cannot take half a batch
             return
         if states[0] != states[1]:  # noise belongs to the micro-batch, which another line says
             return
         for name, value in half.items():
-            if not torch.allclose(whole[name][:size].double(), value.double(), rtol=1e-3, atol=1e-6):
+            if not torch.allclose(whole[name][:size].double(), value.double(), 1e-3, 1e-6, equal_nan=True):
                 self.mixes.append(name)
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
@@ -114,6 +118,12 @@ class FirstPass:
         size = plan.micro_batch_size
         if size == plan.config.batch_size:
             return
+        if self.keeps:
+            say(
+                f"forward_step changes {self.keeps[0]} at each call: the result depends on how often it is called, and "
+                "so on the number of processes and on --micro_batch_size; let it have a third argument, step, which is "
+                "the number of the optimizer step"
+            )
         if self.draws:
             say(
                 "the forward pass draws random numbers, as dropout does: they depend on --micro_batch_size, here "
@@ -130,7 +140,7 @@ class FirstPass:
                 f"{plan.config.batch_size} samples at a time: the result depends on the number of processes; to avoid "
                 "that, use GroupNorm or LayerNorm"
             )
-        if self.mixes:
+        if self.mixes and not self.own_generators:
             say(
                 f'"{self.mixes[0]}" of a sample depends on the other samples of its micro-batch, here {size} of '
                 f"{plan.config.batch_size}: the result depends on the number of processes and on --micro_batch_size; "
@@ -139,13 +149,13 @@ class FirstPass:
 
 
 @torch.no_grad()
-def evaluated(model: nn.Module, forward_step: ForwardStep, batch: Batch) -> Values:
+def evaluated(model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> Values:
     """What `forward_step` returns in evaluation. Neither the batch nor a generator changes."""
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
     with _no_new_weights(model), evaluating(model), kept_generators(device):
         seed_forward(0, EVALUATION, 0, device)
-        return forward_step(model, kept)
+        return values_of(model, kept, number)
 
 
 @contextmanager

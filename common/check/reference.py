@@ -1,25 +1,24 @@
 """What the main process does before `prepare`, while the model is whole: it takes the first steps alone."""
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import psutil
 import torch
 from torch import nn
 
-from ..checkpoint.resume import Checkpoint, FreshStart
 from ..parallel.on_disk import held_whole
 from ..parallel.setup import Setup
-from .alone import Alone, Step, sketches
-from .copies import NotChecked, kept_optimizer
+from .alone import Alone, sketches
+from .first_pass import FirstPass
+from .kept import Changes, NotChecked
 from .sketch import Sketch
+from .trace import Step
 
-# Rounding errors by which the weights are moved, until the differences are explained. Few elements of a large weight
-# take another way under Adam: with one rounding error often none, where the run has some.
-ROUNDINGS = (4, 8, 2, 1)
-LARGE = 100_000_000  # bytes of weights: a model whose steps are repeated while the memory of training is still free
+# Rounding errors by which the weights are moved to measure noise. A few elements of a weight take another way under
+# Adam: with one rounding error often none, where the run has some. A large weight has many elements.
+ROUNDINGS = (8, 4)
+LARGE = 100_000_000  # bytes of weights from which on one measurement is enough
 
 
 @dataclass
@@ -35,16 +34,15 @@ class Moved:
     start: dict[str, Sketch]
 
     @classmethod
-    def taken(cls, alone: Alone, numbers: Sequence[int], roundings: int) -> "Moved":
+    def taken(cls, alone: Alone, numbers: range, roundings: int) -> "Moved":
         """Takes these steps, from weights that are moved by so many rounding errors."""
         start: dict[str, Sketch] = {}
-        is_low = alone.setup.plan.layout.precision != "float32"
 
         def move(model: nn.Module) -> None:
-            _move_by_rounding(model, roundings, is_low)
+            _move_by_rounding(model, roundings, alone.is_low)
             start.update(sketches(model))
 
-        return cls(alone.steps(numbers, move), start)
+        return cls(alone.steps(numbers, None, move), start)
 
 
 @torch.no_grad()
@@ -60,25 +58,27 @@ def _move_by_rounding(model: nn.Module, roundings: int, is_low: bool) -> None:
 
 @dataclass
 class Reference:
-    """The first steps of one process.
+    """The first steps of one process, from the start of the run.
 
     Attributes:
-        alone: repeats them, with copies of model and optimizer from before the first step.
         initial: {name: parameter or buffer before the first step}.
         steps: {number: what the step did}.
-        moved: {rounding errors: the steps from weights that are moved by so many}.
-        repeated: the steps once more, by the copies, if they had to be repeated.
+        moved: the steps from weights that are moved by rounding errors.
+        sharing: {name of a weight: (its name, the name of another weight with the same data)}.
+        is_low: whether a layer computes with fewer bits than float32.
+        changes: what they changed in the recipe's objects, before it was given back.
     """
 
-    alone: Alone
     initial: dict[str, Sketch]
     steps: dict[int, Step]
-    moved: dict[int, Moved] = field(default_factory=dict)
-    repeated: dict[int, Step] | None = None
+    moved: list[Moved]
+    sharing: dict[str, tuple[str, str]]
+    is_low: bool
+    changes: Changes = field(default_factory=Changes)
 
 
-def take_reference(alone: Alone, checkpoint: Checkpoint | FreshStart, numbers: range) -> Reference:
-    """Takes the steps with these numbers, from a checkpoint whose weights are loaded. Restores model and optimizer.
+def take_reference(alone: Alone, numbers: range, first_pass: FirstPass) -> Reference:
+    """Takes the steps with these numbers. Model, optimizer and the recipe's functions are afterwards as before.
 
     Raises:
         NotChecked: the check is not possible.
@@ -86,25 +86,36 @@ def take_reference(alone: Alone, checkpoint: Checkpoint | FreshStart, numbers: r
     """
     setup = alone.setup
     _check_possible(setup, is_resumed=numbers[0] > 0)
+    num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     try:
-        with held_whole(setup.model), kept_optimizer(setup.model, setup.optimizer):
-            checkpoint.load_optimizer(setup.model, setup.optimizer)
-            steps, moved = alone.steps(numbers), dict[int, Moved]()
-            if sum(weight.nbytes for weight in setup.model.parameters()) > LARGE:
-                with suppress(NotChecked, torch.OutOfMemoryError, MemoryError):
-                    moved[ROUNDINGS[0]] = Moved.taken(replace(alone, first_pass=None), numbers, ROUNDINGS[0])
-            return Reference(alone.twin(), sketches(setup.model), steps, moved)
+        with held_whole(setup.model):
+            initial = sketches(setup.model)
+            sharing = _sharing(setup.model)
+            steps = alone.steps(numbers, first_pass)
+            roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
+            moved = [Moved.taken(alone, numbers, number) for number in roundings]
     except (torch.OutOfMemoryError, MemoryError):
         raise NotChecked("one device has too little memory for the whole model") from None
+    assert alone.changes is not None
+    return Reference(initial, steps, moved, sharing, alone.is_low, alone.changes)
+
+
+def _sharing(model: nn.Module) -> dict[str, tuple[str, str]]:
+    first: dict[int, str] = {}
+    pairs: dict[str, tuple[str, str]] = {}
+    for name, weight in model.named_parameters():
+        other = first.setdefault(weight.data_ptr(), name)
+        if other != name:
+            pairs[name] = pairs[other] = (other, name)
+    return pairs
 
 
 def _check_possible(setup: Setup, is_resumed: bool) -> None:
     """Raises NotChecked for fp16 and for a model that leaves no room for the copies."""
     device = setup.accelerator.device
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
-    # A copy of the weights for the replays; on the CPU also the weights, gradients and two slots of an optimizer.
-    num_loaded = 4 if is_resumed else 0  # the optimizer state of a checkpoint, twice
-    needed = num_bytes * (1 + num_loaded + (4 if device.type == "cpu" else 0))
+    # On the CPU: a copy of the weights, gradients and two slots of an optimizer; anywhere the state of a checkpoint.
+    needed = num_bytes * ((4 if device.type == "cpu" else 0) + (2 if is_resumed else 0))
     on_device = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
     reason = why_not_checked(setup.plan.layout.precision, num_bytes, on_device)
     if reason is None and needed > psutil.virtual_memory().available:

@@ -1,5 +1,6 @@
 """The interface of a dataset, and batches on the device."""
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
@@ -17,8 +18,9 @@ from ..seeds import CPU, generator_states, seed_batch, seed_sample
 MAX_BYTES_ON_DEVICE = 2**30  # larger datasets stay in the CPU's memory
 
 Batch = dict[str, torch.Tensor]
-# (model, batch) -> metrics. The model is Any because a pipeline passes a function in its place.
-ForwardStep = Callable[[Any, Batch], dict[str, torch.Tensor]]
+# (model, batch) or (model, batch, number of the optimizer step) -> metrics. A pipeline passes a function as the model.
+ForwardStep = Callable[..., dict[str, torch.Tensor]]
+NumberedStep = Callable[[Any, Batch, int], dict[str, torch.Tensor]]  # what the loop calls
 CollateFn = Callable[[list[Any]], Batch]
 Metrics = dict[str, float]
 Examples = dict[str, torch.Tensor]  # {name: values of `forward_step` for all samples of an evaluation set}
@@ -88,6 +90,19 @@ class Collated(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
+
+
+def numbered(forward_step: ForwardStep) -> NumberedStep:
+    """`forward_step` as the loop calls it. It gets the number of the optimizer step if it has a third argument that is
+    called `step`, or that has no default."""
+    try:
+        third = [*inspect.signature(forward_step).parameters.values()][2:3]
+    except ValueError:  # of a function in C
+        third = []
+    for each in third:
+        if each.kind is each.POSITIONAL_OR_KEYWORD and (each.name == "step" or each.default is each.empty):
+            return forward_step
+    return lambda model, batch, number: forward_step(model, batch)
 
 
 def checked_datasets(

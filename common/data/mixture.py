@@ -3,6 +3,7 @@
 import itertools
 from bisect import bisect_right
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -77,20 +78,21 @@ class Mixture(Dataset):
         """A `forward_step` that returns each metric of each source, too: "loss@a" is 0 for a sample of another source.
         `of_sources` makes means of them."""
 
-        def step(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-            values = forward_step(model, {name: value for name, value in batch.items() if name != SOURCE})
+        @wraps(forward_step)  # its signature says whether it wants the number of the step
+        def with_sources(model: Any, batch: Batch, *number: int) -> dict[str, torch.Tensor]:
+            values = forward_step(model, {name: value for name, value in batch.items() if name != SOURCE}, *number)
             source = batch.get(SOURCE, torch.tensor(-1))  # an evaluation set may be no mixture
             # Not classes, which have no mean.
             metrics = {
                 k: value.detach() for k, value in values.items() if value.ndim == 1 and value.is_floating_point()
             }
-            for number, name in enumerate(self.names) if "loss" in values else ():  # not with a batch_loss
-                share = (source == number).to(values["loss"]).expand(len(values["loss"]))
+            for place, name in enumerate(self.names) if "loss" in values else ():  # not with a batch_loss
+                share = (source == place).to(values["loss"]).expand(len(values["loss"]))
                 values[f"{SHARE}{OF}{name}"] = share
                 values |= {f"{kind}{OF}{name}": value * share for kind, value in metrics.items()}
             return values
 
-        return step
+        return with_sources
 
 
 def parts_of(*datasets: Any) -> list[Any]:

@@ -37,6 +37,7 @@ from ..parallel.kinds import KINDS, layout_of, wrapper_of
 from ..plan import split_batch
 from .checks import launch_checks
 from .machines import agreement, store_number
+from .observed import ObservedAccelerator
 
 KINDS_OF_ACCELERATE = {kind.distributed_type for kind in KINDS}
 
@@ -69,7 +70,7 @@ def start(config: RunConfig) -> Accelerator:
         wrapper_of(layout).run_on_gpus()
     try:
         with mesh_of_accelerate(layout):
-            accelerator = Accelerator(
+            accelerator = ObservedAccelerator(
                 log_with=trackers,
                 project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
                 kwargs_handlers=[

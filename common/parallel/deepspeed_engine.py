@@ -68,7 +68,9 @@ class DeepSpeedEngine(Engine):
         losses, metrics = [], []
         for index, batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            loss, others = self._forward(number, index, batch)
+            self._seed(number, index)
+            values = self.forward_step(engine, batch, number)
+            loss, others = self._loss(number, index, batch, values)
             self._order = 0
             engine.backward(loss * (scale * len(micro_batches)))
             self._check_order()

@@ -55,7 +55,7 @@ class Engine(EngineState):
 
     rounds_weights = False
 
-    def __init__(self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer):
+    def __init__(self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer | torch.optim.Optimizer):
         self.accelerator, self.model, self.optimizer, self.plan = setup.accelerator, model, optimizer, setup.plan
         forward_step, self.batch_loss = setup.checked_functions()
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
@@ -76,18 +76,41 @@ class Engine(EngineState):
         batch has one. The number of processes and micro-batches does not change it. A step whose gradient norm is
         known and not finite leaves the weights as they were.
         """
+        config, scaler = self.plan.config, self.accelerator.scaler
         scale, weight = self._loss_scale(micro_batches)
         self._first_pass(number, micro_batches)
         losses, metrics = [], []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             with nullcontext() if is_last else self._no_sync():
-                loss, others = self._forward(number, index, batch)
-                self._backward(loss, scale.to(loss))
+                self._seed(number, index)
+                values = self.forward_step(self.model, batch, number)
+                loss, others = self._loss(number, index, batch, values)
+                if scaler is None:
+                    loss.backward(gradient=scale.to(loss))  # loss * scale takes one operation more
+                else:
+                    self.accelerator.backward(loss, gradient=scale.to(loss))
             losses.append(loss.detach())
             metrics.append(others)
-        grad_norm = self._clip() if self.plan.config.max_grad_norm or wants_norm else None
-        skipped = self._update(number, grad_norm)
+        weights, grad_norm = self._updated_tensors(), None
+        if config.max_grad_norm or wants_norm:
+            if scaler is not None:
+                self.accelerator.unscale_gradients(self.optimizer)
+            # Like torch's clip_grad_norm_, but accurate for large weights, and for several device meshes.
+            gradients = [weight.grad for weight in weights if weight.grad is not None]
+            grad_norm = norm_over_processes(gradients)
+            if config.max_grad_norm:
+                clip([local(gradient) for gradient in gradients], grad_norm, config.max_grad_norm)
+        seed_forward(config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
+        if scaler is None:  # Accelerate's wrapper only adds time to a step
+            step_if_finite(self._own_optimizer, grad_norm)
+        else:
+            self.optimizer.step()
+        for each in weights:  # as zero_grad, in a fifth of the time
+            each.grad = None
+        skipped = scaler is not None and getattr(self.optimizer, "step_was_skipped", False)
+        if self.ema is not None and not skipped:
+            self.ema.update()
         return StepResult(losses, weight, grad_norm, skipped, metrics)
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
@@ -100,7 +123,7 @@ class Engine(EngineState):
         # Processes with the same samples count equally often in num_processes and in the sum.
         total = self.accelerator.reduce(weight, "sum")
         # A total of 0 has losses of 0; divided by it, they would not be numbers.
-        return self.accelerator.num_processes / total.where(total > 0, 1), weight
+        return plan.layout.num_processes / total.where(total > 0, 1), weight
 
     def _first_pass(self, number: int, micro_batches: Sequence[Batch]) -> None:
         """With a `batch_loss`, finds the shares of these micro-batches in the loss of the global batch. One micro-batch
@@ -110,36 +133,28 @@ class Engine(EngineState):
 
         def forward(index: int, batch: Batch) -> dict[str, Tensor]:
             self._seed(number, index)
-            return self.forward_step(self.model, batch)
+            return self.forward_step(self.model, batch, number)
 
         values = first_pass(forward, micro_batches, len(micro_batches), self.module)
         whole = {name: gathered(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
         shares = self.batch_loss.shares(whole, number)
         self.shares = [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]
 
-    def _forward(self, number: int, index: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of weight × loss, 0-dim, and the other metrics of this process's micro-batch `index` in a step."""
-        self._seed(number, index)
-        values = metrics = self.forward_step(self.model, batch)
+    def _loss(
+        self, number: int, index: int, batch: Batch, values: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of weight × loss, 0-dim, and the other metrics of this process's micro-batch `index` in a step, from
+        the values of `forward_step`."""
         if self.shares:
-            metrics = self.shares[index].metrics
-        elif self.batch_loss is not None:
-            metrics = self.batch_loss(values, number)
-        loss = weighted_sum(metrics["loss"], batch)
-        if self.shares:
-            loss = loss + self.shares[index].connection(values)
-        return loss, weighted_metrics(metrics, batch)
+            share = self.shares[index]
+            loss = weighted_sum(share.metrics["loss"], batch) + share.connection(values)
+            return loss, weighted_metrics(share.metrics, batch)
+        metrics = values if self.batch_loss is None else self.batch_loss(values, number)
+        return weighted_sum(metrics["loss"], batch), weighted_metrics(metrics, batch)
 
     def _seed(self, number: int, index: int) -> None:
         """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
         seed_forward(self.plan.config.seed, number, self.plan.row(index), self.accelerator.device)
-
-    def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        """Adds the gradient of scale × loss to the weights' gradients; loss * scale takes one operation more."""
-        if self.accelerator.scaler is None:
-            loss.backward(gradient=scale)  # accelerator.backward adds a division by 1
-        else:
-            self.accelerator.backward(loss, gradient=scale)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -155,33 +170,6 @@ class Engine(EngineState):
             sum_over_replicas(False)
             yield
             sum_over_replicas(True)
-
-    def _clip(self) -> Tensor:
-        """Clips the gradient of the whole model to `--max_grad_norm`, unless that is 0; returns the norm before.
-
-        Like torch's `clip_grad_norm_`, but accurate for large weights, and for several device meshes.
-        """
-        self.accelerator.unscale_gradients(self.optimizer)
-        gradients = [weight.grad for weight in self._updated_tensors() if weight.grad is not None]
-        norm = norm_over_processes(gradients)
-        if max_norm := self.plan.config.max_grad_norm:
-            clip([local(gradient) for gradient in gradients], norm, max_norm)
-        return norm
-
-    def _update(self, number: int, grad_norm: Tensor | float | None) -> bool:
-        """Lets the optimizer change the weights, unless the norm is not finite, and drops the gradients. Returns
-        whether a loss scaler skipped the step."""
-        seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
-        if self.accelerator.scaler is not None:
-            self.optimizer.step()
-        else:  # Accelerate's wrapper only adds time to a step
-            _step_if_finite(self._own_optimizer, grad_norm)
-        for parameter in self._updated_tensors():  # as zero_grad, in a fifth of the time
-            parameter.grad = None
-        skipped = self.accelerator.scaler is not None and self.optimizer.step_was_skipped
-        if self.ema is not None and not skipped:
-            self.ema.update()
-        return skipped
 
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""
@@ -205,7 +193,7 @@ def _set_training(model: nn.Module, training: bool) -> None:
     model.training = training  # a wrapper may forward train() without setting its own flag
 
 
-def _step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float | None) -> None:
+def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float | None) -> None:
     """Takes a step of an optimizer, unless the norm of the gradient is known and not finite.
 
     To read the norm would stall a GPU. There fused kernels look at it, as torch's loss scaler lets them; another

@@ -23,7 +23,7 @@ class EngineState:
     Attributes:
         accelerator: from `start(config)`.
         model: as the engine's kind of parallelism wrapped it.
-        optimizer: as Accelerate wrapped it.
+        optimizer: as Accelerate wrapped it, or the recipe's own.
         plan: of the run.
         ema: the moving average of the weights; None without `--ema_decay`.
         numbers: what the optimizer keeps beside tensors.
@@ -31,7 +31,7 @@ class EngineState:
 
     accelerator: Accelerator
     model: nn.Module
-    optimizer: AcceleratedOptimizer
+    optimizer: AcceleratedOptimizer | torch.optim.Optimizer
     plan: Plan
     ema: EMA | None
     numbers: Numbers
@@ -45,7 +45,8 @@ class EngineState:
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that the recipe made, without wrappers."""
-        return self.optimizer.optimizer
+        wrapped = self.optimizer
+        return wrapped.optimizer if isinstance(wrapped, AcceleratedOptimizer) else wrapped
 
     def _updated_tensors(self) -> list[Tensor]:
         """The weights, or shards of weights, that this process's optimizer updates."""
@@ -90,7 +91,7 @@ class EngineState:
             holders = self._holders(name)
             # Buffers may differ between processes: DDP uses those of the first.
             parts += parts_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
-            for slot, value in self.optimizer.optimizer.state.get(tensor, {}).items():
+            for slot, value in self._own_optimizer.state.get(tensor, {}).items():
                 if value is not None and not isinstance(value, Tensor):
                     value = as_tensor(type(self._own_optimizer).__name__, slot, value)
                 if value is not None:
@@ -105,7 +106,7 @@ class EngineState:
 
     def load_parts(self, reader: TensorReader) -> None:
         """Restores the optimizer state and the moving averages. The weights were loaded before `prepare`."""
-        load_optimizer(self.optimizer.optimizer, self.saved_tensors(), reader)
+        load_optimizer(self._own_optimizer, self.saved_tensors(), reader)
         for name, weight in self.saved_tensors().items():
             if self.ema is not None and f"average.{name}" in reader.tensors:
                 self.ema.averages[weight] = placed_like(weight, reader, f"average.{name}")

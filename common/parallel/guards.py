@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..cpu_group import CpuGroup
-from ..data.batches import Batch, ForwardStep, MapDataset, fetch
+from ..data.batches import Batch, ForwardStep, MapDataset, NumberedStep, fetch, numbered
 from ..errors import UsageError
 from .on_disk import first_elements
 
@@ -28,14 +28,15 @@ def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optim
         )
 
 
-def checked(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> ForwardStep:
+def checked(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> NumberedStep:
     """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
     calls return the same names. Orders the names, so that all processes sum up the same metrics. With a `batch_loss`,
     the values may have more dimensions, of the same sizes in all calls."""
     shapes: dict[str, torch.Size] = {}
+    values_of = numbered(forward_step)
 
-    def step(model: Any, batch: Batch) -> dict[str, Tensor]:
-        values = forward_step(model, batch)
+    def checked_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
+        values = values_of(model, batch, number)
         if has_batch_loss:
             _check_values(values, size)
         else:
@@ -57,7 +58,30 @@ def checked(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) 
                 )
         return {name: values[name] for name in shapes}
 
-    return step
+    return checked_values
+
+
+def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> NumberedStep:
+    """Wraps `forward_step` to raise UsageError if the set of weights that want a gradient changes: the processes learn
+    it when they wrap the model, and would not exchange the gradients of other weights."""
+    layers = [layer._parameters for layer in model.modules() if layer._parameters]
+
+    def trained() -> list[bool]:
+        return [weight.requires_grad for layer in layers for weight in layer.values() if weight is not None]
+
+    first = trained()
+
+    def same_weights(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
+        values = values_of(model, batch, number)
+        if torch.is_grad_enabled() and trained() != first:
+            raise UsageError(
+                f"the weights that want a gradient are not those of the start in step {number + 1}, and the processes "
+                "would not exchange the gradients of new ones: set requires_grad before fit, and train each phase in a "
+                "run of its own, or type --config_file accelerate_configs/single.yaml"
+            )
+        return values
+
+    return same_weights
 
 
 def check_metrics(values: Any, size: int, source: str) -> None:

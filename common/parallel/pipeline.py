@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..config import RunConfig
-from ..data.batches import Batch, ForwardStep
+from ..data.batches import Batch, NumberedStep
 from ..environment import is_true
 from ..errors import UsageError
 from ..layout import Layout
 from ..norms import clip, norm_of
 from ..plan import Plan
-from .engine import Engine, StepResult, weighted_sum
+from ..seeds import UPDATE, seed_forward
+from .engine import Engine, StepResult, step_if_finite, weighted_sum
 from .kind import Kind, Seen
 from .on_disk import fill
 from .setup import Setup, choose_fused_kernels, compile_if_asked
@@ -89,7 +90,7 @@ def _check_named(named: dict[str, Any]) -> None:
         )
 
 
-def _model_arguments(forward_step: ForwardStep, batch: Batch) -> tuple[Any, ...]:
+def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int) -> tuple[Any, ...]:
     """The arguments with which `forward_step` calls the model. A stand-in records them and returns zero losses. Raises
     UsageError for arguments that the stages cannot pass on."""
     noted: list[tuple[Any, ...]] = []
@@ -100,7 +101,7 @@ def _model_arguments(forward_step: ForwardStep, batch: Batch) -> tuple[Any, ...]
         return torch.zeros(len(args[0]), device=args[0].device)
 
     with torch.no_grad():
-        forward_step(stand_in, batch)
+        forward_step(stand_in, batch, number)
     if len(noted) != 1:
         raise UsageError(
             f"forward_step calls the model {len(noted)} times, but a pipeline has one pass: call it once, or type "
@@ -168,12 +169,18 @@ class Pipeline(nn.Module):
         return result
 
     def backward(
-        self, forward_step: ForwardStep, micro_batches: Sequence[Batch], scale: Tensor, seed: Callable[[int], None]
+        self,
+        forward_step: NumberedStep,
+        number: int,
+        micro_batches: Sequence[Batch],
+        scale: Tensor,
+        seed: Callable[[int], None],
     ) -> list[Tensor]:
         """Accumulates the gradient of scale × the sum of the losses.
 
         Args:
-            forward_step: as for `fit`.
+            forward_step: of the engine.
+            number: of the optimizer step.
             micro_batches: of this step.
             scale: 0-dim.
             seed: called before the forward pass of each micro-batch, with its index.
@@ -181,11 +188,12 @@ class Pipeline(nn.Module):
         Returns:
             The sum of the losses of each micro-batch, 0-dim, in the last stage; zeros in the others.
         """
-        self._forward_step, self._micro_batches, self._scale, self._seed = forward_step, micro_batches, scale, seed
+        self._forward_step, self._number, self._seed = forward_step, number, seed
+        self._micro_batches, self._scale = micro_batches, scale
         self._sums = [torch.zeros((), device=self.device) for _ in micro_batches]
         inputs, target = [], None
         if self.is_first:
-            tokens = [_model_arguments(forward_step, batch)[0] for batch in micro_batches]
+            tokens = [_model_arguments(forward_step, batch, number)[0] for batch in micro_batches]
             if len({rows.shape for rows in tokens}) > 1:
                 raise UsageError("a pipeline needs samples of one length: let the collate_fn pad all to the same")
             inputs = [torch.cat(tokens)]
@@ -240,7 +248,7 @@ class Pipeline(nn.Module):
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         number = int(target)
         batch = self._micro_batches[number]
-        losses = self._forward_step(lambda *args: self.model.losses(output, *args), batch)["loss"]
+        losses = self._forward_step(lambda *args: self.model.losses(output, *args), batch, self._number)["loss"]
         total = weighted_sum(losses, batch)
         self._sums[number] = total.detach()
         return total * self._scale
@@ -280,9 +288,14 @@ class PipelineEngine(Engine):
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         max_norm = self.plan.config.max_grad_norm
         scale, weight = self._loss_scale(micro_batches)
-        losses = self.pipeline.backward(self.forward_step, micro_batches, scale, partial(self._seed, number))
+        losses = self.pipeline.backward(self.forward_step, number, micro_batches, scale, partial(self._seed, number))
         grad_norm = self.pipeline.clip(max_norm or torch.inf) if max_norm or wants_norm else None
-        self._update(number, grad_norm)
+        seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
+        step_if_finite(self._own_optimizer, grad_norm)
+        for updated in self._updated_tensors():
+            updated.grad = None
+        if self.ema is not None:
+            self.ema.update()
         return StepResult(losses, weight if self.pipeline.is_last else 0.0, grad_norm)
 
     def _holders(self, name: str) -> range:

@@ -8,10 +8,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..data.batches import ForwardStep
+from ..data.batches import ForwardStep, NumberedStep
 from ..plan import Plan
 from .batch_loss import BatchLoss, BatchLossFn
-from .guards import checked
+from .guards import checked, knows_what_is_trained
 from .parts import is_divided, local
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
@@ -37,11 +37,13 @@ class Setup:
     forward_step: ForwardStep
     plan: Plan
     batch_loss: BatchLossFn | None = None
-    watched: Callable[[ForwardStep], ForwardStep] | None = None
+    watched: Callable[[NumberedStep], NumberedStep] | None = None
 
-    def checked_functions(self) -> tuple[ForwardStep, BatchLoss | None]:
+    def checked_functions(self) -> tuple[NumberedStep, BatchLoss | None]:
         """(forward_step, batch_loss), which raise UsageError for wrong results."""
         forward_step = checked(self.forward_step, self.plan.micro_batch_size, self.batch_loss is not None)
+        if self.plan.layout.num_processes > 1:
+            forward_step = knows_what_is_trained(self.model, forward_step)
         if self.batch_loss is None:
             return forward_step, None
         return forward_step, BatchLoss(self.batch_loss, self.plan, self.accelerator.device)

@@ -1,0 +1,165 @@
+"""Notes what an engine does in its steps: the same for all processes and for one process alone."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batches import Batch, NumberedStep, numbered
+from ..parallel.engine import Engine, StepResult
+from ..parallel.guards import check_all_used
+from ..parallel.parts import is_divided
+from ..parallel.setup import Setup
+from .first_pass import FirstPass, evaluated
+from .sketch import Sketch
+
+Outputs = dict[str, tuple[tuple[int, ...], float]]  # {module: (shape, norm) of its output}
+
+
+@dataclass
+class Step:
+    """What an optimizer step did, as far as it is compared.
+
+    Attributes:
+        values: {micro-batch: {name: what `forward_step` or `batch_loss` returned, float64 on the CPU, of shape
+            (micro_batch, ...)}}.
+        evaluated: what `forward_step` returned in evaluation, before the first step, for the first micro-batch.
+        samples: {micro-batch: {name: a checksum for each sample}}.
+        grad_norm: as in StepResult.
+        weights: {name: parameter or buffer after the step}; of one process alone.
+        gradients: {name: gradient that the optimizer gets}; of one process alone.
+        parts: {(name of a weight, range): (a sum, norm) of this process's part}; of several processes.
+        outputs: of the first micro-batch of the first step, in the main process.
+    """
+
+    values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    evaluated: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    samples: dict[int, dict[str, list[int]]] = field(default_factory=dict)
+    grad_norm: float = math.nan
+    weights: dict[str, Sketch] = field(default_factory=dict)
+    gradients: dict[str, Sketch] = field(default_factory=dict)
+    parts: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    outputs: Outputs = field(default_factory=dict)
+
+
+class Observer:
+    """Notes what an engine does.
+
+    Args:
+        first_pass: filled by the first forward pass of a first step; None if something else has filled it.
+        compares_half: whether it also compares a micro-batch with half of it.
+
+    Attributes:
+        is_low: whether a layer computed with fewer bits than float32.
+    """
+
+    def __init__(self, first_pass: FirstPass | None, compares_half: bool = False):
+        self.first_pass, self.is_low, self._compares_half = first_pass, False, compares_half
+        self._own: Step | None = None  # what the step has done so far
+
+    def watching(self, setup: Setup) -> Setup:
+        """The setup of an engine that this object can watch."""
+        self._unchecked = numbered(setup.forward_step)
+        return replace(setup, watched=self._watched)
+
+    def _watched(self, values_of: NumberedStep) -> NumberedStep:
+        def watched_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
+            if self._own is None:
+                return values_of(model, batch, number)
+            return self._noted(values_of, model, batch, number)
+
+        return watched_values
+
+    def step(
+        self, engine: Engine, number: int, micro_batches: Sequence[Batch], is_first: bool
+    ) -> tuple[Step, StepResult]:
+        """Lets the engine take a step. Of a first step it also notes what the evaluation of the first micro-batch
+        gives, and the outputs of the layers."""
+        own = Step()
+        with ExitStack() as hooks:
+            if is_first:
+                values = evaluated(engine.model, engine.forward_step, micro_batches[0], number)
+                if engine.plan.row(0) == 0:
+                    own.evaluated[0] = on_cpu(values)
+                if self.first_pass is not None and self._compares_half and engine.plan.micro_batch_size > 1:
+                    self.first_pass.compare_half(values, engine.model, self._unchecked, micro_batches[0], number)
+                if engine.plan.layout.rank == 0 and not engine.plan.config.compile:
+                    hooks.enter_context(self._recorded_outputs(engine.module, own.outputs))
+            self._own, self._engine, self._micro_batches = own, engine, micro_batches
+            try:
+                result = engine.step(number, micro_batches, wants_norm=True)
+            finally:
+                self._own = None
+        for index, share in enumerate(engine.shares):
+            own.values[engine.plan.row(index)] |= on_cpu(share.metrics)
+        own.grad_norm = math.nan if result.grad_norm is None else float(result.grad_norm)
+        return own, result
+
+    def _noted(self, values_of: NumberedStep, model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
+        """A call of `forward_step`. A pipeline also calls it for the arguments of the model alone."""
+        own, engine = self._own, self._engine
+        assert own is not None
+        index = next(index for index, other in enumerate(self._micro_batches) if other is batch)
+        row, first_pass = engine.plan.row(index), None if own.samples else self.first_pass
+        watches = first_pass is not None and isinstance(model, nn.Module)
+        device = engine.accelerator.device
+        with first_pass.watched(model, engine.module, device) if first_pass and watches else nullcontext():
+            values = values_of(model, batch, number)
+        own.samples[row] = checksums(batch)
+        if not torch.is_grad_enabled():
+            return values
+        own.values[row] = on_cpu(values)
+        share = engine.shares[index] if engine.shares else None
+        if share is not None:
+            share.check_same(values)
+        if engine.plan.layout.needs_all_weights:
+            names = ["loss"] if engine.batch_loss is None else list(values if share is None else share.gradients)
+            check_all_used(engine.module, [values[name] for name in names], engine.accelerator.process_index)
+        return values
+
+    @contextmanager
+    def _recorded_outputs(self, module: nn.Module, outputs: Outputs) -> Iterator[None]:
+        """Writes down shape and norm of the output of each layer in the `with` block, at its first call. Leaves out
+        layers that take no hooks, such as scripted ones, and outputs without values, as under `torch.func.vmap`."""
+
+        def record(name: str) -> Callable[..., None]:
+            def hook(layer: nn.Module, args: Any, output: Any) -> None:
+                value = output[0] if isinstance(output, tuple) and output else output
+                is_whole = isinstance(value, Tensor) and not is_divided(value)  # to gather others takes all processes
+                if not is_whole or not value.is_floating_point() or name in outputs:
+                    return
+                self.is_low = self.is_low or torch.finfo(value.dtype).bits < 32
+                if not torch._C._functorch.is_functorch_wrapped_tensor(value):
+                    outputs[name] = (tuple(value.shape), float(value.detach().double().norm()))
+
+            return hook
+
+        layers = [(name, layer) for name, layer in module.named_modules() if name]
+        takes_hooks = [(name, layer) for name, layer in layers if not isinstance(layer, torch.jit.ScriptModule)]
+        hooks = [layer.register_forward_hook(record(name)) for name, layer in takes_hooks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values of `forward_step` as float64 on the CPU. Leaves out predictions, such as the class of each pixel: a
+    rounding error changes some of many."""
+    compared = {name: value for name, value in values.items() if value.ndim == 1 or value.is_floating_point()}
+    return {name: value.detach().double().cpu() for name, value in compared.items()}
+
+
+def checksums(batch: Batch) -> dict[str, list[int]]:
+    """A checksum of each sample, for each tensor of a batch."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.numel()}
+    rows = {name: value.detach().cpu().reshape(len(value), -1) for name, value in tensors.items()}
+    return {
+        name: [zlib.crc32(row.view(torch.uint8).numpy().tobytes()) for row in value] for name, value in rows.items()
+    }

@@ -1,0 +1,75 @@
+"""A world of one process: what the recipe's code sees in it is what `python recipe.py` shows."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+from ..launch.observed import ObservedAccelerator
+
+ALONE = {
+    "num_processes": 1,
+    "process_index": 0,
+    "local_process_index": 0,
+    "distributed_type": DistributedType.NO,
+}
+RANKS = re.compile("(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)")  # variables of the launcher
+
+
+@contextmanager
+def one_process(accelerator: Accelerator) -> Iterator[None]:
+    """Lets Accelerate, torch.distributed and the launcher's variables say in the `with` block that this is the only
+    process. What gathers or reduces acts in a group of one."""
+    states: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
+    before = [{name: state[name] for name in ALONE if name in state} for state in states]
+    variables = {name: value for name, value in os.environ.items() if RANKS.fullmatch(name)}
+    with _group_of_one(accelerator):
+        for name in variables:
+            del os.environ[name]
+        for state, own in zip(states, before):
+            state.update({name: ALONE[name] for name in own})
+        try:
+            yield
+        finally:
+            os.environ.update(variables)
+            for state, own in zip(states, before):
+                state.update(own)
+
+
+@contextmanager
+def _group_of_one(accelerator: Accelerator) -> Iterator[None]:
+    if not dist.is_initialized():
+        yield
+        return
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    world, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
+    answers: dict[str, Any] = {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
+    functions = {name: _noting(accelerator, name, answer) for name, answer in answers.items()}
+    before = {name: getattr(dist, name) for name in functions}
+    for name, function in functions.items():
+        setattr(dist, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+        dist.GroupMember.WORLD = world
+        dist.destroy_process_group(group)
+
+
+def _noting(accelerator: Accelerator, name: str, answer: Any) -> Callable:
+    """What stands for a function of torch.distributed: it notes who asks."""
+    function = getattr(dist, name)
+
+    def asked(group: Any = None) -> Any:
+        if isinstance(accelerator, ObservedAccelerator):
+            accelerator.note(f"torch.distributed.{name}")
+        return answer if group is None else function(group)
+
+    return asked
