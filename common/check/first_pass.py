@@ -26,7 +26,6 @@ class FirstPass:
         draws_for_batches: whether `__getitems__` or the `collate_fn` draws.
         mixes: names of the values of `forward_step` that depend on the other samples of the micro-batch.
         keeps: names of variables and numbers that `forward_step` or a layer changes at each call.
-        own_generators: names of the generators that it draws from, beside those of Python, NumPy and torch.
     """
 
     draws: bool = False
@@ -34,7 +33,6 @@ class FirstPass:
     written: list[str] = field(default_factory=list)
     mixes: list[str] = field(default_factory=list)
     keeps: list[str] = field(default_factory=list)
-    own_generators: list[str] = field(default_factory=list)
 
     @contextmanager
     def watched(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
@@ -49,7 +47,8 @@ class FirstPass:
             UsageError: the pass did not call the model.
         """
         calls: list[bool] = []
-        hook = called.register_forward_pre_hook(lambda module, args: calls.append(True))
+        takes_hooks = not isinstance(called, torch.jit.ScriptModule)
+        hook = called.register_forward_pre_hook(lambda module, args: calls.append(True)) if takes_hooks else None
         before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm counts no version
         states = generator_states(device)
@@ -57,8 +56,9 @@ class FirstPass:
             with _no_new_weights(module):
                 yield
         finally:
-            hook.remove()
-        if not calls:
+            if hook is not None:
+                hook.remove()
+        if not calls and takes_hooks:
             raise UsageError(
                 "forward_step never calls the model that it is given, so that nothing connects the processes: call "
                 "model(...), not one of its methods or layers, and not a model from outside forward_step"
@@ -79,7 +79,7 @@ class FirstPass:
         def leave(layer: nn.Module, args: Any, output: Any) -> None:
             self.draws = generator_states(device) != before.pop() or self.draws
 
-        layers = list(module.modules())
+        layers = [layer for layer in module.modules() if not isinstance(layer, torch.jit.ScriptModule)]
         hooks = [layer.register_forward_pre_hook(enter, prepend=True) for layer in layers]
         hooks += [layer.register_forward_hook(leave) for layer in layers]
         try:
@@ -120,9 +120,9 @@ class FirstPass:
             return
         if self.keeps:
             say(
-                f"forward_step changes {self.keeps[0]} at each call: the result depends on how often it is called, and "
-                "so on the number of processes and on --micro_batch_size; let it have a third argument, step, which is "
-                "the number of the optimizer step"
+                f"the recipe's functions change {self.keeps[0]} when they are called: the result depends on how often "
+                "that is, and so on the number of processes and on --micro_batch_size; let forward_step have a third "
+                "argument, step: it is the number of the optimizer step"
             )
         if self.draws:
             say(
@@ -140,7 +140,7 @@ class FirstPass:
                 f"{plan.config.batch_size} samples at a time: the result depends on the number of processes; to avoid "
                 "that, use GroupNorm or LayerNorm"
             )
-        if self.mixes and not self.own_generators:
+        if self.mixes:
             say(
                 f'"{self.mixes[0]}" of a sample depends on the other samples of its micro-batch, here {size} of '
                 f"{plan.config.batch_size}: the result depends on the number of processes and on --micro_batch_size; "

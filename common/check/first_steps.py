@@ -92,8 +92,6 @@ class FirstSteps:
         if self.accelerator.is_main_process:
             try:
                 self._reference = take_reference(self._alone, self.numbers, self._first_pass)
-                changes = self._reference.changes
-                self._first_pass.keeps, self._first_pass.own_generators = changes.names, changes.generators
             except (NotChecked, UsageError) as reason:
                 problem, text = NotChecked if isinstance(reason, NotChecked) else UsageError, str(reason)
             except Exception as error:  # the run will show whether only one process fails

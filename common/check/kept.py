@@ -1,6 +1,7 @@
 """What the user's objects hold, kept by value while one process trains with them, and given back."""
 
 import random
+import re
 import sys
 import types
 from collections import deque
@@ -20,7 +21,7 @@ from ..errors import first_line, is_own
 LARGE = 2**28  # bytes of a tensor or array beside model and optimizer from which on it is not copied
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OPEN_CLASSES = ("argparse", "types")  # modules of Python whose objects hold what others put there
-REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a layer: no part of a name
+REGISTRIES = re.compile("_(parameters|buffers|modules|.*_hooks)")  # of a layer: no part of a name
 ITSELF = "the value"  # the name of the only part of what has one
 
 
@@ -36,11 +37,13 @@ class Changes:
         names: of variables, attributes and tensors that the recipe's functions refer to, and of numbers of layers.
         generators: of random numbers that these functions draw from, beside the global ones.
         lost: of iterators that moved on: they cannot be set back.
+        sharing: {name of a tensor: (its name, the name of another tensor with the same data)}.
     """
 
     names: list[str] = field(default_factory=list)
     generators: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    sharing: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -66,6 +69,7 @@ def kept(
     trained, of_training = len(walk.tensors), len(walk.entries)
     for function in functions:
         walk.visit("", function)
+    changes.sharing = _sharing(walk.tensors)
     lent = _lend(walk.tensors, trained, {id(each) for each in model.buffers()}, device)
     try:
         yield changes
@@ -130,6 +134,17 @@ def _lend(tensors: list[tuple[str, Tensor]], trained: int, buffers: set[int], de
     return lent
 
 
+def _sharing(tensors: list[tuple[str, Tensor]]) -> dict[str, tuple[str, str]]:
+    first: dict[int, str] = {}
+    pairs: dict[str, tuple[str, str]] = {}
+    for name, tensor in tensors:
+        if tensor.layout is torch.strided and tensor.numel():
+            other = first.setdefault(tensor.data_ptr(), name)
+            if other != name:
+                pairs[name] = pairs[other] = (other, name)
+    return pairs
+
+
 class _Entry:
     """The parts of an object that may change, {name: part}, and how to set them."""
 
@@ -156,7 +171,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _joined(name: str, key: Any) -> str:
-    if not isinstance(key, str) or key in REGISTRIES or key == ITSELF:
+    if not isinstance(key, str) or REGISTRIES.fullmatch(key) or key == ITSELF:
         return name
     return f"{name}.{key}" if name else key
 

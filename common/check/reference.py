@@ -64,7 +64,6 @@ class Reference:
         initial: {name: parameter or buffer before the first step}.
         steps: {number: what the step did}.
         moved: the steps from weights that are moved by rounding errors.
-        sharing: {name of a weight: (its name, the name of another weight with the same data)}.
         is_low: whether a layer computes with fewer bits than float32.
         changes: what they changed in the recipe's objects, before it was given back.
     """
@@ -72,7 +71,6 @@ class Reference:
     initial: dict[str, Sketch]
     steps: dict[int, Step]
     moved: list[Moved]
-    sharing: dict[str, tuple[str, str]]
     is_low: bool
     changes: Changes = field(default_factory=Changes)
 
@@ -90,24 +88,16 @@ def take_reference(alone: Alone, numbers: range, first_pass: FirstPass) -> Refer
     try:
         with held_whole(setup.model):
             initial = sketches(setup.model)
-            sharing = _sharing(setup.model)
             steps = alone.steps(numbers, first_pass)
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             moved = [Moved.taken(alone, numbers, number) for number in roundings]
     except (torch.OutOfMemoryError, MemoryError):
         raise NotChecked("one device has too little memory for the whole model") from None
     assert alone.changes is not None
-    return Reference(initial, steps, moved, sharing, alone.is_low, alone.changes)
-
-
-def _sharing(model: nn.Module) -> dict[str, tuple[str, str]]:
-    first: dict[int, str] = {}
-    pairs: dict[str, tuple[str, str]] = {}
-    for name, weight in model.named_parameters():
-        other = first.setdefault(weight.data_ptr(), name)
-        if other != name:
-            pairs[name] = pairs[other] = (other, name)
-    return pairs
+    first_pass.keeps = alone.changes.names
+    if alone.changes.generators:  # half a micro-batch got other random numbers
+        first_pass.mixes = []
+    return Reference(initial, steps, moved, alone.is_low, alone.changes)
 
 
 def _check_possible(setup: Setup, is_resumed: bool) -> None:

@@ -1,7 +1,7 @@
 """The lines that end a run whose first steps are not those of one process."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from ..parallel.kinds import kinds_of, wrapper_of
 from ..parallel.setup import Setup
 from .compare import Gap, Key
 from .first_pass import FirstPass
+from .kept import Changes
 from .reference import Reference
 from .trace import Step
 
@@ -40,14 +41,9 @@ def verdict(
         draws=first_pass.draws,
         optimizer=type(setup.optimizer).__name__,
     )
-    own = _cause_in_the_recipe(sample, first_pass, getattr(setup.accelerator, "asked", {}), values)
-    pairs = [pair for what, name in gaps if what == "weight" and (pair := reference.sharing.get(name))]
-    if own is None and pairs:
-        own = (
-            f"{' and '.join(pairs[0])} share their data, but are two weights, and the config gives each its own: make "
-            "them one, as in b.weight = a.weight"
-        )
-    cause = own or _cause_in_the_layout(seen, plan.layout)
+    asked = getattr(setup.accelerator, "asked", {})
+    causes = _causes_in_the_recipe(sample, first_pass, reference.changes, asked, gaps)
+    cause = next(causes, None) or _cause_in_the_layout(seen, plan.layout)
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
 
 
@@ -71,41 +67,43 @@ def _other_sample(steps: Sequence[Step], alone: Step, ids: list[list[int]]) -> s
     return None
 
 
-def _cause_in_the_recipe(
-    other_sample: str | None, first: FirstPass, asked: Mapping[str, str], values: bool
-) -> str | None:
-    """What the recipe does that no layout can make equal, and what to type; None if nothing was seen."""
-    if other_sample is not None:
-        return (
-            f"{other_sample} has another content when it is read again: let the dataset draw from the generators of "
-            "torch, numpy or random, which are seeded for each sample, and not from one of its own"
+def _causes_in_the_recipe(
+    sample: str | None, first: FirstPass, changes: Changes, asked: Mapping[str, str], gaps: Mapping[Key, Gap]
+) -> Iterator[str]:
+    """What the recipe does that no layout can make equal, and what to type; the likeliest first."""
+    if sample is not None:
+        yield (
+            f"{sample} has another content when it is read again: let the dataset draw from the generators of torch, "
+            "numpy or random, which are seeded for each sample, and not from one of its own"
         )
-    if first.written:
-        return (
-            f"the forward pass changes {first.written[0]}, and each process sees other samples: do it outside the "
-            "forward pass"
+    for name in first.written:
+        yield (f"the forward pass changes {name}, and each process sees other samples: do it outside the forward pass")
+    for name in changes.generators:
+        yield (
+            f"forward_step or the model draws from a generator of its own, {name}: draw from those of torch, numpy or "
+            "random, which are seeded for each micro-batch"
         )
-    for what, place in asked.items() if values else ():
+    for what, place in asked.items():
         if "gather" in what or "reduce" in what:
-            return (
+            yield (
                 f"forward_step calls {what} ({place}): return the values of its own samples; losses and metrics are "
                 "means over the samples of all processes already"
             )
-        return (
-            f"forward_step asks for {what} ({place}): leave that out; the loss is the mean over the samples of all "
-            "processes already"
+        else:
+            yield (
+                f"the recipe asks for {what} ({place}): leave that out; the loss is the mean over the samples of all "
+                "processes already"
+            )
+    for name in changes.names:
+        yield (
+            f"the recipe's functions change {name} when they are called, and each process calls them less often than "
+            "one does: let forward_step have a third argument, step: it is the number of the optimizer step"
         )
-    if first.own_generators and values:
-        return (
-            f"forward_step or the model draws from a generator of its own, {first.own_generators[0]}: draw from those "
-            "of torch, numpy or random, which are seeded for each micro-batch"
+    for one, other in [changes.sharing[name] for _, name in gaps if name in changes.sharing]:
+        yield (
+            f"{one} and {other} share their data, but are two tensors, and the config gives each its own: make them "
+            "one, as in b.weight = a.weight"
         )
-    if first.keeps and values:
-        return (
-            f"forward_step changes {first.keeps[0]} at each call, and the processes call it less often than one does: "
-            "let it have a third argument, step: it is the number of the optimizer step"
-        )
-    return None
 
 
 def _cause_in_the_layout(seen: Seen, layout: Layout) -> str:
@@ -115,8 +113,8 @@ def _cause_in_the_layout(seen: Seen, layout: Layout) -> str:
             return cause
     if seen.at_once:
         return (
-            "forward_step or the model depends on the process, or on what it did before: make it a function of the "
-            "model's weights and the batch"
+            "forward_step or the model depends on the process, on the number of processes, or on what it did before: "
+            "make it a function of the model's weights and the batch"
         )
     if not seen.only_weights:
         return (

@@ -36,6 +36,11 @@ class ObservedAccelerator(Accelerator):
         self.note("process_index")
         return super().process_index
 
+    @property
+    def is_main_process(self) -> bool:
+        self.note("is_main_process")
+        return super().is_main_process
+
     def gather(self, tensor: Any) -> Any:
         self.note("gather")
         return super().gather(tensor)

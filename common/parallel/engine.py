@@ -174,7 +174,7 @@ class Engine(EngineState):
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # of a group that the recipe added, too
         return self.optimizer.param_groups[0]["lr"]
 
 
