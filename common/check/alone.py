@@ -89,8 +89,8 @@ class Alone:
         self.is_low, self.changes = self.is_low or observer.is_low, self.changes or changes
         for name in changes.lost:
             raise UsageError(
-                f"forward_step moves the iterator {name} on, which the check of the first steps cannot set back: let "
-                "forward_step have a third argument, step: it is the number of the optimizer step"
+                f"forward_step changes {name}, which the check of the first steps cannot set back: let it have a third "
+                "argument, step, which is the number of the optimizer step, and compute from it"
             )
         return steps
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import first_line, is_own
 
-LARGE = 2**28  # bytes of a tensor or array beside model and optimizer from which on it is not copied
+LARGE = 2**28  # bytes of the tensors beside model and optimizer that are copied, and of an array
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OPEN_CLASSES = ("argparse", "types")  # modules of Python whose objects hold what others put there
 REGISTRIES = re.compile("_(parameters|buffers|modules|.*_hooks)")  # of a layer: no part of a name
@@ -36,7 +36,7 @@ class Changes:
     Attributes:
         names: of variables, attributes and tensors that the recipe's functions refer to, and of numbers of layers.
         generators: of random numbers that these functions draw from, beside the global ones.
-        lost: of iterators that moved on: they cannot be set back.
+        lost: of iterators that moved on, and of large tensors: they cannot be set back.
         sharing: {name of a tensor: (its name, the name of another tensor with the same data)}.
     """
 
@@ -78,10 +78,11 @@ def kept(
         found = {True: list[str](), False: list[str]()}
         for entry in walk.entries[of_training:]:
             found[entry.is_generator] += entry.changed()
-        tensors = [each.name for each in lent if not each.is_trained and each.tensor._version != each.version]
-        changes.names += [*found[False], *tensors, *numbers]
+        written = [each for each in lent if not each.is_trained and each.tensor._version != each.version]
+        changes.names += [*found[False], *(each.name for each in written), *numbers]
         changes.generators += found[True]
         changes.lost += [name for name, iterator, at in walk.iterators if _position(iterator) != at]
+        changes.lost += [each.name for each in written if each.copied is None]
         for tensor in lent:
             tensor.give_back()
         for entry in walk.entries:
@@ -95,6 +96,7 @@ class _Lent:
     name: str
     tensor: Tensor
     is_trained: bool
+    copied: Tensor | None  # None: it works with its own data
     data: Tensor
     gradient: Tensor | None
     wants_gradient: bool
@@ -108,30 +110,35 @@ class _Lent:
 
 
 def _lend(tensors: list[tuple[str, Tensor]], trained: int, buffers: set[int], device: torch.device) -> list[_Lent]:
-    """Gives tensors copies of their data: the first `trained` ones on the device, but for counts of the optimizer."""
+    """Gives tensors copies of their data: the first `trained` ones on the device, but for counts of the optimizer; of
+    the others as many as `LARGE` bytes."""
     storages: dict[int, torch.UntypedStorage] = {}
     lent: list[_Lent] = []
-    copies: list[Tensor] = []
+    room = LARGE
     try:  # all copies first: if one fails, nothing has changed
         for number, (name, tensor) in enumerate(tensors):
-            is_trained = number < trained
-            if not is_trained and (tensor.layout is not torch.strided or tensor.nbytes > LARGE):
-                continue
+            is_trained, copied = number < trained, None
             moves = is_trained and (tensor.ndim > 0 or isinstance(tensor, nn.Parameter) or id(tensor) in buffers)
-            storage, target = tensor.untyped_storage(), device if moves else tensor.device
-            if storage._cdata not in storages:
-                storages[storage._cdata] = storage.clone() if target == tensor.device else storage.to(device=target)
-            empty = torch.empty(0, dtype=tensor.dtype, device=storages[storage._cdata].device)
-            place = tensor.storage_offset(), tensor.size(), tensor.stride()
-            copies.append(empty.set_(storages[storage._cdata], *place))
+            room -= 0 if is_trained or tensor.layout is not torch.strided else tensor.nbytes
+            if is_trained or (tensor.layout is torch.strided and room >= 0):
+                copied = _copied(tensor, device if moves else tensor.device, storages)
             gradient = tensor.grad if tensor.is_leaf else None
-            lent.append(_Lent(name, tensor, is_trained, tensor.data, gradient, tensor.requires_grad))
+            lent.append(_Lent(name, tensor, is_trained, copied, tensor.data, gradient, tensor.requires_grad))
     except RuntimeError as error:  # such as too little memory, or a kind of tensor without a storage
         raise NotChecked(f"its weights cannot be copied: {first_line(error)}") from None
-    for each, copied in zip(lent, copies):
-        each.tensor.data = copied
+    for each in lent:
+        if each.copied is not None:
+            each.tensor.data = each.copied
         each.version = each.tensor._version
     return lent
+
+
+def _copied(tensor: Tensor, device: torch.device, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages:
+        storages[storage._cdata] = storage.clone() if device == tensor.device else storage.to(device=device)
+    empty = torch.empty(0, dtype=tensor.dtype, device=storages[storage._cdata].device)
+    return empty.set_(storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _sharing(tensors: list[tuple[str, Tensor]]) -> dict[str, tuple[str, str]]:

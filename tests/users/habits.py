@@ -178,6 +178,19 @@ def shared_data() -> nn.Module:
     return model
 
 
+def scripted() -> nn.Module:
+    model = Net()
+    model.stem = torch.jit.script(model.stem)
+    return model
+
+
+def old_spectral_norm() -> nn.Module:
+    """It cannot be copied by deepcopy."""
+    model = Net()
+    nn.utils.spectral_norm(model.stem)
+    return model
+
+
 def strided() -> nn.Module:
     model = Net()
     model.stem.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
@@ -235,6 +248,8 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
     "gradients_clamped_by_hooks": lambda: hooked(lambda gradient: gradient.clamp(-0.01, 0.01)),
     "gradients_doubled_by_hooks": lambda: hooked(lambda gradient: 2 * gradient),
     "weights_that_share_memory": shared_data,
+    "scripted": scripted,
+    "old_spectral_norm": old_spectral_norm,
     "transposed_weight": strided,
     "mixed_types": mixed_types,
     "backward_hook": backward_hooked,

@@ -62,6 +62,7 @@ SGD_HABITS: dict[str, Callable[[Any, dict, Tensor, Tensor], Tensor]] = {
     "counter_in_an_attribute": lambda optimizer, group, weight, step: step / optimizer.count,
     "counter_in_the_group": counter_in_the_group,
     "number_in_the_state": number_in_the_state,
+    "rate_of_each_weight": lambda optimizer, group, weight, step: step * getattr(weight, "rate", 1.0),
     "sign": lambda optimizer, group, weight, step: step.sign() * group["lr"],
     "orthogonal": orthogonal,
     "lars": lars,
@@ -156,6 +157,39 @@ class Lion(torch.optim.Optimizer):
                     mean.lerp_(weight.grad, 0.01)
 
 
+def clips_gradients(model: nn.Module) -> torch.optim.Optimizer:
+    """Adaptive gradient clipping (Brock et al. 2021), by a hook that closes over the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e-2)
+
+    def clip(*others: Any) -> None:
+        for weight in model.parameters():
+            if weight.grad is not None:
+                most = 0.01 * weight.detach().norm().clamp(min=1e-3) / weight.grad.norm().clamp(min=1e-6)
+                weight.grad.mul_(most.clamp(max=1.0))
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def clips_weights(model: nn.Module) -> torch.optim.Optimizer:
+    """As in the Wasserstein GAN (Arjovsky et al. 2017), by a hook that closes over the model."""
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2)
+
+    @torch.no_grad()
+    def clip(*others: Any) -> None:
+        for weight in model.parameters():
+            weight.clamp_(-0.1, 0.1)
+
+    optimizer.register_step_post_hook(clip)
+    return optimizer
+
+
+def rates_by_attribute(model: nn.Module) -> torch.optim.Optimizer:
+    for weight in model.get_submodule("stem").parameters():
+        vars(weight)["rate"] = 0.1
+    return Sgd(model.parameters(), lr=3e-2, habit="rate_of_each_weight")
+
+
 def matrices(weights: list[nn.Parameter]) -> list[nn.Parameter]:
     return [weight for weight in weights if weight.ndim == 2]
 
@@ -178,6 +212,9 @@ HABITS: dict[str, Build] = {
     "hook_before_the_step": hooked_sgd,
     "lookahead": Lookahead,
     "lion": lambda weights: Lion(weights, lr=1e-2),
+}
+OF_MODEL: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    one.__name__: one for one in (clips_gradients, clips_weights, rates_by_attribute)
 }
 OTHERS: dict[str, Build] = {
     "head_only": lambda weights: torch.optim.AdamW(weights[-2:], lr=3e-3),

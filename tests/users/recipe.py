@@ -33,14 +33,14 @@ HABITS = [
     *(f"set {name}" for name in samples.SETS),
     *(f"sampler {name}" for name in samples.SAMPLERS),
     *(f"collate_fn {name}" for name in samples.COLLATE_FNS),
-    *(f"optimizer {name}" for name in optimizers.HABITS),
+    *(f"optimizer {name}" for name in optimizers.HABITS | optimizers.OF_MODEL),
 ]
 
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
     model: Literal[*MODELS] = flag("net", "which model")
-    optimizer: Literal[*OPTIMIZERS] = flag("adamw", "which optimizer")
+    optimizer: Literal[*OPTIMIZERS, *optimizers.OF_MODEL] = flag("adamw", "which optimizer")
     step: Literal["", *STEPS] = flag("", "which forward_step, instead of the model's")
     set: Literal["", *SETS] = flag("", "which data set")
     sampler: Literal["", *samples.SAMPLERS] = flag("", "which sampler")
@@ -58,7 +58,10 @@ def main(config: Config) -> None:
     accelerator = start(config)
     build, own_step = MODELS[config.model]
     model, step = build(), STEPS.get(config.step, own_step)
-    optimizer = OPTIMIZERS[config.optimizer]([weight for weight in model.parameters() if weight.requires_grad])
+    if config.optimizer in optimizers.OF_MODEL:
+        optimizer = optimizers.OF_MODEL[config.optimizer](model)
+    else:
+        optimizer = OPTIMIZERS[config.optimizer]([weight for weight in model.parameters() if weight.requires_grad])
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * config.learning_rate
     default: Any = samples.Media if config.model in families.FAMILIES else samples.Samples

@@ -1,5 +1,6 @@
 """Habits of `forward_step`, and mistakes. Each takes (model, batch, whole); `whole` is the model from outside."""
 
+import itertools
 import random
 from collections.abc import Callable
 from copy import deepcopy
@@ -7,6 +8,8 @@ from typing import Any
 
 import numpy
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather
 from samples import OWN, VOCABULARY
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -15,9 +18,10 @@ from torch.nn import functional as F
 from common.data import Batch
 
 Values = dict[str, Tensor]
-Step = Callable[[Any, Batch, nn.Module], Values]
+Step = Callable[..., Values]
 EARLIER: list[float] = []
 TEACHER: list[nn.Module] = []
+COUNT, PASSES = itertools.count(), {"number": 0}
 
 
 def square(output: Tensor, batch: Batch) -> Values:
@@ -129,6 +133,63 @@ def follows_with_a_teacher(model: Any, batch: Batch, whole: nn.Module) -> Values
     return {"loss": (output - target - batch["y"]) ** 2}
 
 
+def divides_by_processes(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return {"loss": square(model(batch["x"]), batch)["loss"] / PartialState().num_processes}
+
+
+def divides_by_ranks(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return {"loss": square(model(batch["x"]), batch)["loss"] / size}
+
+
+def gathers(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    """As in Accelerate's examples; what is gathered is shown, not returned."""
+    values = square(model(batch["x"]), batch)
+    gather(values["error"].detach())
+    return values
+
+
+def returns_what_it_gathers(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    values = square(model(batch["x"]), batch)
+    return values | {"error": gather(values["error"].detach()).mean().expand(len(batch["x"]))}
+
+
+def unfreezes_late(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    """Gradual unfreezing: the stem trains from the ninth pass of all processes on."""
+    if torch.is_grad_enabled():
+        vars(unfreezes_late)["passes"] = passes = vars(unfreezes_late).get("passes", 0) + 1
+        whole.get_submodule("stem").requires_grad_(passes * PartialState().num_processes > 8)
+    return square(model(batch["x"]), batch)
+
+
+def counts_with_an_iterator(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return {name: value * (1 + next(COUNT) // 1000) for name, value in square(model(batch["x"]), batch).items()}
+
+
+def counts_until_late(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    PASSES["number"] += 1
+    return {name: value * (1 + PASSES["number"] // 1000) for name, value in square(model(batch["x"]), batch).items()}
+
+
+def follows_the_step(model: Any, batch: Batch, step: int, whole: nn.Module) -> Values:
+    return {name: value * (1 + step) for name, value in square(model(batch["x"]), batch).items()}
+
+
+def not_a_number_for_some(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    far = (batch["y"] > 2).float()
+    return square(model(batch["x"]), batch) | {"share": far / far}
+
+
+def mapped(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    return square(torch.func.vmap(lambda x: model(x.unsqueeze(0)).squeeze(0))(batch["x"]), batch)
+
+
+def casts_by_itself(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(batch["x"])
+    return square(output.float(), batch)
+
+
 def causal_step(model: Any, batch: Batch, whole: nn.Module) -> Values:
     return {"loss": model(batch["tokens"], batch["next"])}
 
@@ -187,6 +248,17 @@ HABITS: dict[str, Step] = {
         means_over_the_batch,
         weighs_by_earlier_losses,
         follows_with_a_teacher,
+        divides_by_processes,
+        divides_by_ranks,
+        gathers,
+        returns_what_it_gathers,
+        unfreezes_late,
+        counts_with_an_iterator,
+        counts_until_late,
+        follows_the_step,
+        not_a_number_for_some,
+        mapped,
+        casts_by_itself,
         causal_twice,
         causal_margin,
         causal_random_tokens,
