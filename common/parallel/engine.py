@@ -18,7 +18,7 @@ from .ema import EMA
 from .engine_state import EngineState
 from .optimizer_state import Numbers
 from .parts import local, norm_over_processes
-from .setup import Setup
+from .setup import Setup, follow_split_groups
 
 
 @dataclass
@@ -102,6 +102,7 @@ class Engine(EngineState):
             if config.max_grad_norm:
                 clip([local(gradient) for gradient in gradients], grad_norm, config.max_grad_norm)
         seed_forward(config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
+        follow_split_groups(self._own_optimizer)
         if scaler is None:  # Accelerate's wrapper only adds time to a step
             step_if_finite(self._own_optimizer, grad_norm)
         else:

@@ -116,6 +116,13 @@ def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
             optimizer.param_groups += [group | {"params": weights, "split_from": index} for weights in others]
 
 
+def follow_split_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Gives the groups that were split from another its options: the recipe knows the first of them alone."""
+    for group in optimizer.param_groups:
+        if "split_from" in group:
+            group.update({**optimizer.param_groups[group["split_from"]], "params": group["params"]})
+
+
 def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] = ()) -> None:
     """Compiles in place, to keep the names of the weights.
 
