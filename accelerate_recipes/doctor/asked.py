@@ -64,6 +64,7 @@ def refusals(
     from common import RunConfig, UsageError
     from common.data.mixture import by_source
     from common.launch.checks import check_device, launch_checks
+    from common.parallel.checks import check_given
     from common.parallel.kinds import check_batch_loss, layout_of, model_checks
     from common.plan import Plan
 
@@ -83,6 +84,7 @@ def refusals(
             if of_launch is not check_device:
                 _note(lines, of_launch, layout, flags)
         if not lines and config is not None:
+            check_given(model, optimizer)
             _, sampler = by_source(train_set, eval_set, forward_step, keywords.get("sampler"))
             sampling = keywords.get("schedule"), sampler
             try:
