@@ -4,6 +4,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
+from itertools import islice
+from numbers import Number
+from os import PathLike
 from typing import Any, Protocol, Self, TypeGuard
 
 import torch
@@ -101,16 +104,35 @@ def checked_datasets(
     eval_sets = dict(eval_set) if isinstance(eval_set, Mapping) else {"": eval_set}
     if not eval_sets:
         raise UsageError("no evaluation set: expected a dataset, or a dict of datasets")
-    for dataset in (train_set, *eval_sets.values()):
-        _check(dataset)
+    _check(train_set, "training set")
+    for dataset in eval_sets.values():
+        _check(dataset, "evaluation set")
     if collate_fn is None:
         return train_set, eval_sets
     return Collated(train_set, collate_fn), {name: Collated(dataset, collate_fn) for name, dataset in eval_sets.items()}
 
 
-def _check(dataset: Any) -> None:
-    kind = type(dataset).__name__
+def _check(dataset: Any, what: str) -> None:
+    kind = "None" if dataset is None else type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            f"the {what} is a {kind}, and fit makes batches itself, of --batch_size samples: give it the dataset in it, "
+            "and the collate_fn, if it has one, as collate_fn="
+        )
+    if isinstance(dataset, str | PathLike):
+        raise UsageError(
+            f'the {what} is a path, {dataset}: give fit the samples there, for example by load_dataset("csv", '
+            'data_files=PATH, split="train").with_format("torch"), from datasets'
+        )
+    if not isinstance(dataset, Dataset) and callable(getattr(dataset, "keys", None)):  # a dict, or a table
+        names = ", ".join(map(str, islice(dataset.keys(), 3)))
+        raise UsageError(
+            f"the {what} is a {kind} of {names}: expected one set, of which dataset[0] is the first sample, such as "
+            "dataset[NAME]; a table has one after datasets.Dataset.from_dict(...) or from_pandas(...)"
+        )
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_map_style and not hasattr(dataset, "__iter__"):
+        raise UsageError(f"the {what} is {kind}: expected a dataset with len(dataset) and dataset[index], a dict")
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise UsageError(
             f"{kind} is not a map-style dataset: a run that resumes exactly needs len(dataset) and dataset[index]; "
@@ -263,35 +285,83 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
     """A batch of `size` samples, from a list of samples or from a batch that `__getitems__` made."""
+    is_own = collate_fn is not default_collate
     try:
         batch = samples if isinstance(samples, dict) else collate_fn(samples)
     except (RuntimeError, TypeError, KeyError) as error:
-        raise UsageError(_why_no_batch(samples, error)) from None
+        raise UsageError(_why_no_batch(samples, error, is_own)) from None
     if not isinstance(batch, dict):
+        if is_own:
+            raise UsageError(
+                f"collate_fn returns a {type(batch).__name__}: expected a dict of tensors of shape ({size}, ...), a row "
+                "for each sample"
+            )
         kind = type(samples[0] if isinstance(samples, list) and samples else samples).__name__
-        raise UsageError(f'samples are of the type {kind}: expected dicts, such as {{"image": ..., "label": ...}}')
+        raise UsageError(_no_dicts(kind))
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             if value.ndim == 0 or len(value) != size or (name == "weight" and value.ndim > 1):
-                expected = f"({size},), one number per sample" if name == "weight" else f"({size}, ...)"
+                rows = f"({size}, ...), a row for each sample; pad what differs in number, such as the nodes of graphs"
+                expected = f"({size},), one number per sample" if name == "weight" else rows
                 raise UsageError(f'"{name}" of a batch has shape {tuple(value.shape)}: expected {expected}')
         elif not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise UsageError(f'"{name}" of a sample is a {type(value).__name__}: expected a tensor, number or string')
+            raise UsageError(_no_tensor(name, value, "batch" if is_own or samples is batch else "sample"))
     return batch
 
 
-def _why_no_batch(samples: Any, error: Exception) -> str:
-    dicts = samples if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples) else []
+def _no_dicts(kind: str) -> str:
+    return (
+        f'samples are of the type {kind}: expected dicts, such as {{"image": ..., "label": ...}}, or a collate_fn that '
+        "makes such a dict of a list of samples"
+    )
+
+
+def _no_tensor(name: str, value: Any, where: str) -> str:
+    inner = value[0] if isinstance(value, list | tuple) and value else value
+    instead = 'make it a tensor; of datasets, .with_format("torch") does so with lists'
+    if isinstance(inner, dict):
+        instead = "give each tensor in it a name of its own, and pad what differs in number, such as boxes, with a mask"
+    return f'"{name}" of a {where} is a {type(value).__name__}: expected a tensor, number or string: {instead}'
+
+
+def _why_no_batch(samples: Any, error: Exception, is_own: bool) -> str:
+    """Why `default_collate`, or a `collate_fn` of the user's own, made no batch of samples."""
+    kinds = {type(sample) for sample in samples} if isinstance(samples, list) else set()
+    dicts = samples if all(issubclass(kind, dict) for kind in kinds) else []
+    if kinds and not dicts and not is_own:
+        return _no_dicts(kinds.pop().__name__)
     for name in dicts[0] if dicts else ():
         if not all(name in sample for sample in dicts):
             return f'"{name}" is not in each sample: expected dicts with the same names'
-        shapes = {tuple(sample[name].shape) for sample in dicts if hasattr(sample[name], "shape")}
-        if len(shapes) > 1:
-            first, second = sorted(shapes)[:2]
-            return (
-                f'"{name}" has shape {first} in one sample and {second} in another: pad them to one shape, or type '
-                "collate_fn=pad_to_longest() in the call of fit"
-            )
-        if any(sample[name] is None for sample in dicts):
+        values = [sample[name] for sample in dicts]
+        if any(value is None for value in values):
             return f'"{name}" is None in a sample: expected a tensor, number or string'
-    return f"samples do not make a batch ({str(error).splitlines()[0]})"
+        if not is_own and not hasattr(values[0], "shape") and not isinstance(values[0], Number | str):
+            return _no_tensor(name, values[0], "sample")
+    return _unequal(dicts, is_own) or (
+        f"{'collate_fn makes no batch of the samples' if is_own else 'samples do not make a batch'} "
+        f"({str(error).splitlines()[0]})"
+    )
+
+
+def _unequal(samples: list[dict[str, Any]], is_own: bool) -> str | None:
+    """Names a tensor that has another shape in another sample, and how to pad it; None if there is none."""
+    shapes = {
+        name: sorted({tuple(sample[name].shape) for sample in samples})
+        for name in (samples[0] if samples else ())
+        if all(hasattr(sample[name], "shape") for sample in samples)
+    }
+    unequal = {name: found for name, found in shapes.items() if len(found) > 1}
+    # What pad_to_longest cannot pad: only the first dimension of tensors may differ.
+    others = [
+        name
+        for name, found in unequal.items()
+        if len({shape[1:] for shape in found}) > 1 or not isinstance(samples[0][name], torch.Tensor)
+    ]
+    name = next(iter([*others, *unequal]), None)
+    if name is None:
+        return None
+    how = ", or type collate_fn=pad_to_longest() in the call of fit"
+    how = " in the dataset or in a collate_fn, with a mask" if others or is_own else how
+    first, second, *_ = unequal[name]
+    return f'"{name}" has shape {first} in one sample and {second} in another: pad them to one shape{how}'
