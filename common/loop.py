@@ -30,7 +30,7 @@ from .schedule import ScheduleFn
 from .stopping.watch import Watch
 
 
-def fit(
+def fit(  # noqa: PLR0915
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -19,9 +19,6 @@ def norm_of(tensors: list[Tensor]) -> Tensor:
     norm is off by 1e-5 at a million elements and by 1e-3 at 30 million (docs/speed.md). Here float64 adds up small
     tensors, and the norms of rows of 256 elements of large ones. On a GPU torch adds by trees: each block of threads
     65,536 elements, another kernel the results (aten/src/ATen/native/cuda/ForeachReduceOp.cu).
-
-    Raises:
-        UsageError: a tensor is sparse.
     """
     if not tensors:
         return torch.zeros(())

@@ -116,8 +116,8 @@ def _check(dataset: Any, what: str) -> None:
     kind = "None" if dataset is None else type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise UsageError(
-            f"the {what} is a {kind}, and fit makes batches itself, of --batch_size samples: give it the dataset in it, "
-            "and the collate_fn, if it has one, as collate_fn="
+            f"the {what} is a {kind}; fit makes batches itself, of --batch_size samples: give it the dataset in it, "
+            "and its collate_fn as collate_fn="
         )
     if isinstance(dataset, str | PathLike):
         raise UsageError(
@@ -285,35 +285,28 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
     """A batch of `size` samples, from a list of samples or from a batch that `__getitems__` made."""
-    is_own = collate_fn is not default_collate
+    is_own, first = collate_fn is not default_collate, samples[0] if isinstance(samples, list) and samples else samples
+    if not is_own and not isinstance(first, dict):
+        raise UsageError(
+            f'samples are of the type {type(first).__name__}: expected dicts, such as {{"image": ..., "label": ...}}, '
+            "or a collate_fn that makes such a dict of a list of samples"
+        )
     try:
         batch = samples if isinstance(samples, dict) else collate_fn(samples)
     except (RuntimeError, TypeError, KeyError) as error:
         raise UsageError(_why_no_batch(samples, error, is_own)) from None
+    rows = f"({size}, ...), a row for each sample"
     if not isinstance(batch, dict):
-        if is_own:
-            raise UsageError(
-                f"collate_fn returns a {type(batch).__name__}: expected a dict of tensors of shape ({size}, ...), a row "
-                "for each sample"
-            )
-        kind = type(samples[0] if isinstance(samples, list) and samples else samples).__name__
-        raise UsageError(_no_dicts(kind))
+        raise UsageError(f"collate_fn returns a {type(batch).__name__}: expected a dict of tensors of shape {rows}")
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             if value.ndim == 0 or len(value) != size or (name == "weight" and value.ndim > 1):
-                rows = f"({size}, ...), a row for each sample; pad what differs in number, such as the nodes of graphs"
-                expected = f"({size},), one number per sample" if name == "weight" else rows
+                expected = f"{rows}; pad what differs in number, such as the nodes of graphs"
+                expected = f"({size},), one number per sample" if name == "weight" else expected
                 raise UsageError(f'"{name}" of a batch has shape {tuple(value.shape)}: expected {expected}')
         elif not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise UsageError(_no_tensor(name, value, "batch" if is_own or samples is batch else "sample"))
     return batch
-
-
-def _no_dicts(kind: str) -> str:
-    return (
-        f'samples are of the type {kind}: expected dicts, such as {{"image": ..., "label": ...}}, or a collate_fn that '
-        "makes such a dict of a list of samples"
-    )
 
 
 def _no_tensor(name: str, value: Any, where: str) -> str:
@@ -324,44 +317,29 @@ def _no_tensor(name: str, value: Any, where: str) -> str:
     return f'"{name}" of a {where} is a {type(value).__name__}: expected a tensor, number or string: {instead}'
 
 
-def _why_no_batch(samples: Any, error: Exception, is_own: bool) -> str:
+def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
     """Why `default_collate`, or a `collate_fn` of the user's own, made no batch of samples."""
-    kinds = {type(sample) for sample in samples} if isinstance(samples, list) else set()
-    dicts = samples if all(issubclass(kind, dict) for kind in kinds) else []
-    if kinds and not dicts and not is_own:
-        return _no_dicts(kinds.pop().__name__)
+    dicts = samples if all(isinstance(sample, dict) for sample in samples) else []
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     for name in dicts[0] if dicts else ():
         if not all(name in sample for sample in dicts):
             return f'"{name}" is not in each sample: expected dicts with the same names'
         values = [sample[name] for sample in dicts]
         if any(value is None for value in values):
             return f'"{name}" is None in a sample: expected a tensor, number or string'
-        if not is_own and not hasattr(values[0], "shape") and not isinstance(values[0], Number | str):
+        if all(hasattr(value, "shape") for value in values):
+            shapes[name] = sorted({tuple(value.shape) for value in values})
+        elif not is_own and not isinstance(values[0], Number | str):
             return _no_tensor(name, values[0], "sample")
-    return _unequal(dicts, is_own) or (
-        f"{'collate_fn makes no batch of the samples' if is_own else 'samples do not make a batch'} "
-        f"({str(error).splitlines()[0]})"
-    )
-
-
-def _unequal(samples: list[dict[str, Any]], is_own: bool) -> str | None:
-    """Names a tensor that has another shape in another sample, and how to pad it; None if there is none."""
-    shapes = {
-        name: sorted({tuple(sample[name].shape) for sample in samples})
-        for name in (samples[0] if samples else ())
-        if all(hasattr(sample[name], "shape") for sample in samples)
-    }
-    unequal = {name: found for name, found in shapes.items() if len(found) > 1}
-    # What pad_to_longest cannot pad: only the first dimension of tensors may differ.
-    others = [
-        name
-        for name, found in unequal.items()
-        if len({shape[1:] for shape in found}) > 1 or not isinstance(samples[0][name], torch.Tensor)
-    ]
-    name = next(iter([*others, *unequal]), None)
-    if name is None:
-        return None
-    how = ", or type collate_fn=pad_to_longest() in the call of fit"
-    how = " in the dataset or in a collate_fn, with a mask" if others or is_own else how
-    first, second, *_ = unequal[name]
-    return f'"{name}" has shape {first} in one sample and {second} in another: pad them to one shape{how}'
+    unequal = [name for name, found in shapes.items() if len(found) > 1]
+    if is_own and not (unequal and isinstance(error, RuntimeError)):
+        return f"collate_fn makes no batch of the samples: {line_of(error)}"
+    # What pad_to_longest cannot pad: the first dimension of tensors may differ, and no other.
+    tensors = [name for name in unequal if isinstance(dicts[0][name], torch.Tensor)]
+    others = [name for name in unequal if name not in tensors or len({shape[1:] for shape in shapes[name]}) > 1]
+    for name in (*others, *unequal):
+        one, other, *_ = shapes[name]
+        how = ", or type collate_fn=pad_to_longest() in the call of fit"
+        how = " in the dataset or in a collate_fn, with a mask" if others or is_own else how
+        return f'"{name}" has shape {one} in one sample and {other} in another: pad them to one shape{how}'
+    return f"samples do not make a batch ({str(error).splitlines()[0]})"

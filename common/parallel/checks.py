@@ -91,7 +91,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raises UsageError if a step needs more than gradients."""
-    name, parameters = type(optimizer).__name__, inspect.signature(optimizer.step).parameters.values()
+    # Of the class: a schedule of the recipe's own may have wrapped the object's.
+    name, (_, *parameters) = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters.values()
     named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     needed = [each.name for each in named if each.default is each.empty]
     # SAM's step takes a closure that may be None, and then fails; its two halves have the names that its paper's code
@@ -135,8 +136,8 @@ def check_divisible_weights(model: nn.Module, kind: str, casts: bool, to_float32
         casts: whether all weights become float32 or lower, without imaginary parts.
         to_float32: whether those of lower precision, too, become float32, in which one process does not train them.
     """
-    types = (torch.float64, torch.complex64, torch.complex128) if casts else ()
-    types += LOW_PRECISION if to_float32 else ()
+    high = (torch.float64, torch.complex64, torch.complex128)
+    types = {*(high if casts else ()), *(LOW_PRECISION if to_float32 else ())}
     for name, weight in model.named_parameters():
         if weight.ndim == 0:
             raise UsageError(f"{name} has no dimension that {kind} could shard: give it the shape (1,)")

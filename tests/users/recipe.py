@@ -59,8 +59,9 @@ def main(config: Config) -> None:
     build, own_step = MODELS[config.model]
     model, step = build(), STEPS.get(config.step, own_step)
     optimizer = OPTIMIZERS[config.optimizer]([weight for weight in model.parameters() if weight.requires_grad])
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * config.learning_rate
+    if config.learning_rate != 1:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * config.learning_rate
     default: Any = samples.Media if config.model in families.FAMILIES else samples.Samples
     make = SETS.get(config.set, default)
     fit(
