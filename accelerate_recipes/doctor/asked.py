@@ -62,6 +62,7 @@ def refusals(
 ) -> Answer:
     """What a run under the config would refuse. Takes the arguments of `fit`, or none."""
     from common import RunConfig, UsageError
+    from common.data.batches import checked_datasets
     from common.data.mixture import by_source
     from common.launch.checks import check_device, launch_checks
     from common.parallel.checks import check_given
@@ -71,6 +72,12 @@ def refusals(
     path, has_gpu, likely = json.loads(os.environ[QUESTION])
     flags = config or RunConfig()
     lines: list[str] = []
+    if config is not None:
+        try:
+            check_given(model, optimizer)
+            checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
+        except UsageError as error:  # what else is wrong cannot be asked
+            return {"lines": [str(error)], "of_the_launcher": [], "facts": {}}
     facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
     remove_variables()
     variables, refused = _launched(Path(path), likely)
@@ -84,7 +91,6 @@ def refusals(
             if of_launch is not check_device:
                 _note(lines, of_launch, layout, flags)
         if not lines and config is not None:
-            check_given(model, optimizer)
             _, sampler = by_source(train_set, eval_set, forward_step, keywords.get("sampler"))
             sampling = keywords.get("schedule"), sampler
             try:

@@ -1,6 +1,7 @@
 """Promise: what fit cannot take is refused in one line that says what to give instead."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
+from accelerate_recipes.doctor import asked
 from common.config import RunConfig
 from common.data.batches import Collated, MapDataset, checked_datasets, fetch
 from common.data.padding import pad_to_longest
@@ -130,6 +132,15 @@ def test_what_is_no_optimizer(make: Callable[[nn.Module], Any], expected: str) -
 )
 def test_what_is_no_model_or_wrapped(model: Any, expected: str) -> None:
     assert expected in refusal(check_given, model, torch.optim.SGD([WEIGHT], 0.1))
+
+
+def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
+    model = nn.Linear(2, 2)
+    for optimizer, dataset in (([sgd(model)], ROWS), (sgd(model), DataLoader(ROWS))):
+        lines = asked.refusals(None, model, optimizer, None, dataset, ROWS, RunConfig())["lines"]
+        of_run = refusal(lambda: (check_given(model, optimizer), checked_datasets(dataset, ROWS, None)))  # noqa: B023
+        assert lines == [of_run]
 
 
 def test_what_torch_compiles_has_the_name_that_is_looked_for() -> None:
