@@ -19,6 +19,7 @@ from .data.batches import CollateFn, Examples, ForwardStep, MapDataset, Metrics,
 from .data.mixture import by_source
 from .evaluation import Evaluation, evaluate_exported
 from .parallel.batch_loss import BatchLossFn
+from .parallel.checks import check_given
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.kinds import check_trainable, layout_of, prepare
 from .parallel.setup import Setup
@@ -87,6 +88,7 @@ def fit(
         UsageError: flags, data, a model or an output_dir that the run cannot use.
         NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
     """
+    check_given(model, optimizer)
     forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
     plan = Plan.of(config, layout_of(config), len(train_set), schedule, sampler)

@@ -83,8 +83,8 @@ def start(config: RunConfig) -> Accelerator:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if any(map(is_true, OTHERS)) or precision not in ("no", "bf16"):
         raise UsageError(
-            "this project was made with --minimal, for one process or DDP in float32 or bf16: type --config_file "
-            "accelerate_configs/ddp.yaml, or make one without --minimal"
+            "this project was made with --minimal, for one process or DDP in float32 or bf16: type --mixed_precision "
+            "bf16 and --config_file accelerate_configs/ddp.yaml, or make one without --minimal"
         )
     if (config.output_dir / "model").exists() and not config.overwrite_output_dir:
         raise UsageError(f"{config.output_dir} holds a model: type --overwrite_output_dir, or another --output_dir")

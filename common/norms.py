@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from .errors import UsageError
+
 SMALL = 16_384  # elements that float64 adds up one by one: beyond, rows are faster
 ROW = 256
 PIECE = 32_768  # low-precision elements that are converted at a time: few enough for the cache and for one thread
@@ -20,6 +22,8 @@ def norm_of(tensors: list[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(())
+    if any(tensor.is_sparse for tensor in tensors):
+        raise UsageError("a weight has a sparse gradient, which fit does not support: type sparse=False, its default")
     if tensors[0].device.type != "cpu":
         is_low = any(tensor.dtype in LOW_PRECISION for tensor in tensors)  # the norm would have 8 bits, too
         each = torch._foreach_norm(tensors, 2, torch.float32) if is_low else torch._foreach_norm(tensors)

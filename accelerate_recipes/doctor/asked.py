@@ -62,14 +62,22 @@ def refusals(
 ) -> Answer:
     """What a run under the config would refuse. Takes the arguments of `fit`, or none."""
     from common import RunConfig, UsageError
+    from common.data.batches import checked_datasets
     from common.data.mixture import by_source
     from common.launch.checks import check_device, launch_checks
+    from common.parallel.checks import check_given
     from common.parallel.kinds import check_batch_loss, layout_of, model_checks
     from common.plan import Plan
 
     path, has_gpu, likely = json.loads(os.environ[QUESTION])
     flags = config or RunConfig()
     lines: list[str] = []
+    if config is not None:
+        try:
+            check_given(model, optimizer)
+            checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
+        except UsageError as error:  # what else is wrong cannot be asked
+            return {"lines": [str(error)], "of_the_launcher": [], "facts": {}}
     facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
     remove_variables()
     variables, refused = _launched(Path(path), likely)

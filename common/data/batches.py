@@ -5,6 +5,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
+from itertools import islice
+from numbers import Number
+from os import PathLike
 from typing import Any, Protocol, Self, TypeGuard
 
 import torch
@@ -116,16 +119,35 @@ def checked_datasets(
     eval_sets = dict(eval_set) if isinstance(eval_set, Mapping) else {"": eval_set}
     if not eval_sets:
         raise UsageError("no evaluation set: expected a dataset, or a dict of datasets")
-    for dataset in (train_set, *eval_sets.values()):
-        _check(dataset)
+    _check(train_set, "training set")
+    for dataset in eval_sets.values():
+        _check(dataset, "evaluation set")
     if collate_fn is None:
         return train_set, eval_sets
     return Collated(train_set, collate_fn), {name: Collated(dataset, collate_fn) for name, dataset in eval_sets.items()}
 
 
-def _check(dataset: Any) -> None:
-    kind = type(dataset).__name__
+def _check(dataset: Any, what: str) -> None:
+    kind = "None" if dataset is None else type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            f"the {what} is a {kind}; fit makes batches itself, of --batch_size samples: give it the dataset in it, "
+            "and its collate_fn as collate_fn="
+        )
+    if isinstance(dataset, str | PathLike):
+        raise UsageError(
+            f'the {what} is a path, {dataset}: give fit the samples there, for example by load_dataset("csv", '
+            'data_files=PATH, split="train").with_format("torch"), from datasets'
+        )
+    if not isinstance(dataset, Dataset) and callable(getattr(dataset, "keys", None)):  # a dict, or a table
+        names = ", ".join(map(str, islice(dataset.keys(), 3)))
+        raise UsageError(
+            f"the {what} is a {kind} of {names}: expected one set, of which dataset[0] is the first sample, such as "
+            "dataset[NAME]; a table has one after datasets.Dataset.from_dict(...) or from_pandas(...)"
+        )
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_map_style and not hasattr(dataset, "__iter__"):
+        raise UsageError(f"the {what} is {kind}: expected a dataset with len(dataset) and dataset[index], a dict")
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise UsageError(
             f"{kind} is not a map-style dataset: a run that resumes exactly needs len(dataset) and dataset[index]; "
@@ -278,35 +300,61 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
     """A batch of `size` samples, from a list of samples or from a batch that `__getitems__` made."""
+    is_own, first = collate_fn is not default_collate, samples[0] if isinstance(samples, list) and samples else samples
+    if not is_own and not isinstance(first, dict):
+        raise UsageError(
+            f'samples are of the type {type(first).__name__}: expected dicts, such as {{"image": ..., "label": ...}}, '
+            "or a collate_fn that makes such a dict of a list of samples"
+        )
     try:
         batch = samples if isinstance(samples, dict) else collate_fn(samples)
     except (RuntimeError, TypeError, KeyError) as error:
-        raise UsageError(_why_no_batch(samples, error)) from None
+        raise UsageError(_why_no_batch(samples, error, is_own)) from None
+    rows = f"({size}, ...), a row for each sample"
     if not isinstance(batch, dict):
-        kind = type(samples[0] if isinstance(samples, list) and samples else samples).__name__
-        raise UsageError(f'samples are of the type {kind}: expected dicts, such as {{"image": ..., "label": ...}}')
+        raise UsageError(f"collate_fn returns a {type(batch).__name__}: expected a dict of tensors of shape {rows}")
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             if value.ndim == 0 or len(value) != size or (name == "weight" and value.ndim > 1):
-                expected = f"({size},), one number per sample" if name == "weight" else f"({size}, ...)"
+                expected = f"{rows}; pad what differs in number, such as the nodes of graphs"
+                expected = f"({size},), one number per sample" if name == "weight" else expected
                 raise UsageError(f'"{name}" of a batch has shape {tuple(value.shape)}: expected {expected}')
         elif not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise UsageError(f'"{name}" of a sample is a {type(value).__name__}: expected a tensor, number or string')
+            raise UsageError(_no_tensor(name, value, "batch" if is_own or samples is batch else "sample"))
     return batch
 
 
-def _why_no_batch(samples: Any, error: Exception) -> str:
-    dicts = samples if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples) else []
+def _no_tensor(name: str, value: Any, where: str) -> str:
+    inner = value[0] if isinstance(value, list | tuple) and value else value
+    instead = 'make it a tensor; of datasets, .with_format("torch") does so with lists'
+    if isinstance(inner, dict):
+        instead = "give each tensor in it a name of its own, and pad what differs in number, such as boxes, with a mask"
+    return f'"{name}" of a {where} is a {type(value).__name__}: expected a tensor, number or string: {instead}'
+
+
+def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
+    """Why `default_collate`, or a `collate_fn` of the user's own, made no batch of samples."""
+    dicts = samples if all(isinstance(sample, dict) for sample in samples) else []
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     for name in dicts[0] if dicts else ():
         if not all(name in sample for sample in dicts):
             return f'"{name}" is not in each sample: expected dicts with the same names'
-        shapes = {tuple(sample[name].shape) for sample in dicts if hasattr(sample[name], "shape")}
-        if len(shapes) > 1:
-            first, second = sorted(shapes)[:2]
-            return (
-                f'"{name}" has shape {first} in one sample and {second} in another: pad them to one shape, or type '
-                "collate_fn=pad_to_longest() in the call of fit"
-            )
-        if any(sample[name] is None for sample in dicts):
+        values = [sample[name] for sample in dicts]
+        if any(value is None for value in values):
             return f'"{name}" is None in a sample: expected a tensor, number or string'
+        if all(hasattr(value, "shape") for value in values):
+            shapes[name] = sorted({tuple(value.shape) for value in values})
+        elif not is_own and not isinstance(values[0], Number | str):
+            return _no_tensor(name, values[0], "sample")
+    unequal = [name for name, found in shapes.items() if len(found) > 1]
+    if is_own and not (unequal and isinstance(error, RuntimeError)):
+        return f"collate_fn makes no batch of the samples: {line_of(error)}"
+    # What pad_to_longest cannot pad: the first dimension of tensors may differ, and no other.
+    tensors = [name for name in unequal if isinstance(dicts[0][name], torch.Tensor)]
+    others = [name for name in unequal if name not in tensors or len({shape[1:] for shape in shapes[name]}) > 1]
+    for name in (*others, *unequal):
+        one, other, *_ = shapes[name]
+        how = ", or type collate_fn=pad_to_longest() in the call of fit"
+        how = " in the dataset or in a collate_fn, with a mask" if others or is_own else how
+        return f'"{name}" has shape {one} in one sample and {other} in another: pad them to one shape{how}'
     return f"samples do not make a batch ({str(error).splitlines()[0]})"

@@ -1,21 +1,84 @@
 """What no layout can train, as far as it shows before a step, and what several kinds of parallelism refuse."""
 
+import inspect
+from typing import Any
+
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import UsageError
+from ..norms import LOW_PRECISION
 from ..plan import Plan
+from .parts import is_divided
+
+
+def check_given(model: Any, optimizer: Any) -> None:
+    """Raises UsageError for what is no module or no optimizer, or one that something has wrapped: `fit` does so itself,
+    after the check of the first steps, which needs the recipe's own."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is {_named(model)}: expected one torch.nn.Module, which holds all that is trained")
+    prepared = [part for part in (model, optimizer) if getattr(part, "_is_accelerate_prepared", False)]
+    if prepared or isinstance(optimizer, AcceleratedOptimizer):
+        name = type(prepared[0] if prepared else optimizer).__name__
+        raise UsageError(f"{name} was prepared already, which fit does itself: remove accelerator.prepare(...)")
+    if hasattr(model, "_orig_mod"):  # of torch.compile(model), whose weights have other names
+        raise UsageError("the model is compiled: give fit the one before torch.compile, and type --compile")
+    wrapped = any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules())
+    if wrapped or any(map(is_divided, model.parameters())):
+        raise UsageError(
+            f"{type(model).__name__} was wrapped for several processes already, which fit does itself: give fit the "
+            "model as it was before"
+        )
+    _check_is_optimizer(optimizer)
+
+
+def _check_is_optimizer(optimizer: Any) -> None:
+    given = f"the optimizer is {_named(optimizer)}"
+    if isinstance(optimizer, list | tuple | dict):
+        raise UsageError(
+            f"{given}: expected one optimizer; a group of parameters may have settings of its own: type "
+            'torch.optim.AdamW([{"params": [...], "lr": 1e-3}, {"params": [...], "lr": 1e-4}])'
+        )
+    if isinstance(optimizer, LRScheduler):
+        raise UsageError(
+            f"{given}: expected the optimizer alone: type --lr_schedule, or schedule= in the call of fit, for the rates"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        instead = f"give fit the {type(inner).__name__} in it" if isinstance(inner, torch.optim.Optimizer) else ""
+        instead = instead or "type, for example, torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        raise UsageError(f"{given}: expected a torch.optim.Optimizer: {instead}")
+    try:
+        optimizer.state_dict(), optimizer.defaults
+    except AttributeError as error:  # its constructor did not call that of torch, as some wrappers do
+        raise UsageError(
+            f"{type(optimizer).__name__} lacks what each optimizer has ({error}): call super().__init__(params, "
+            "defaults) in its constructor, or give fit the optimizer that it wraps"
+        ) from None
+
+
+def _named(value: Any) -> str:
+    if value is None or isinstance(value, type):
+        return "None" if value is None else f"the class {value.__name__}"
+    return f"of the type {type(value).__name__}"
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """An optimizer that fails under `fit`, or weights outside the model, which no process would synchronize."""
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError(
-            "LBFGS calls the model several times a step, which fit does not support: use another optimizer"
-        )
-    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+    _check_step(optimizer)
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if any(isinstance(rate, Tensor) for rate in rates):
         raise UsageError(f"{name} has a tensor as learning rate: give it a float")
+    if None in rates:
+        by_itself = any(group.get("relative_step") for group in optimizer.param_groups)
+        raise UsageError(
+            f"{name} has no learning rate, which fit sets in each step: give it lr=1e-3, for example"
+            f"{', with relative_step=False and warmup_init=False' * by_itself}"
+        )
     if plan.layout.precision == "fp16" and any(group.get("fused") for group in optimizer.param_groups):
         raise UsageError("fused=True hides the steps that the loss scaling of fp16 skips: remove it")
     given = {weight for group in optimizer.param_groups for weight in group["params"]}
@@ -26,25 +89,61 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
         )
 
 
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError if a step needs more than gradients."""
+    # Of the class: a schedule of the recipe's own may have wrapped the object's.
+    name, (_, *parameters) = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters.values()
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    needed = [each.name for each in named if each.default is each.empty]
+    # SAM's step takes a closure that may be None, and then fails; its two halves have the names that its paper's code
+    # gave them, in copies and relatives, too.
+    in_halves = all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
+    if "closure" in needed or in_halves:
+        raise UsageError(
+            f"{name} calls the model several times a step, which fit does not support: use another optimizer"
+        )
+    if needed:
+        raise UsageError(f"{name}.step needs {needed[0]}, and fit calls step() alone: use another optimizer")
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """A layer that cannot be trained, or not on this device."""
+    given = {weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", None) is True and given & set(module.parameters(recurse=False)):
+            raise UsageError(
+                f"{name} has sparse gradients, which fit does not support: type sparse=False in its constructor, and "
+                "torch.optim.Adam in place of SparseAdam"
+            )
+        if isinstance(module, nn.SyncBatchNorm) and plan.layout.device == "cpu" and plan.layout.num_processes > 1:
+            raise UsageError(
+                f"{name} is a SyncBatchNorm, which several processes compute on GPUs only: use GroupNorm or LayerNorm, "
+                "or BatchNorm on the CPU"
+            )
+
+
 def sizes_that_divide(number: int) -> str:
     """For messages: the sizes of groups that can share so many heads or experts."""
     return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0)
 
 
-def check_divisible_weights(model: nn.Module, kind: str, casts: bool) -> None:
+def check_divisible_weights(model: nn.Module, kind: str, casts: bool, to_float32: bool = False) -> None:
     """Raises UsageError for weights that FSDP2 or DeepSpeed cannot divide, or would silently cast.
 
     Args:
         model: the recipe's module.
         kind: the name of what divides them.
         casts: whether all weights become float32 or lower, without imaginary parts.
+        to_float32: whether those of lower precision, too, become float32, in which one process does not train them.
     """
+    high = (torch.float64, torch.complex64, torch.complex128)
+    types = {*(high if casts else ()), *(LOW_PRECISION if to_float32 else ())}
     for name, weight in model.named_parameters():
         if weight.ndim == 0:
             raise UsageError(f"{name} has no dimension that {kind} could shard: give it the shape (1,)")
         if weight.numel() == 0:
             raise UsageError(f"{name} has no elements, which {kind} does not support: remove it from the model")
-        if casts and weight.dtype in (torch.float64, torch.complex64, torch.complex128):
+        if weight.dtype in types:
             raise UsageError(
                 f"{name} is {str(weight.dtype).removeprefix('torch.')}, which {kind} would cast: type "
                 "--config_file accelerate_configs/ddp.yaml, or make it float32"

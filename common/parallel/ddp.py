@@ -15,6 +15,7 @@ class Ddp(Kind):
 
     name = "DDP"
     needs_all_weights = True  # DDP waits for the gradient of each
+    elsewhere = "--config_file accelerate_configs/single.yaml"
 
     def title(self, layout: Layout) -> str:
         if layout.sequence > 1:

@@ -107,7 +107,7 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Weights that DeepSpeed cannot divide, or would silently cast."""
-    check_divisible_weights(model, DeepSpeed.name, casts=True)
+    check_divisible_weights(model, DeepSpeed.name, casts=True, to_float32=plan.layout.precision == "float32")
 
 
 def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:

@@ -97,7 +97,7 @@ def check_metrics(values: Any, size: int, source: str) -> None:
         if value.shape != (size,) and not is_prediction:
             raise UsageError(
                 f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; type '
-                f"{_advice(value, size)}"
+                f"{_advice(name, value, size)}"
             )
     if torch.is_grad_enabled() and not values["loss"].requires_grad:
         raise UsageError('"loss" has no gradient: compute it from the model output, without detach or no_grad')
@@ -134,19 +134,23 @@ def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
         )
 
 
-def _advice(value: Tensor, size: int) -> str:
-    if value.ndim == 0:
-        return 'reduction="none"'
+def _advice(name: str, value: Tensor, size: int) -> str:
+    """What to type for a value of a wrong shape."""
     if value.shape == (size, 1):
         return ".squeeze(-1)"
-    if value.shape == (size, size):
-        return ".squeeze(-1) on the model output: (batch, 1) against (batch,) makes (batch, batch)"
-    if value.shape[0] == size:
-        return (
-            ".flatten(1).mean(1); if some elements are ignored, the mean over the others, and their number as "
-            '"weight" of the batch'
-        )
-    return "a reduction that keeps the batch dimension"
+    advice = "a reduction that keeps the batch dimension"
+    if value.ndim == 0:
+        advice = 'reduction="none", or leave out mean()'
+    elif value.shape[0] == size:
+        squares = ".squeeze(-1) on the model output, if (batch, 1) against (batch,) made (batch, batch); else "
+        advice = f"{squares * (value.shape == (size, size))}.flatten(1).mean(1)"
+    if name != "loss":
+        more = "what has no value per example, such as a confusion matrix: return predictions, and give fit examples="
+    elif value.ndim == 0:
+        more = "of a transformers model take the logits, not its .loss, which is a mean"
+    else:
+        more = 'if some elements are ignored, the mean over the others, and their number as "weight" of the batch'
+    return f"{advice}; {more}"
 
 
 def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> None:

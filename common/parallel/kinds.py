@@ -8,7 +8,7 @@ from ..environment import device_type, rank, world_size
 from ..layout import Layout
 from ..plan import Plan
 from .batch_loss import BatchLossFn
-from .checks import check_optimizer
+from .checks import check_model, check_optimizer
 from .ddp import DDP
 from .deepspeed import DEEPSPEED
 from .engine import Engine
@@ -68,7 +68,7 @@ def wrapper_of(layout: Layout) -> Kind:
 def model_checks(layout: Layout) -> list[ModelCheck]:
     """What a run refuses of a model or an optimizer: it raises the first refusal, `accelerate-recipes doctor` asks for
     all of them."""
-    return [check_optimizer, *(check for kind in kinds_of(layout) for check in kind.model_checks)]
+    return [check_optimizer, check_model, *(check for kind in kinds_of(layout) for check in kind.model_checks)]
 
 
 def check_trainable(setup: Setup) -> None:

@@ -35,11 +35,13 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
             f"--num_processes {layout.stages} after accelerate launch"
         )
     others = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
-    if any(map(is_true, others)) or layout.precision == "fp16":
+    if any(map(is_true, others)):
         raise UsageError(
-            "--pipeline_stages needs a config without sharding, in float32 or bf16: type --config_file "
+            "--pipeline_stages needs a config without sharding: type --config_file "
             "accelerate_configs/pipeline_parallel.yaml"
         )
+    if layout.precision == "fp16":
+        raise UsageError("fp16 does not work with a pipeline: type --mixed_precision bf16 after accelerate launch")
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -86,7 +88,7 @@ def _check_named(named: dict[str, Any]) -> None:
     if named:
         raise UsageError(
             f"a pipeline cannot pass on {', '.join(named)}: leave out the flag that adds it (--packing), or type "
-            "--config_file accelerate_configs/fsdp2.yaml"
+            f"{PipelineParallel.elsewhere}"
         )
 
 
@@ -105,7 +107,7 @@ def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int) -> t
     if len(noted) != 1:
         raise UsageError(
             f"forward_step calls the model {len(noted)} times, but a pipeline has one pass: call it once, or type "
-            "--config_file accelerate_configs/fsdp2.yaml"
+            f"{PipelineParallel.elsewhere}"
         )
     return noted[0]
 

@@ -152,7 +152,7 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
             "accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py"
         )
     _check_heads(model, size)
-    prefix = "base_model.model." if getattr(model, "peft_adapter", None) else ""  # PEFT wraps the model twice
+    prefix = _prefix(model)
     modules = dict(model.named_modules())
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
@@ -181,6 +181,13 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
     return resolved
 
 
+def _prefix(model: nn.Module) -> str:
+    """What stands before the names of a plan: a wrapper such as PEFT's passes on that of a model inside it."""
+    has_plan = (name for name, module in model.named_modules() if "tp_plan" in {*vars(module), *dir(type(module))})
+    name = next(has_plan, "")
+    return f"{name}." if name else ""
+
+
 def _divided_parts(name: str, module: nn.Module, style: str) -> list[str]:
     """The names of the layers that take the style of a module in the plan: its own, or those of PEFT's layers in it.
 
@@ -191,13 +198,13 @@ def _divided_parts(name: str, module: nn.Module, style: str) -> list[str]:
     Raises:
         UsageError: the module has other adapters than LoRA's.
     """
-    if not hasattr(module, "lora_A"):
+    if not hasattr(module, "base_layer"):
         return [name]
     others = {key.partition(".")[0] for key, _ in module.named_parameters()} - {"base_layer", "lora_A", "lora_B"}
     if others:
         raise UsageError(
-            f"tensor parallelism does not divide {min(others)} of {name}: use plain LoRA, or type --config_file "
-            "accelerate_configs/fsdp2.yaml"
+            f"tensor parallelism does not divide {min(others)} of {name}: use plain LoRA, of linear layers, or type "
+            "--config_file accelerate_configs/fsdp2.yaml"
         )
     adapter = "lora_A" if style.startswith("rowwise") else "lora_B"
     return [f"{name}.base_layer", *(f"{name}.{adapter}.{key}" for key in getattr(module, adapter))]
@@ -221,7 +228,10 @@ def _check_heads(model: nn.Module, size: int) -> None:
 
 def _check_width(name: str, module: nn.Module, style: str, size: int) -> None:
     if not isinstance(module, nn.Linear | nn.Embedding):
-        raise UsageError(f"tp_plan: {name} is {type(module).__name__}: expected Linear or Embedding")
+        raise UsageError(
+            f"tp_plan: {name} is {type(module).__name__}: expected Linear or Embedding: leave it out of tp_plan, or "
+            "type --config_file accelerate_configs/fsdp2.yaml"
+        )
     if computed := sorted({key for key, _ in module.named_parameters()} - {"weight", "bias"}):
         raise UsageError(
             f"tp_plan: {name} computes its weight from {computed[0]}, as weight_norm does, and cannot be sharded: "

@@ -99,7 +99,7 @@ def test_model_knows_in_evaluation_that_it_is_one(tmp_path: Path, reference: Cal
 
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [("single", "bfloat16"), ("ddp", "bfloat16"), ("deepspeed_zero2", "float32"), ("fsdp2_bf16", "float32")],
+    [("single", "bfloat16"), ("ddp", "bfloat16"), ("deepspeed_zero2_bf16", "float32"), ("fsdp2_bf16", "float32")],
 )
 def test_weights_are_exported_in_the_precision_in_which_they_are_trained(
     tmp_path: Path, config: str, dtype: str

@@ -107,16 +107,31 @@ def test_adapters_are_divided_with_their_layers() -> None:
         check_plan(add_lora(llama(intermediate_size=33), 2, "gate_proj", "base"), 2)
 
 
+def test_adapters_of_a_stranger_are_divided_with_their_layers() -> None:
+    """PEFT passes on the plan of the model in it, which names the layers as they were before."""
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    plan = check_plan(get_peft_model(llama(), LoraConfig(target_modules=["q_proj"])), 2)
+    layer = "base_model.model.model.layers.0"
+    assert plan[f"{layer}.self_attn.q_proj.lora_B.default"] == plan[f"{layer}.mlp.up_proj"] == "colwise"
+    prompted = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert check_plan(prompted, 2)["base_model.model.layers.0.mlp.up_proj"] == "colwise"
+    kept = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]))
+    with pytest.raises(UsageError, match="up_proj is ModulesToSaveWrapper: expected Linear or Embedding: leave it out"):
+        check_plan(kept, 2)
+
+
 def test_adapters_with_other_weights_are_refused() -> None:
     """DoRA computes the norm of each row of a weight."""
-    from peft import LoraConfig, get_peft_model
+    from peft import IA3Config, LoraConfig, get_peft_model
 
     model = get_peft_model(llama(), LoraConfig(target_modules="all-linear", use_dora=True))
-    model.peft_adapter = object()
     with pytest.raises(
         UsageError, match=r"does not divide lora_magnitude_vector of base_model.*q_proj: use plain LoRA"
     ):
         check_plan(model, 2)
+    with pytest.raises(UsageError, match=r"does not divide ia3_l of base_model.*k_proj: use plain LoRA"):
+        check_plan(get_peft_model(llama(), IA3Config(task_type="CAUSAL_LM")), 2)
 
 
 def test_gpt2_is_refused() -> None:

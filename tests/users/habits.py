@@ -223,6 +223,16 @@ def causal_hooked() -> nn.Module:
     return model
 
 
+def with_adapters() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tied(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:  # zero at first: the gradients of A would be zero, too
+            nn.init.normal_(weight, std=0.1)
+    return model
+
+
 def embeddings_scaled() -> nn.Module:
     model = tied()
     forward = model.model.forward
@@ -256,4 +266,5 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
     "hook_on_hidden_states": hidden_hooked,
     "causal_hook_on_hidden_states": causal_hooked,
     "causal_scaled_embeddings": embeddings_scaled,
+    "causal_adapters": with_adapters,
 }

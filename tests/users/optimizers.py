@@ -141,6 +141,19 @@ class Lookahead(torch.optim.SGD):
                     weight.copy_(slow)
 
 
+class Sam(torch.optim.SGD):
+    """Sharpness-aware minimization (Foret et al. 2021), which takes two gradients per step."""
+
+    def first_step(self) -> None:
+        """Climbs."""
+
+    def second_step(self) -> None:
+        """Goes back, and down."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "SAM requires a closure"
+
+
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al. 2023). The update of an element depends on the gradients of that element alone."""
 
@@ -219,5 +232,7 @@ OF_MODEL: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 OTHERS: dict[str, Build] = {
     "head_only": lambda weights: torch.optim.AdamW(weights[-2:], lr=3e-3),
     "strange_weight": lambda weights: torch.optim.AdamW([*weights, nn.Parameter(torch.zeros(3))], lr=3e-3),
+    "two": lambda weights: [torch.optim.SGD(weights[:2], lr=3e-2), torch.optim.SGD(weights[2:], lr=3e-2)],  # type: ignore
+    "sam": lambda weights: Sam(weights, lr=3e-2),
     "tensor_rate": lambda weights: torch.optim.AdamW(weights, lr=torch.tensor(3e-3)),
 }

@@ -62,8 +62,9 @@ def main(config: Config) -> None:
         optimizer = optimizers.OF_MODEL[config.optimizer](model)
     else:
         optimizer = OPTIMIZERS[config.optimizer]([weight for weight in model.parameters() if weight.requires_grad])
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * config.learning_rate
+    if config.learning_rate != 1:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * config.learning_rate
     default: Any = samples.Media if config.model in families.FAMILIES else samples.Samples
     make = SETS.get(config.set, default)
     fit(

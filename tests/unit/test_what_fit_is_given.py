@@ -1,0 +1,318 @@
+"""Promise: what fit cannot take is refused in one line that says what to give instead."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from accelerate_recipes.doctor import asked
+from common.config import RunConfig
+from common.data.batches import Collated, MapDataset, checked_datasets, fetch
+from common.data.padding import pad_to_longest
+from common.errors import UsageError
+from common.layout import Layout
+from common.norms import norm_of
+from common.parallel.checks import check_given, check_model, check_optimizer
+from common.parallel.ddp import DDP
+from common.parallel.deepspeed import DEEPSPEED, check_weights
+from common.parallel.fsdp2 import FSDP2
+from common.parallel.guards import check_metrics
+from common.parallel.pipeline import PIPELINE
+from common.parallel.tensor import TENSOR
+from common.plan import Plan
+from support.runs import ROOT
+
+WEIGHT = nn.Parameter(torch.zeros(3))
+
+
+def refusal(call: Callable[..., Any], *arguments: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+class Wrapper:
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+
+
+class WrapperByName(torch.optim.SGD):
+    """A subclass that does not call the constructor of torch."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+class Sam(torch.optim.SGD):
+    """As in most copies of SAM (Foret et al. 2021): a closure that may be None, and then an assertion."""
+
+    def first_step(self) -> None: ...
+    def second_step(self) -> None: ...
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None
+
+
+class NeedsLoss(torch.optim.SGD):
+    def step(self, loss: Tensor) -> None:  # type: ignore[override]
+        super().step()
+
+
+class OwnRate(torch.optim.Optimizer):
+    def __init__(self, weights: list[nn.Parameter], **defaults: Any):
+        super().__init__(weights, defaults)
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+def prepared(model: nn.Module) -> torch.optim.Optimizer:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare_optimizer(sgd(model))
+
+
+def marked() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model._is_accelerate_prepared = True  # as accelerator.prepare does
+    return model
+
+
+class Compiled(nn.Module):
+    """As what torch.compile(model) returns, without the import of its compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda model: [sgd(model)], "is of the type list: expected one optimizer; a group of parameters may have"),
+        (lambda model: (sgd(model),), "is of the type tuple: expected one optimizer"),
+        (lambda model: {"all": sgd(model)}, "is of the type dict: expected one optimizer"),
+        (
+            lambda model: Wrapper(sgd(model)),
+            "is of the type Wrapper: expected a torch.optim.Optimizer: give fit the SGD",
+        ),
+        (lambda model: WrapperByName(sgd(model)), "WrapperByName lacks what each optimizer has"),
+        (prepared, "AcceleratedOptimizer was prepared already, which fit does itself: remove accelerator.prepare"),
+        (lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1), "type --lr_schedule, or schedule="),
+        (lambda model: None, "the optimizer is None: expected a torch.optim.Optimizer: type, for example"),
+        (lambda model: torch.optim.SGD, "the optimizer is the class SGD: expected"),
+    ],
+)
+def test_what_is_no_optimizer(make: Callable[[nn.Module], Any], expected: str) -> None:
+    model = nn.Linear(2, 2)
+    assert expected in refusal(check_given, model, make(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (None, "the model is None: expected one torch.nn.Module"),
+        ([nn.Linear(2, 2)], "the model is of the type list"),
+        (marked(), "Linear was prepared already"),
+        (Compiled(), "give fit the one before torch.compile, and type --compile"),
+        (nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "Sequential was wrapped for several processes already"),
+    ],
+)
+def test_what_is_no_model_or_wrapped(model: Any, expected: str) -> None:
+    assert expected in refusal(check_given, model, torch.optim.SGD([WEIGHT], 0.1))
+
+
+def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
+    model = nn.Linear(2, 2)
+    for optimizer, dataset in (([sgd(model)], ROWS), (sgd(model), DataLoader(ROWS))):
+        lines = asked.refusals(None, model, optimizer, None, dataset, ROWS, RunConfig())["lines"]
+        of_run = refusal(lambda: (check_given(model, optimizer), checked_datasets(dataset, ROWS, None)))  # noqa: B023
+        assert lines == [of_run]
+
+
+def test_what_torch_compiles_has_the_name_that_is_looked_for() -> None:
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    assert "_orig_mod" in inspect.getsource(OptimizedModule.__init__)
+
+
+def test_optimizers_of_torch_are_taken_or_call_the_model_several_times() -> None:
+    model = nn.Linear(2, 2)
+    plan = Plan.of(RunConfig(), Layout(), 99)
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Rprop", "NAdam", "RAdam", "ASGD", "Adafactor"):
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        check_given(model, optimizer)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps its step
+        check_optimizer(model, optimizer, plan)
+        check_model(model, optimizer, plan)
+    assert "calls the model several times" in refusal(check_optimizer, model, torch.optim.LBFGS([WEIGHT]), plan)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (Sam([WEIGHT], 0.1), "Sam calls the model several times a step, which fit does not support: use another"),
+        (NeedsLoss([WEIGHT], 0.1), "NeedsLoss.step needs loss, and fit calls step() alone"),
+        (OwnRate([WEIGHT], rate=0.1), "OwnRate has no learning rate, which fit sets in each step: give it lr=1e-3"),
+        (OwnRate([WEIGHT], lr=None, relative_step=True), "with relative_step=False and warmup_init=False"),
+    ],
+)
+def test_what_steps_otherwise(optimizer: torch.optim.Optimizer, expected: str) -> None:
+    assert expected in refusal(check_optimizer, nn.Linear(2, 2), optimizer, Plan.of(RunConfig(), Layout(), 99))
+
+
+def test_adafactor_of_transformers_needs_a_rate() -> None:
+    from transformers import Adafactor
+
+    model, plan = nn.Linear(2, 2), Plan.of(RunConfig(), Layout(), 99)
+    check_optimizer(model, Adafactor(model.parameters(), lr=1e-3, relative_step=False, warmup_init=False), plan)
+    assert "relative_step=False" in refusal(check_optimizer, model, Adafactor(model.parameters()), plan)
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.EmbeddingBag(4, 2, sparse=True))
+    plan = Plan.of(RunConfig(), Layout(), 99)
+    assert "1 has sparse gradients" in refusal(check_model, model, sgd(model), plan)
+    check_model(model, sgd(model[0]), plan)  # a frozen layer has no gradient
+    assert "type sparse=False" in refusal(norm_of, [torch.ones(2), torch.ones(2, 2).to_sparse()])
+
+
+def test_sync_batch_norm_on_a_cpu() -> None:
+    model = nn.Sequential(nn.SyncBatchNorm(2))
+
+    def check(**layout: Any) -> None:
+        check_model(model, sgd(model), Plan.of(RunConfig(), Layout(**layout), 99))
+
+    assert "0 is a SyncBatchNorm, which several processes compute on GPUs only" in refusal(
+        partial(check, num_processes=2)
+    )
+    check()
+    check(num_processes=2, device="cuda")
+
+
+def test_weights_that_zero_would_train_in_float32() -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    check_weights(model, sgd(model), Plan.of(RunConfig(), Layout(precision="bf16"), 99))
+    line = refusal(check_weights, model, sgd(model), Plan.of(RunConfig(), Layout(), 99))
+    assert "weight is bfloat16, which DeepSpeed would cast: type --config_file accelerate_configs/ddp.yaml" in line
+
+
+ROWS = [{"x": torch.ones(index + 1), "boxes": torch.ones(index + 1, 4)} for index in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (DataLoader(ROWS), "set is a DataLoader; fit makes batches itself, of --batch_size samples"),
+        ("data/train.csv", "set is a path, data/train.csv: give fit the samples there"),
+        (Path("data"), "set is a path, data: "),
+        ({"train": ROWS, "test": ROWS}, "set is a dict of train, test: expected one set"),
+        (None, "set is None: expected a dataset with len(dataset) and dataset[index]"),
+        ([], "list is empty"),
+    ],
+)
+def test_what_is_no_data_set(dataset: Any, expected: str) -> None:
+    training = refusal(checked_datasets, dataset, ROWS, None)
+    evaluation = refusal(checked_datasets, ROWS, {"new": dataset}, None)
+    assert expected in training and expected in evaluation
+    assert evaluation == training.replace("the training set", "the evaluation set")
+
+
+def graph(size: int) -> dict[str, Tensor]:
+    return {"x": torch.ones(size, 3), "edge_index": torch.zeros(2, 3 * size, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(
+    ("samples", "collate_fn", "expected"),
+    [
+        (ROWS, None, "pad them to one shape, or type collate_fn=pad_to_longest()"),
+        ([graph(3), graph(4)], None, '"edge_index" has shape (2, 9) in one sample and (2, 12) in another: pad them to'),
+        ([graph(3), graph(4)], pad_to_longest(), "one shape in the dataset or in a collate_fn, with a mask"),
+        (
+            [{"x": torch.ones(2).numpy()}, {"x": torch.ones(3).numpy()}],
+            None,
+            "one shape in the dataset or in a collate",
+        ),
+        ([Wrapper, Wrapper], None, "samples are of the type type: expected dicts"),
+        ([{"image": object()}] * 2, None, '"image" of a sample is a object: expected a tensor, number or string: make'),
+        ([{"x": [1, 2]}] * 2, None, 'make it a tensor; of datasets, .with_format("torch") does so with lists'),
+        ([{"x": [1, 2]}, {"x": [1]}], None, '"x" of a sample is a list: expected a tensor'),
+        (
+            [{"target": row} for row in ROWS],
+            None,
+            '"target" of a sample is a dict: expected a tensor, number or string',
+        ),
+        (
+            [{"target": [row]} for row in ROWS],
+            None,
+            "give each tensor in it a name of its own, and pad what differs in",
+        ),
+        (ROWS, lambda samples: {"target": samples}, '"target" of a batch is a list: expected a tensor'),
+        (ROWS, lambda samples: {"x": torch.cat([row["x"] for row in samples])}, "expected (2, ...), a row for each"),
+        (ROWS, lambda samples: tuple(samples), "collate_fn returns a tuple: expected a dict of tensors of shape (2,"),
+        (ROWS, lambda samples: samples[0]["y"], "collate_fn makes no batch of the samples: KeyError: 'y' (test"),
+    ],
+)
+def test_samples_that_make_no_batch(samples: list[Any], collate_fn: Any, expected: str) -> None:
+    dataset: MapDataset = samples if collate_fn is None else Collated(samples, collate_fn)
+    assert expected in refusal(fetch, dataset, [0, 1])
+
+
+def test_advice_to_pad_leads_to_a_batch() -> None:
+    assert fetch(Collated(ROWS, pad_to_longest()), [0, 1])["boxes"].shape == (2, 2, 4)
+    assert fetch(Collated(ROWS, lambda samples: default_collate([{"n": len(row)} for row in samples])), [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        (
+            "loss",
+            (),
+            'type reduction="none", or leave out mean(); of a transformers model take the logits, not its .loss',
+        ),
+        ("loss", (2, 2), "made (batch, batch); else .flatten(1).mean(1); if some elements are ignored"),
+        ("confusion", (2, 2), "else .flatten(1).mean(1); what has no value per example, such as a confusion matrix"),
+        ("confusion", (3, 3), "keeps the batch dimension; what has no value per example"),
+        ("accuracy", (), 'type reduction="none", or leave out mean(); what has no value per example'),
+    ],
+)
+def test_advice_fits_the_value(name: str, shape: tuple[int, ...], expected: str) -> None:
+    values = {"loss": torch.ones(2, requires_grad=True)} | {name: torch.ones(shape, requires_grad=True)}
+    assert expected in refusal(check_metrics, values, 2, "forward_step")
+
+
+def test_output_of_transformers_is_told_of_its_mean() -> None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    output = CausalLMOutput(loss=torch.ones((), requires_grad=True), logits=torch.ones(2, 4, 8))
+    assert "take the logits, not its .loss, which is a mean" in refusal(check_metrics, output, 2, "forward_step")
+
+
+@pytest.mark.parametrize("kind", [DDP, FSDP2, TENSOR, DEEPSPEED, PIPELINE])
+def test_advice_names_another_config(kind: Any) -> None:
+    """Of a kind that cannot train a model, no config that asks for this kind: for DDP, one process."""
+    name = re.search(r"accelerate_configs/\w+\.yaml", kind.elsewhere)
+    assert name is not None
+    config = yaml.safe_load((ROOT / name[0]).read_text())
+    asks_for = {
+        "DDP": config["distributed_type"] == "MULTI_GPU",
+        "FSDP2": config["distributed_type"] == "FSDP",
+        "DeepSpeed": config["distributed_type"] == "DEEPSPEED",
+        "TP": "parallelism_config" in config,
+        "pipeline": "--pipeline_stages" not in kind.elsewhere,
+    }
+    assert not asks_for[kind.name]
