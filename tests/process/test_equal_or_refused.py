@@ -26,6 +26,8 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step mixup", "deepspeed_zero2"): None,
     ("step names_by_data", "ddp"): "return the same names for each batch",
     ("step order_by_data", "fsdp2"): None,
+    ("step metric_of_evaluation --metric_for_best_model near", "deepspeed_zero3"): None,
+    ("step metric_without_gradients", "ddp"): None,
     ("step gradient_penalty", "tensor_parallel"): "in step 1, the norm of the gradient is",
     ("model counter", "ddp"): "the forward pass changes mean, and each process sees other samples",
     ("model max_norm", "fsdp2"): "the forward pass changes extra.weight",
@@ -71,6 +73,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("optimizer Adagrad", "tensor_parallel"): None,
     ("optimizer LBFGS", "ddp"): "LBFGS calls the model several times",
     ("optimizer lookahead", "deepspeed_zero3"): None,
+    ("model tied --step causal_metric_of_evaluation", "pipeline_parallel"): None,
     ("model tied --step causal_margin", "pipeline_parallel"): "forward_step calls the model 2 times",
     ("model causal_scaled_embeddings", "pipeline_parallel"): "something beside the layers changes hidden states",
     ("model causal_hook_on_hidden_states", "pipeline_parallel"): None,
@@ -100,7 +103,7 @@ def test_habit_has_one_result_or_is_refused(
 
 
 def assert_close(run: Run, expected: Run) -> None:
-    for name in ("train/loss", "eval/loss"):
+    for name in {"train/loss"} | {name for record in expected.records for name in record if name.startswith("eval/")}:
         assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
     # The rounding noise in the gradient of a bias is up to 2e-5 of its weight after Adam; habits change 3e-3 or more.
     assert weight_distance(run, expected) <= 10 * TOLERANCE
