@@ -66,7 +66,6 @@ class TensorParallel(Kind):
 
     def wrap(self, setup: Setup) -> Engine:
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
-        torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's takes no divided weights
         compile_if_asked(model, plan, sharded_layers(model) if plan.layout.shards > 1 else ())
         parallelize(accelerator, model, inner, plan.layout)
         # As for evaluation, so that Accelerate adds mixed precision alone. For training it would ask the model for its
