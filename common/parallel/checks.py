@@ -40,8 +40,6 @@ def check_divisible_weights(model: nn.Module, kind: str, casts: bool) -> None:
         casts: whether all weights become float32 or lower, without imaginary parts.
     """
     for name, weight in model.named_parameters():
-        if weight.ndim == 0:
-            raise UsageError(f"{name} has no dimension that {kind} could shard: give it the shape (1,)")
         if weight.numel() == 0:
             raise UsageError(f"{name} has no elements, which {kind} does not support: remove it from the model")
         if casts and weight.dtype in (torch.float64, torch.complex64, torch.complex128):

@@ -183,6 +183,18 @@ def all_but_head_frozen() -> nn.Module:
     return model
 
 
+def shared_layer() -> nn.Module:
+    model = Net()
+    model.blocks[1].down = model.blocks[0].down
+    return model
+
+
+def shared_between_blocks() -> nn.Module:
+    model = Net()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    return model
+
+
 def other_in_each_process() -> nn.Module:
     torch.manual_seed(rank())
     return Net()
@@ -201,6 +213,8 @@ NETS = ZOO | {
     "routed": lambda: Routed(plus_nothing=False),
     "routed_plus_nothing": lambda: Routed(plus_nothing=True),
     "shared_weight": SharedWeight,
+    "shared_layer": shared_layer,
+    "shared_between_blocks": shared_between_blocks,
     "padded_encoder": PaddedEncoder,
     "bf16_weights": InBfloat16,
     "knows_the_mode": KnowsTheMode,
