@@ -95,6 +95,7 @@ def start(config: RunConfig) -> Accelerator:
     if accelerator.num_processes != world_size():
         raise UsageError(f"Accelerate runs {accelerator.num_processes} of {world_size()} processes: use ddp.yaml")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
+    torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's sets padding to 0 in some evaluations
     set_seed(config.seed)  # the same in every process, so that each builds the same model
     accelerator.print(f"{world_size()} processes on {accelerator.device.type}, batch {config.batch_size}")
     return accelerator

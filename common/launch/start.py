@@ -84,6 +84,9 @@ def start(config: RunConfig) -> Accelerator:
     _check_applied(accelerator, layout)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32 or layout.precision != "float32"  # torch's default is on
+    # The fast kernels of nn.TransformerEncoder set padding to 0, in evaluation alone and only where the masks of a
+    # micro-batch allow it; they read weights past the layers that gather them (ZeRO-3), and take no divided ones.
+    torch.backends.mha.set_fastpath_enabled(False)
     wrapper_of(layout).started()
     set_seed(config.seed)  # the same in every process, so that each builds the same model
     accelerator.print(_banner(layout, config, rehearses))

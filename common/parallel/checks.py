@@ -139,8 +139,6 @@ def check_divisible_weights(model: nn.Module, kind: str, casts: bool, to_float32
     high = (torch.float64, torch.complex64, torch.complex128)
     types = {*(high if casts else ()), *(LOW_PRECISION if to_float32 else ())}
     for name, weight in model.named_parameters():
-        if weight.ndim == 0:
-            raise UsageError(f"{name} has no dimension that {kind} could shard: give it the shape (1,)")
         if weight.numel() == 0:
             raise UsageError(f"{name} has no elements, which {kind} does not support: remove it from the model")
         if weight.dtype in types:

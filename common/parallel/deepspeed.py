@@ -108,6 +108,12 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Weights that DeepSpeed cannot divide, or would silently cast."""
     check_divisible_weights(model, DeepSpeed.name, casts=True, to_float32=plan.layout.precision == "float32")
+    for name, weight in model.named_parameters():
+        if weight.ndim == 0:  # it sends them as a view in bytes, which these have not
+            raise UsageError(
+                f"{name} has no dimension that DeepSpeed could shard: give it the shape (1,), or type --config_file "
+                "accelerate_configs/fsdp2.yaml"
+            )
 
 
 def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:

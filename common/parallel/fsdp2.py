@@ -1,14 +1,16 @@
 """FSDP2: divides each weight among processes, and gathers a layer at a time."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from ..config import RunConfig
 from ..environment import is_true, mesh_size, world_size
@@ -20,7 +22,14 @@ from .engine import Engine
 from .kind import Kind, rehearse_on_gloo
 from .on_disk import filled
 from .parts import is_divided
-from .setup import Setup, choose_fused_kernels, compile_if_asked, float32_outputs, say_what_is_cast
+from .setup import (
+    Setup,
+    choose_fused_kernels,
+    compile_if_asked,
+    exchange_weights,
+    float32_outputs,
+    say_what_is_cast,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -40,14 +49,26 @@ def check_version(layout: Layout, config: RunConfig) -> None:
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Weights that FSDP2 cannot divide, or would silently cast."""
+    """Weights that FSDP2 cannot divide, or would silently cast, load apart, or hold in two kinds of memory."""
     check_divisible_weights(model, Fsdp2.name, casts=plan.layout.precision != "float32")
+    names = {weight: name for name, weight in model.named_parameters(remove_duplicate=False)}
+    for key in ("FSDP_OFFLOAD_PARAMS", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        if is_true(key) and (scalars := scalars_of(model)):
+            raise UsageError(
+                f"{names[scalars[0]]} has no dimension that FSDP2 could shard, and stays whole, which does not work "
+                f"with {key.lower()}: type false there in the config file, or give it the shape (1,)"
+            )
+    is_shared = len(names) < len([*model.named_parameters(remove_duplicate=False)])
+    if is_true("FSDP_CPU_RAM_EFFICIENT_LOADING") and is_shared and not hasattr(model, "tie_weights"):
+        raise UsageError(
+            f"layers of {type(model).__name__} share a weight, and fsdp_cpu_ram_efficient_loading would give each its "
+            "own: type false there in the config file"
+        )
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Layers that FSDP2 cannot gather."""
-    if plan.layout.tensor == 1:
-        wrapped_classes(model)
+    """A class of layers that the model lacks."""
+    _check_named(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"), model)
 
 
 class Fsdp2(Kind):
@@ -73,27 +94,23 @@ class Fsdp2(Kind):
 
     def wrap(self, setup: Setup) -> Engine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
-        for end in ("input", "output"):
-            if embedding_of(model, end) is None:  # Accelerate asks models of transformers, and some raise an error
-                setattr(model, f"get_{end}_embeddings", lambda: None)
-        classes = wrapped_classes(model)
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = classes
-        accelerator.state.fsdp_plugin.mixed_precision_policy = mixed_precision_policy(plan.layout.precision)
-        if not classes:
-            accelerator.print(
-                f"{type(model).__name__} names no layers in _no_split_modules: FSDP gathers the whole model at once, "
-                "which saves less memory"
-            )
+        plugin, classes = accelerator.state.fsdp_plugin, wrapped_classes(model)
+        plugin.transformer_cls_names_to_wrap = classes
+        plugin.mixed_precision_policy = mixed_precision_policy(plan.layout.precision)
+        _say_what_is_gathered_at_once(accelerator, model, classes)
         if plan.layout.precision != "float32":
             say_what_is_cast(accelerator, model, self.name)
             model.register_forward_hook(float32_outputs)  # Accelerate's autocast under DDP casts; FSDP2 does not
         compile_if_asked(model, plan, sharded_layers(model))
         offloads = is_true("FSDP_OFFLOAD_PARAMS")
-        # Weights that another kind has divided stay as they are.
-        divided = [module for module in model.modules() if any(map(is_divided, module.parameters(recurse=False)))]
-        accelerator.state.fsdp_plugin.ignored_modules = divided or None
-        with filled(model, "cpu" if offloads else accelerator.device), _found_by_name(model, setup.optimizer):
+        # Weights that another kind has divided stay as they are, and those without dimensions whole.
+        ignored = [weight for weight in model.parameters() if is_divided(weight)] + scalars_of(model)
+        plugin.ignored_modules = [nn.ParameterList(ignored)] if ignored else None
+        device = torch.device("cpu") if offloads else accelerator.device
+        with filled(model, device), _found_by_name(model, setup.optimizer), _ends_of_accelerate(model, classes):
             model, optimizer = accelerator.prepare(model, setup.optimizer)
+        average_scalars(model, accelerator.device)
+        exchange_weights(setup.optimizer, {})
         choose_fused_kernels(accelerator, setup.optimizer)
         return Engine(setup, model, optimizer)
 
@@ -121,31 +138,85 @@ def mixed_precision_policy(precision: str) -> "MixedPrecisionPolicy":
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
 
 
+def scalars_of(model: nn.Module) -> list[nn.Parameter]:
+    """The weights without dimensions, such as CLIP's temperature: each process holds them whole."""
+    return [weight for weight in model.parameters() if weight.ndim == 0]
+
+
+def average_scalars(model: nn.Module, device: torch.device) -> None:
+    """Moves the weights without dimensions to a device, and lets all processes average their gradients, as FSDP2 does
+    for the others. Processes that share each layer have the same gradients, so that they may take part."""
+
+    def mean(gradient: Tensor) -> Tensor:
+        whole = gradient / dist.get_world_size()  # not in place: autograd may need the gradient elsewhere
+        dist.all_reduce(whole)
+        return whole
+
+    for weight in scalars_of(model):
+        weight.data = weight.data.to(device)
+        if weight.requires_grad:
+            weight.register_hook(mean)
+
+
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that FSDP gathers one at a time: their classes are in `_no_split_modules`. A layer comes after those
-    inside it, as torch's `fully_shard` needs."""
-    names = getattr(model, "_no_split_modules", None) or []
-    return [module for module in model.modules() if type(module).__name__ in names][::-1]
+    """The layers that FSDP gathers one at a time: their classes are those that the config file names, else those in
+    `_no_split_modules`. A class of which a layer shares a weight with what is outside it is left out: its weights stay
+    with the rest of the model. A layer comes after those inside it, as torch's `fully_shard` needs."""
+    classes = named_classes(model)
+    while apart := {
+        type(layer).__name__
+        for places in _places(model, classes).values()
+        if len({layer for _, layer in places}) > 1
+        for _, layer in places
+        if layer is not model
+    }:
+        classes -= apart
+    return [module for module in model.modules() if type(module).__name__ in classes][::-1]
+
+
+def named_classes(model: nn.Module) -> set[str]:
+    """The classes of layers that the config file names, else those in `_no_split_modules`."""
+    named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    return set(named.split(",") if named else getattr(model, "_no_split_modules", None) or [])
+
+
+def _places(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]]:
+    """{weight: (module that has it, innermost layer of these classes around that, or the model)}"""
+    waiting, seen = [(model, model)], set[tuple[nn.Module, nn.Module]]()
+    while waiting:
+        module, layer = waiting.pop()
+        layer = module if type(module).__name__ in classes else layer
+        if (module, layer) not in seen:
+            seen.add((module, layer))
+            waiting += [(child, layer) for child in module.children()]
+    places: dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]] = {}
+    for module, layer in seen:
+        for weight in module.parameters(recurse=False):
+            places.setdefault(weight, set()).add((module, layer))
+    return places
 
 
 def wrapped_classes(model: nn.Module) -> list[str]:
-    """The classes of layers that Accelerate lets FSDP gather one at a time: those that the config file names, else
-    those in `_no_split_modules`.
-
-    Leaves out classes with the input embedding in one of their layers: Accelerate shards the embedding separately.
-
-    Raises:
-        UsageError: the config file names a class that the model lacks, or FSDP cannot gather a shared weight.
-    """
-    named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    _check_named(named, model)
-    embedding = embedding_of(model, "input")
-    classes = named.split(",") if named else getattr(model, "_no_split_modules", None) or []
-    layers = [module for module in model.modules() if type(module).__name__ in classes]
+    """The classes of layers that Accelerate lets FSDP gather one at a time: those of `sharded_layers` without the input
+    embedding in one of them, which Accelerate shards separately."""
+    layers, embedding = sharded_layers(model), embedding_of(model, "input")
     whole = {type(layer).__name__ for layer in layers if any(module is embedding for module in layer.modules())}
-    kept = sorted({type(layer).__name__ for layer in layers} - whole)
-    _check_shared_weights(model, [layer for layer in layers if type(layer).__name__ in kept])
-    return kept
+    return sorted({type(layer).__name__ for layer in layers} - whole)
+
+
+def _say_what_is_gathered_at_once(accelerator: Accelerator, model: nn.Module, classes: Container[str]) -> None:
+    """Prints a line if FSDP gathers layers with the rest of the model, or all of it."""
+    kept = {type(layer).__name__ for layer in sharded_layers(model)}
+    if left := sorted({type(module).__name__ for module in model.modules()} & (named_classes(model) - kept)):
+        accelerator.print(
+            f"a {left[0]} shares a weight with what is outside it: FSDP gathers each {', '.join(left)} with the rest "
+            "of the model at once, which saves less memory"
+        )
+    elif not classes:
+        accelerator.print(
+            f"{type(model).__name__} names no layers in _no_split_modules: FSDP gathers the whole model at once, which "
+            "saves less memory"
+        )
 
 
 def _check_named(names: str | None, model: nn.Module) -> None:
@@ -166,25 +237,27 @@ def embedding_of(model: nn.Module, end: str) -> nn.Module | None:
         return None
 
 
-def _check_shared_weights(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Raises UsageError if two modules share a weight but FSDP gathers them separately. FSDP gathers each layer, the
-    input embedding and the rest of the model separately; a tied output embedding goes with the input embedding."""
-    group_of = {module: layer for layer in layers for module in layer.modules()}
-    ends = [embedding_of(model, end) for end in ("input", "output")]
-    if getattr(ends[0], "weight", None) is not getattr(ends[1], "weight", 0):
-        ends = ends[:1]
-    group_of |= {module: model for module in ends if module is not None}
-    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for path, module in model.named_modules():
-        for weight in module._parameters.values():
-            if weight is not None:
-                owners.setdefault(weight, []).append((path, module))
-    for sharing in owners.values():
-        if len({group_of.get(module) for _, module in sharing}) > 1:
-            raise UsageError(
-                f"{sharing[0][0]} and {sharing[-1][0]} share a weight, but FSDP gathers them separately: type "
-                "--config_file accelerate_configs/ddp.yaml, or remove layers that share one from _no_split_modules"
-            )
+@contextmanager
+def _ends_of_accelerate(model: nn.Module, classes: Container[str]) -> Iterator[None]:
+    """Decides for the `with` block whether Accelerate shards the last norm and the embeddings at both ends, which it
+    asks a model of transformers for, separately. If the rest of the model has shared weights, other than those of two
+    tied embeddings, they stay together."""
+    ends = {end: embedding_of(model, end) for end in ("input", "output")}
+    owners = [{module for module, layer in places if layer is model} for places in _places(model, classes).values()]
+    together = any(len(modules) > 1 and not modules <= {*ends.values()} for modules in owners)
+    hidden: dict[str, Any] = {
+        f"get_{end}_embeddings": lambda: None  # some models raise an error instead
+        for end, embedding in ends.items()
+        if together or embedding is None
+    }
+    if together:
+        hidden["base_model_prefix"] = "training"  # which is no module: Accelerate finds no last norm
+    before = dict(vars(model))
+    vars(model).update(hidden)
+    yield
+    for name in hidden:
+        del vars(model)[name]
+    vars(model).update({name: before[name] for name in hidden if name in before})
 
 
 FSDP2 = Fsdp2()

@@ -30,12 +30,15 @@ def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optim
 
 def checked(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> NumberedStep:
     """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
-    calls return the same names. Orders the names, so that all processes sum up the same metrics. With a `batch_loss`,
-    the values may have more dimensions, of the same sizes in all calls."""
-    shapes: dict[str, torch.Size] = {}
+    calls return the same names: those in training, and those in evaluation, which may have metrics of its own. Orders
+    the names, so that all processes sum up the same metrics. With a `batch_loss`, the values may have more dimensions,
+    of the same sizes in all calls."""
+    known: dict[tuple[bool, bool], dict[str, torch.Size]] = {}  # {(in training, with gradients): shapes}
     values_of = numbered(forward_step)
 
     def checked_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
+        # A recipe may ask for either; the first pass of a batch_loss trains without gradients.
+        shapes = known.setdefault((model.training, torch.is_grad_enabled()), {})
         values = values_of(model, batch, number)
         if has_batch_loss:
             _check_values(values, size)
@@ -48,7 +51,7 @@ def checked(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) 
         if values.keys() != shapes.keys():
             raise UsageError(
                 f"forward_step returns {', '.join(values)}, and {', '.join(shapes)} for another batch: return the same "
-                "names for each batch"
+                "names for each batch; evaluation (not model.training) may have names of its own"
             )
         for name, value in values.items():
             if value.shape != shapes[name]:

@@ -92,6 +92,18 @@ def _check_named(named: dict[str, Any]) -> None:
         )
 
 
+class StandIn:
+    """What `forward_step` calls in place of the model while a pipeline trains."""
+
+    training = True
+
+    def __init__(self, call: Callable[..., Tensor]):
+        self.call = call
+
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
+        return self.call(*args, **named)
+
+
 def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int) -> tuple[Any, ...]:
     """The arguments with which `forward_step` calls the model. A stand-in records them and returns zero losses. Raises
     UsageError for arguments that the stages cannot pass on."""
@@ -103,7 +115,7 @@ def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int) -> t
         return torch.zeros(len(args[0]), device=args[0].device)
 
     with torch.no_grad():
-        forward_step(stand_in, batch, number)
+        forward_step(StandIn(stand_in), batch, number)
     if len(noted) != 1:
         raise UsageError(
             f"forward_step calls the model {len(noted)} times, but a pipeline has one pass: call it once, or type "
@@ -250,7 +262,8 @@ class Pipeline(nn.Module):
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         number = int(target)
         batch = self._micro_batches[number]
-        losses = self._forward_step(lambda *args: self.model.losses(output, *args), batch, self._number)["loss"]
+        model = StandIn(lambda *args: self.model.losses(output, *args))
+        losses = self._forward_step(model, batch, self._number)["loss"]
         total = weighted_sum(losses, batch)
         self._sums[number] = total.detach()
         return total * self._scale

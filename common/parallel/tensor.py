@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
 from .engine import Engine
-from .fsdp2 import mixed_precision_policy, sharded_layers
+from .fsdp2 import average_scalars, mixed_precision_policy, scalars_of, sharded_layers
 from .kind import Kind, Seen, rehearse_on_gloo
 from .on_disk import filled
 from .setup import Setup, choose_fused_kernels, compile_if_asked, exchange_weights
@@ -66,7 +66,6 @@ class TensorParallel(Kind):
 
     def wrap(self, setup: Setup) -> Engine:
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
-        torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's takes no divided weights
         compile_if_asked(model, plan, sharded_layers(model) if plan.layout.shards > 1 else ())
         parallelize(accelerator, model, inner, plan.layout)
         # As for evaluation, so that Accelerate adds mixed precision alone. For training it would ask the model for its
@@ -127,9 +126,12 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
         if data_parallel:
             from torch.distributed.fsdp import fully_shard
 
+            policy, ignored = mixed_precision_policy(layout.precision), set(scalars_of(model))
             for module in (*sharded_layers(model), model):
-                fully_shard(module, mesh=mesh[data_parallel], mp_policy=mixed_precision_policy(layout.precision))
-    if not data_parallel:
+                fully_shard(module, mesh=mesh[data_parallel], mp_policy=policy, ignored_params=ignored)
+    if data_parallel:
+        average_scalars(model, accelerator.device)
+    else:
         model.to(accelerator.device)  # Accelerate does not move a model that holds DTensors; FSDP2 has
     after = dict(model.named_parameters())
     exchange_weights(optimizer, {weight: after[name] for name, weight in before.items()})

@@ -134,13 +134,18 @@ RELAYS = {
     "embeddings": "single fsdp2 tensor_parallel deepspeed_zero2 deepspeed_zero3 ddp",
     "finetune": "pipeline_parallel fsdp2 fsdp2_sequence_parallel tensor_parallel deepspeed_zero3 ddp",
     "diffusion": "single deepspeed_zero3 fsdp2 deepspeed_zero1 tensor_parallel deepspeed_zero2 ddp",
+    "scalar weight": "ddp fsdp2 fsdp2_tensor_parallel",
+    "shared weight": "fsdp2 ddp fsdp2",
 }
+OF_USERS = {"scalar weight": "--model scalar_weight", "shared weight": "--model shared_between_blocks"}
 
 
 @pytest.mark.parametrize(
     ("relay", "others"),
     [
         ("transformer", ""),
+        ("scalar weight", "--ema_decay 0.9"),
+        ("shared weight", ""),
         pytest.param("experts", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("mnist mlp", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("text classification", "", marks=pytest.mark.full),
@@ -153,7 +158,7 @@ RELAYS = {
 def test_checkpoint_of_any_config_loads_under_any_other(
     tmp_path: Path, reference: Callable[..., Run], relay: str, others: str
 ) -> None:
-    script, arguments = RECIPES[relay]
+    script, arguments = (USERS, OF_USERS[relay]) if relay in OF_USERS else RECIPES[relay]
     expected = reference(script, f"{arguments} {others}")
     for number, config in enumerate(RELAYS[relay].split()):
         flags = f"{arguments} {others} --save_every 2 --keep_checkpoints 10"

@@ -33,6 +33,7 @@ DRAWN = {
     ("conv_lstm", "adamw", "deepspeed_zero3"),
     ("encoder", "adafactor", "ddp"),
     ("encoder_decoder", "adafactor", "fsdp2_tensor_parallel"),
+    ("encoder_decoder", "adamw", "fsdp2"),
     ("experts", "amsgrad", "deepspeed_zero3_offload"),
     ("experts", "rmsprop", "sequence_parallel"),
     ("tied", "amsgrad", "fsdp2_sequence_parallel"),

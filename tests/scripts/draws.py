@@ -15,7 +15,7 @@ from common.data import Batch
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    where: Literal["summarize", "schedule", "evaluation", "shuffled_evaluation", "weight", "encoder"] = flag(
+    where: Literal["summarize", "schedule", "evaluation", "shuffled_evaluation", "weight"] = flag(
         "summarize", "what is unusual"
     )
     max_steps: int | None = 6
@@ -58,28 +58,13 @@ class Net(nn.Module):
         return self.second(hidden * self.gain if self.makes_weight else hidden)
 
 
-class Encoder(nn.Module):
-    """torch's encoder with a mask: in evaluation it has kernels of its own."""
-
-    tp_plan = {"encoder.layers.*.linear1": "colwise", "encoder.layers.*.linear2": "rowwise"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens, mask = torch.stack([x, 2 * x, 3 * x], 1), torch.zeros(len(x), 3, dtype=torch.bool, device=x.device)
-        mask[::2, 2] = True
-        return self.encoder(tokens, src_key_padding_mask=mask)[:, 0]
-
-
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"loss": (model(batch["x"]) - batch["x"]).square().mean(1)}
 
 
 def main(config: Config) -> None:
     accelerator = start(config)
-    model = Encoder() if config.where == "encoder" else Net(config.where == "weight")
+    model = Net(config.where == "weight")
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     more: dict[str, Any] = {}
     if config.where == "summarize":

@@ -41,6 +41,16 @@ def matched(model: Any, batch: Batch, whole: nn.Module) -> Values:
     return {"loss": 1 - F.cosine_similarity(found.text_embeds, found.image_embeds)}
 
 
+def matched_at_a_temperature(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    found = model(input_ids=batch["tokens"], pixel_values=batch["image"])
+    return {"loss": F.softplus(-found.logits_per_text.diagonal())}
+
+
+def unmasked(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    logits = model(input_ids=batch["tokens"].where(batch["tokens"] % 5 > 0, 3)).logits
+    return {"loss": F.cross_entropy(logits.transpose(1, 2), batch["tokens"], reduction="none").mean(1)}
+
+
 def transcribed(model: Any, batch: Batch, whole: nn.Module) -> Values:
     logits = model(input_features=batch["spectrogram"], decoder_input_ids=batch["tokens"]).logits
     return {"loss": F.cross_entropy(logits.transpose(1, 2), batch["next"], reduction="none").mean(1)}
@@ -91,6 +101,20 @@ def wav2vec2() -> nn.Module:
     return hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(**sizes, final_dropout=0.0, vocab_size=VOCABULARY))
 
 
+def bart() -> nn.Module:
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": LENGTH}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = hf.BartConfig(vocab_size=VOCABULARY, d_model=WIDTH, dropout=0.0, use_cache=False, **layers, **heads, **ids)
+    return hf.BartForConditionalGeneration(config)
+
+
+def clip_with_temperature() -> nn.Module:
+    model = clip()
+    model.logit_scale.requires_grad_(True)
+    return model
+
+
 def clip() -> nn.Module:
     config = hf.CLIPConfig(text_config=TEXT | {"max_position_embeddings": LENGTH}, vision_config=SHAPE | VISION)
     config.projection_dim = config.text_config.projection_dim = config.vision_config.projection_dim = 16
@@ -130,6 +154,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "dinov2": (vision("dinov2", **SHAPE, **VISION, drop_path_rate=0.0), classified),
     "clip": (clip, matched),
+    "clip_with_temperature": (clip_with_temperature, matched_at_a_temperature),
+    "bart": (bart, translated),
+    "bert_masked": (lambda: hf.BertForMaskedLM(hf.BertConfig(**TEXT, **QUIET)), unmasked),
     "whisper": (whisper, transcribed),
     "wav2vec2": (wav2vec2, heard),
     "mamba": (causal("mamba", state_size=4, conv_kernel=2), continued),

@@ -130,6 +130,24 @@ class SharedWeight(Net):
         return torch.tanh(self.other(torch.tanh(self.stem(x))))
 
 
+class PaddedEncoder(nn.Module):
+    """torch's encoder over two or three tokens, the mean of all positions. In evaluation its fast kernels set padding
+    to 0, unless the padding of one sample of the micro-batch stands before a token."""
+
+    _no_split_modules = ["TransformerEncoderLayer"]
+    tp_plan = {"encoder.layers.*.linear1": "colwise", "encoder.layers.*.linear2": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, padding = torch.stack([x, -x, x.flip(1)], 1), torch.zeros(len(x), 3, dtype=torch.bool, device=x.device)
+        padding[:, 2], padding[:, 0] = x[:, 0] > 0.3, x[:, 0] < -1
+        return self.head(self.encoder(tokens, src_key_padding_mask=padding).mean(1)).squeeze(-1)
+
+
 class InBfloat16(Net):
     """Its weights are bf16."""
 
@@ -165,6 +183,18 @@ def all_but_head_frozen() -> nn.Module:
     return model
 
 
+def shared_layer() -> nn.Module:
+    model = Net()
+    model.blocks[1].down = model.blocks[0].down
+    return model
+
+
+def shared_between_blocks() -> nn.Module:
+    model = Net()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    return model
+
+
 def other_in_each_process() -> nn.Module:
     torch.manual_seed(rank())
     return Net()
@@ -183,6 +213,9 @@ NETS = ZOO | {
     "routed": lambda: Routed(plus_nothing=False),
     "routed_plus_nothing": lambda: Routed(plus_nothing=True),
     "shared_weight": SharedWeight,
+    "shared_layer": shared_layer,
+    "shared_between_blocks": shared_between_blocks,
+    "padded_encoder": PaddedEncoder,
     "bf16_weights": InBfloat16,
     "knows_the_mode": KnowsTheMode,
     "all_but_head_frozen": all_but_head_frozen,

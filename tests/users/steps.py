@@ -96,6 +96,21 @@ def order_by_data(model: Any, batch: Batch, whole: nn.Module) -> Values:
     return values if float(batch["y"].sum()) > 0 else dict(reversed(values.items()))
 
 
+def metric_of_evaluation(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    values = square(model(batch["x"]), batch)
+    return {"loss": values["loss"]} if model.training else values | {"near": (values["error"] < 0.5).float()}
+
+
+def metric_without_gradients(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    values = square(model(batch["x"]), batch)
+    return values if torch.is_grad_enabled() else values | {"near": (values["error"] < 0.5).float()}
+
+
+def causal_metric_of_evaluation(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    loss = model(batch["tokens"], batch["next"])
+    return {"loss": loss} if model.training else {"loss": loss, "near": (loss < 3.46).float()}
+
+
 def gradient_penalty(model: Any, batch: Batch, whole: nn.Module) -> Values:
     x = batch["x"].clone().requires_grad_()
     output = model(x)
@@ -243,6 +258,8 @@ HABITS: dict[str, Step] = {
         contrast,
         names_by_data,
         order_by_data,
+        metric_of_evaluation,
+        metric_without_gradients,
         gradient_penalty,
         counts_its_calls,
         means_over_the_batch,
@@ -260,6 +277,7 @@ HABITS: dict[str, Step] = {
         mapped,
         casts_by_itself,
         causal_twice,
+        causal_metric_of_evaluation,
         causal_margin,
         causal_random_tokens,
         causal_changed_in_place,
