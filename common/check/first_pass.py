@@ -25,6 +25,7 @@ class FirstPass:
         written: names of the weights and buffers that it changes.
         draws_for_batches: whether `__getitems__` or the `collate_fn` draws.
         mixes: names of the values of `forward_step` that depend on the other samples of the micro-batch.
+        low_weights: the type of weights with fewer bits than float32; "" if there are none.
         keeps: names of variables and numbers that `forward_step` or a layer changes at each call.
     """
 
@@ -32,6 +33,7 @@ class FirstPass:
     draws_for_batches: bool = False
     written: list[str] = field(default_factory=list)
     mixes: list[str] = field(default_factory=list)
+    low_weights: str = ""
     keeps: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -123,6 +125,11 @@ class FirstPass:
                 f"the recipe's functions change {self.keeps[0]} when they are called: the result depends on how often "
                 "that is, and so on the number of processes and on --micro_batch_size; let forward_step have a third "
                 "argument, step: it is the number of the optimizer step"
+            )
+        if self.low_weights:
+            say(
+                f"the weights are {self.low_weights}: each update is rounded to few bits, and the result depends "
+                "on how gradients are added up, by 1 % of the loss; make them float32"
             )
         if self.draws:
             say(

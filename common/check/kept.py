@@ -65,12 +65,15 @@ def kept(
     walk, changes = _Walk(), Changes()
     walk.visit("", model)
     of_model = len(walk.entries)
+    moving = {id(each) for each in (*model.parameters(), *model.buffers())}
+    before = len(walk.tensors)
     walk.visit("", optimizer)
+    moving |= {id(tensor) for _, tensor in walk.tensors[before:] if tensor.ndim > 0}  # not counts of steps
     trained, of_training = len(walk.tensors), len(walk.entries)
     for function in functions:
         walk.visit("", function)
     changes.sharing = _sharing(walk.tensors)
-    lent = _lend(walk.tensors, trained, {id(each) for each in model.buffers()}, device)
+    lent = _lend(walk.tensors, trained, moving, device)
     try:
         yield changes
     finally:
@@ -109,19 +112,18 @@ class _Lent:
             self.tensor.requires_grad_(self.wants_gradient)
 
 
-def _lend(tensors: list[tuple[str, Tensor]], trained: int, buffers: set[int], device: torch.device) -> list[_Lent]:
-    """Gives tensors copies of their data: the first `trained` ones on the device, but for counts of the optimizer; of
-    the others as many as `LARGE` bytes."""
+def _lend(tensors: list[tuple[str, Tensor]], trained: int, moving: set[int], device: torch.device) -> list[_Lent]:
+    """Gives tensors copies of their data, and those with these ids on the device. Beside the first `trained` ones it
+    copies `LARGE` bytes."""
     storages: dict[int, torch.UntypedStorage] = {}
     lent: list[_Lent] = []
     room = LARGE
     try:  # all copies first: if one fails, nothing has changed
         for number, (name, tensor) in enumerate(tensors):
             is_trained, copied = number < trained, None
-            moves = is_trained and (tensor.ndim > 0 or isinstance(tensor, nn.Parameter) or id(tensor) in buffers)
             room -= 0 if is_trained or tensor.layout is not torch.strided else tensor.nbytes
             if is_trained or (tensor.layout is torch.strided and room >= 0):
-                copied = _copied(tensor, device if moves else tensor.device, storages)
+                copied = _copied(tensor, device if id(tensor) in moving else tensor.device, storages)
             gradient = tensor.grad if tensor.is_leaf else None
             lent.append(_Lent(name, tensor, is_trained, copied, tensor.data, gradient, tensor.requires_grad))
     except RuntimeError as error:  # such as too little memory, or a kind of tensor without a storage

@@ -95,6 +95,9 @@ def take_reference(alone: Alone, numbers: range, first_pass: FirstPass) -> Refer
         raise NotChecked("one device has too little memory for the whole model") from None
     assert alone.changes is not None
     first_pass.keeps = alone.changes.names
+    types = {weight.dtype for weight in setup.model.parameters() if weight.requires_grad}
+    low = [str(each).removeprefix("torch.") for each in types if each in (torch.bfloat16, torch.float16)]
+    first_pass.low_weights = ", ".join(low)
     if alone.changes.generators:  # half a micro-batch got other random numbers
         first_pass.mixes = []
     return Reference(initial, steps, moved, alone.is_low, alone.changes)

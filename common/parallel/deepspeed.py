@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..config import RunConfig
 from ..environment import check_compiler, is_true
@@ -116,6 +117,19 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
             )
 
 
+def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """A hook of the optimizer that refers to weights: DeepSpeed updates other tensors."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    for hook in [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]:
+        cells = getattr(hook, "__closure__", None) or ()
+        held = [part for cell in cells for part in tree_leaves(cell.cell_contents)]
+        if any(isinstance(part, nn.Module | nn.Parameter) for part in held):
+            raise UsageError(
+                f"a hook of the optimizer, {hook.__name__}, refers to the model: DeepSpeed keeps the gradients and "
+                "weights that it updates elsewhere; type --config_file accelerate_configs/ddp.yaml"
+            )
+
+
 def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """A DeepSpeed section or file that contradicts the command line."""
     section = section_of_config()
@@ -131,7 +145,7 @@ class DeepSpeed(Kind):
     needs_all_weights = True  # it applies weight decay to one that no pass used
     reads_own_parts = False
     launch_checks = (check_config, check_packages)
-    model_checks = (check_weights, check_section)
+    model_checks = (check_weights, check_hooks, check_section)
 
     def is_asked(self, config: RunConfig) -> bool:
         return is_true("ACCELERATE_USE_DEEPSPEED")

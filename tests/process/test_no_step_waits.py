@@ -7,7 +7,17 @@ import sys
 import pytest
 
 from support.launching import environment
-from support.recipes import DIFFUSION, FINETUNE, LINEAR, MNIST, PREFERENCES, TEXT_CLASSIFICATION, TRANSFORMER
+from support.recipes import (
+    DIFFUSION,
+    EMBEDDINGS,
+    FINETUNE,
+    IMAGE_CLASSIFICATION,
+    LINEAR,
+    MNIST,
+    PREFERENCES,
+    TEXT_CLASSIFICATION,
+    TRANSFORMER,
+)
 from support.runs import ROOT
 
 CLASSES = "--num_layers 1 --max_length 32 --hidden_size 32 --vocabulary 64 --batch_size 512"
@@ -20,7 +30,11 @@ RECIPES = {
     FINETUNE: "",
     DIFFUSION: "--num_layers 1",
     PREFERENCES: "",
+    EMBEDDINGS: CLASSES,
+    IMAGE_CLASSIFICATION: "--image_size 16 --patch_size 8 --hidden_size 32 --num_layers 1 --batch_size 32",
 }
+# The values of each sample, which `examples` gets beside the means: four of a batch, and one more of pictures.
+OF_EVALUATION = {TEXT_CLASSIFICATION: 5, EMBEDDINGS: 5, IMAGE_CLASSIFICATION: 6}
 PASS = "find_packed_sequence_indices"  # of transformers
 # (precision, recipe, flags) -> the waits of a step
 CASES = {
@@ -29,14 +43,19 @@ CASES = {
     **{("fp16", recipe, RECIPES[recipe]): {"step": 1} for recipe in (MNIST, TRANSFORMER)},
     ("no", TRANSFORMER, f"{TEXT} --attention eager"): {PASS: 1},
     ("bf16", FINETUNE, "--packing"): {PASS: 1},
-    ("no", FINETUNE, "--optimizer adafactor"): {"_step": 2 * 38},  # twice for each weight
+    ("no", FINETUNE, "--optimizer adafactor"): {"step_if_finite": 2 * 38},  # twice for each weight
     ("no", MNIST, "--plant"): {"<lambda>": 1},  # shows that waits are counted
 }
 
 
 # One of each kind, for `make test`.
 FEW = [("no", MNIST, ""), ("bf16", TEXT_CLASSIFICATION, CLASSES), ("fp16", MNIST, "")]
-FEW += [("no", TRANSFORMER, f"{TEXT} --attention eager"), ("bf16", FINETUNE, "--packing"), ("no", MNIST, "--plant")]
+FEW += [
+    ("no", TRANSFORMER, f"{TEXT} --attention eager"),
+    ("bf16", FINETUNE, "--packing"),
+    ("no", MNIST, "--plant"),
+    ("no", EMBEDDINGS, CLASSES),
+]
 
 
 @pytest.mark.parametrize("keys", [FEW, pytest.param([*CASES], marks=pytest.mark.full)], ids=["few", "all"])
@@ -50,5 +69,5 @@ def test_no_step_waits_are_those_that_the_page_names(keys: list[tuple[str, str, 
     assert dict(zip(keys, steps, strict=True)) == {key: CASES[key] for key in keys}
     for (_, recipe, flags), found in zip(keys, measured):
         if flags == RECIPES[recipe]:
-            assert sum(found["evaluation"].values()) == (5 if recipe == TEXT_CLASSIFICATION else 1)
+            assert sum(found["evaluation"].values()) == OF_EVALUATION.get(recipe, 1)
     assert "devices" in mixed["error"]

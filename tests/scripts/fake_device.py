@@ -50,6 +50,11 @@ class Module(backend_registration._DummyBackendModule):
 
     def manual_seed(self, seed: int) -> None: ...
 
+    def get_rng_state(self, device: torch.device) -> Tensor:  # CUDA keeps it on the CPU
+        return torch.empty(0)
+
+    def set_rng_state(self, state: Tensor, device: torch.device) -> None: ...
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
@@ -165,7 +170,7 @@ def measure(fault: str, accelerator: Any, model: Any, optimizer: Any, step: Any,
         accelerator.scaler = torch.amp.GradScaler(NAME)
     move(mode, model, optimizer)
     with mode, waits:
-        engine = prepare(Setup(accelerator, model, optimizer, faulty_step, plan))
+        engine = prepare(Setup(accelerator, model, optimizer, faulty_step, plan, more.get("batch_loss")))
         engine.draws = False  # else the first step reads the states of generators, which have no values here
         stream, eval_set = batches(train_set, samples, device, rest[2]), resident(eval_sets[""], device)
         for number in range(NUM_STEPS):
