@@ -115,6 +115,9 @@ class Observer:
             return values
         own.values[row] = on_cpu(values)
         share = engine.shares[index] if engine.shares else None
+        if share is None and engine.batch_loss is not None:  # this micro-batch is the whole batch
+            with torch.no_grad():
+                own.values[row] |= on_cpu(engine.batch_loss(values, number))
         if share is not None:
             share.check_same(values)
         if engine.plan.layout.needs_all_weights:
