@@ -92,7 +92,7 @@ def _distance(weight: torch.Tensor, expected: torch.Tensor) -> float:
 def largest_difference(values: list[float], expected: list[float]) -> float:
     """Largest relative difference; the lists must have the same length."""
     assert len(values) == len(expected) > 0
-    return max(abs(value - other) / abs(other) for value, other in zip(values, expected))
+    return max(0.0 if value == other else abs(value - other) / abs(other) for value, other in zip(values, expected))
 
 
 def refused(run: Run) -> str:
