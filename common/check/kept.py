@@ -1,28 +1,15 @@
 """What the user's objects hold, kept by value while one process trains with them, and given back."""
 
-import random
-import re
-import sys
-import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import numpy
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..errors import first_line, is_own
-
-LARGE = 2**28  # bytes of the tensors beside model and optimizer that are copied, and of an array
-ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-OPEN_CLASSES = ("argparse", "types")  # modules of Python whose objects hold what others put there
-REGISTRIES = re.compile("_(parameters|buffers|modules|.*_hooks)")  # of a layer: no part of a name
-ITSELF = "the value"  # the name of the only part of what has one
+from ..errors import first_line
+from .walk import LARGE, Walk
 
 
 class NotChecked(Exception):
@@ -54,7 +41,7 @@ def kept(
 
     The block works with copies of the tensors' data; those that share memory go on sharing it. Afterwards weights,
     buffers, gradients, optimizer state, flags, attributes, hooks, closures, globals of the recipe and generators are
-    what they were. Raises NotChecked if a weight cannot be copied.
+    what they were. Raises NotChecked if a weight cannot be copied, or an object cannot be read.
 
     Args:
         model: whole, on the CPU.
@@ -62,29 +49,31 @@ def kept(
         functions: of the recipe.
         device: to train on.
     """
-    walk, changes = _Walk(), Changes()
-    walk.visit("", model)
-    of_model = len(walk.entries)
+    walk, changes = Walk(), Changes()
     moving = {id(each) for each in (*model.parameters(), *model.buffers())}
-    before = len(walk.tensors)
-    walk.visit("", optimizer)
-    moving |= {id(tensor) for _, tensor in walk.tensors[before:] if tensor.ndim > 0}  # not counts of steps
-    trained, of_training = len(walk.tensors), len(walk.entries)
-    for function in functions:
-        walk.visit("", function)
-    changes.sharing = _sharing(walk.tensors)
-    lent = _lend(walk.tensors, trained, moving, device)
+    try:  # all copies first: if one fails, nothing has changed
+        of_model = walk.visit(model)
+        of_training = walk.visit(optimizer)
+        moving |= {id(tensor) for _, tensor in walk.tensors[of_model[1] :] if tensor.ndim > 0}  # not counts of steps
+        for function in functions:
+            walk.visit(function)
+        changes.sharing = _sharing(walk.tensors)
+        lent = _copies(walk.tensors, of_training[1], moving, device)
+    except Exception as error:  # too little memory, a tensor without a storage, or any object of any package
+        raise NotChecked(f"model and optimizer cannot be copied: {first_line(error)}") from None
+    for each in lent:
+        each.lend()
     try:
         yield changes
     finally:
-        numbers = [name for entry in walk.entries[:of_model] for name in entry.changed(numbers=True)]
+        numbers = [name for entry in walk.entries[: of_model[0]] for name in entry.changed(numbers=True)]
         found = {True: list[str](), False: list[str]()}
-        for entry in walk.entries[of_training:]:
+        for entry in walk.entries[of_training[0] :]:
             found[entry.is_generator] += entry.changed()
-        written = [each for each in lent if not each.is_trained and each.tensor._version != each.version]
+        written = [each for each in lent if not each.is_trained and each.is_written()]
         changes.names += [*found[False], *(each.name for each in written), *numbers]
         changes.generators += found[True]
-        changes.lost += [name for name, iterator, at in walk.iterators if _position(iterator) != at]
+        changes.lost += [name for name, moved in walk.iterators if moved()]
         changes.lost += [each.name for each in written if each.copied is None]
         for tensor in lent:
             tensor.give_back()
@@ -105,6 +94,14 @@ class _Lent:
     wants_gradient: bool
     version: int = 0
 
+    def lend(self) -> None:
+        if self.copied is not None:
+            self.tensor.data = self.copied
+        self.version = self.tensor._version
+
+    def is_written(self) -> bool:
+        return self.tensor._version != self.version
+
     def give_back(self) -> None:
         self.tensor.data = self.data
         if self.tensor.is_leaf:
@@ -112,26 +109,21 @@ class _Lent:
             self.tensor.requires_grad_(self.wants_gradient)
 
 
-def _lend(tensors: list[tuple[str, Tensor]], trained: int, moving: set[int], device: torch.device) -> list[_Lent]:
-    """Gives tensors copies of their data, and those with these ids on the device. Beside the first `trained` ones it
-    copies `LARGE` bytes."""
+def _copies(tensors: list[tuple[str, Tensor]], trained: int, moving: set[int], device: torch.device) -> list[_Lent]:
+    """Copies of these tensors' data, and those with these ids on the device. Beside the first `trained` ones it copies
+    `LARGE` bytes."""
     storages: dict[int, torch.UntypedStorage] = {}
     lent: list[_Lent] = []
     room = LARGE
-    try:  # all copies first: if one fails, nothing has changed
-        for number, (name, tensor) in enumerate(tensors):
-            is_trained, copied = number < trained, None
-            room -= 0 if is_trained or tensor.layout is not torch.strided else tensor.nbytes
-            if is_trained or (tensor.layout is torch.strided and room >= 0):
-                copied = _copied(tensor, device if id(tensor) in moving else tensor.device, storages)
-            gradient = tensor.grad if tensor.is_leaf else None
-            lent.append(_Lent(name, tensor, is_trained, copied, tensor.data, gradient, tensor.requires_grad))
-    except RuntimeError as error:  # such as too little memory, or a kind of tensor without a storage
-        raise NotChecked(f"its weights cannot be copied: {first_line(error)}") from None
-    for each in lent:
-        if each.copied is not None:
-            each.tensor.data = each.copied
-        each.version = each.tensor._version
+    for number, (name, tensor) in enumerate(tensors):
+        is_trained, copied = number < trained, None
+        if tensor.is_inference():  # nothing can write it
+            continue
+        room -= 0 if is_trained or tensor.layout is not torch.strided else tensor.nbytes
+        if is_trained or (tensor.layout is torch.strided and room >= 0):
+            copied = _copied(tensor, device if id(tensor) in moving else tensor.device, storages)
+        gradient = tensor.grad if tensor.is_leaf else None
+        lent.append(_Lent(name, tensor, is_trained, copied, tensor.data, gradient, tensor.requires_grad))
     return lent
 
 
@@ -152,211 +144,3 @@ def _sharing(tensors: list[tuple[str, Tensor]]) -> dict[str, tuple[str, str]]:
             if other != name:
                 pairs[name] = pairs[other] = (other, name)
     return pairs
-
-
-class _Entry:
-    """The parts of an object that may change, {name: part}, and how to set them."""
-
-    def __init__(self, name: str, read: Callable[[], dict], write: Callable[[dict], None], is_generator: bool = False):
-        self.name, self._read, self._write, self.is_generator = name, read, write, is_generator
-        self._before = read()
-
-    def changed(self, numbers: bool = False) -> list[str]:
-        """Names of the parts that have changed; with `numbers` only those that are numbers."""
-        now = self._read()
-        keys = [key for key in {**self._before, **now} if not _is_same(self._before.get(key), now.get(key))]
-        if numbers:
-            keys = [key for key in keys if type(now.get(key)) in (int, float)]  # not flags, such as `training`
-        return list(dict.fromkeys(_joined(self.name, key) for key in keys))
-
-    def give_back(self) -> None:
-        now = self._read()
-        if [*now] != [*self._before] or not all(map(_is_same, now.values(), self._before.values())):
-            self._write(self._before)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    return value is other or (isinstance(value, ATOMS) and type(value) is type(other) and value == other)
-
-
-def _joined(name: str, key: Any) -> str:
-    if not isinstance(key, str) or REGISTRIES.fullmatch(key) or key == ITSELF:
-        return name
-    return f"{name}.{key}" if name else key
-
-
-class _Walk:
-    """Finds what objects refer to.
-
-    Attributes:
-        entries: of what may change.
-        tensors: with their names.
-        iterators: with their names and positions.
-    """
-
-    def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-        self.tensors: list[tuple[str, Tensor]] = []
-        self.iterators: list[tuple[str, Any, Any]] = []
-        self._seen: dict[int, Any] = {}  # keeps the objects, so that no other gets one of these ids
-
-    def visit(self, name: str, root: Any) -> None:
-        """Notes all that an object refers to. An object keeps the first name under which it is found."""
-        waiting = [(name, root)]
-        while waiting:
-            name, value = waiting.pop()
-            if not isinstance(value, ATOMS) and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                waiting += [(_joined(name, key), part) for key, part in self._parts(name, value)]
-
-    def _parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:  # noqa: C901, PLR0911, PLR0912  # a kind a line
-        if isinstance(value, Tensor):
-            self.tensors.append((name, value))
-            return [("", value.grad if value.is_leaf else None), *self._attributes(name, value)]
-        if isinstance(value, dict):
-            return [*self._note(name, lambda: dict(value), partial(_refill, value)), *self._attributes(name, value)]
-        if isinstance(value, list | set | deque):
-            read, write = lambda: dict(enumerate(value)), partial(_refill_collection, value)
-            return [*self._note(name, read, write), *self._attributes(name, value)]
-        if isinstance(value, tuple | frozenset):
-            return list(enumerate(value))
-        if isinstance(value, types.FunctionType):
-            return self._of_function(name, value)
-        if isinstance(value, types.MethodType):
-            return [("self", value.__self__), ("", value.__func__)]
-        if isinstance(value, partial):
-            return [("", value.func), ("", value.args), ("", value.keywords)]
-        if isinstance(value, types.ModuleType):
-            return self._fields(name, value) if is_own(getattr(value, "__file__", None) or "<frozen>") else []
-        if isinstance(value, type):
-            is_users = is_own(getattr(sys.modules.get(value.__module__), "__file__", None) or "<frozen>")
-            return [*self._fields(value.__name__, value), *enumerate(value.__bases__)] if is_users else []
-        if isinstance(value, numpy.ndarray) and value.nbytes <= LARGE:
-            return self._note(name, lambda: {ITSELF: value.tobytes()}, partial(_refill_array, value, value.copy()))
-        if (generator := _generator(value)) is not None:
-            self.entries.append(_Entry(name, *generator, is_generator=True))
-            return []
-        if hasattr(value, "__next__") and not hasattr(value, "__dict__"):
-            self.iterators.append((name, value, _position(value)))
-            return []
-        if isinstance(value, Accelerator) or _serves_python(type(value)):
-            return []
-        slots = [slot for each in type(value).__mro__ for slot in vars(each).get("__slots__", ())]
-        return [*self._attributes(name, value), *self._fields(name, value, slots), ("", type(value))]
-
-    def _note(self, name: str, read: Callable[[], dict], write: Callable[[dict], None]) -> list[tuple[Any, Any]]:
-        self.entries.append(_Entry(name, read, write))
-        return list(read().items())
-
-    def _attributes(self, name: str, value: Any) -> list[tuple[Any, Any]]:
-        attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict):
-            return []
-        return self._note(name, lambda: dict(attributes), partial(_refill, attributes))
-
-    def _fields(self, name: str, value: Any, names: Iterable[str] | None = None) -> list[tuple[Any, Any]]:
-        """What only `setattr` sets: of a class, a module, or an object with slots."""
-
-        def read() -> dict[str, Any]:
-            own = [key for key in vars(value) if not key.startswith("__")] if names is None else names
-            return {key: _raw(value, key) for key in own if _raw(value, key) is not ITSELF}
-
-        def write(before: dict[str, Any]) -> None:
-            for key in {**before, **read()}:
-                if key not in before:
-                    delattr(value, key)
-                elif _raw(value, key) is not before[key]:
-                    setattr(value, key, before[key])
-
-        return self._note(name, read, write)
-
-    def _of_function(self, name: str, value: types.FunctionType) -> list[tuple[Any, Any]]:
-        """The closure, the defaults and the attributes of a function of the user's, and the globals that it names."""
-        if not is_own(value.__code__.co_filename):
-            return []
-        found: list[tuple[Any, Any]] = [("", value.__defaults__), ("", value.__kwdefaults__)]
-        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
-            found += self._note(variable, partial(_of_cell, cell), partial(_fill_cell, cell))
-            found += [(variable, part) for part in _of_cell(cell).values()]
-        used, space = _names(value.__code__), value.__globals__
-        found += self._note("", lambda: {key: space[key] for key in used if key in space}, partial(_set_globals, space))
-        return [*found, *self._attributes(name or value.__name__, value)]
-
-
-def _refill(mapping: dict, before: dict) -> None:
-    mapping.clear()  # in place: the handle that removes a hook refers to its dict
-    mapping.update(before)
-
-
-def _refill_collection(collection: Any, before: dict[int, Any]) -> None:
-    collection.clear()
-    getattr(collection, "update" if isinstance(collection, set) else "extend")(before.values())
-
-
-def _refill_array(array: numpy.ndarray, values: numpy.ndarray, before: Any) -> None:
-    array[...] = values
-
-
-def _of_cell(cell: types.CellType) -> dict[str, Any]:
-    try:
-        return {ITSELF: cell.cell_contents}
-    except ValueError:  # not assigned yet
-        return {}
-
-
-def _fill_cell(cell: types.CellType, before: dict[str, Any]) -> None:
-    if before:
-        cell.cell_contents = before[ITSELF]
-    else:
-        del cell.cell_contents
-
-
-def _set_globals(space: dict[str, Any], before: dict[str, Any]) -> None:
-    space.update(before)
-
-
-def _set_torch_state(generator: torch.Generator, state: Tensor, before: dict[str, Any]) -> None:
-    generator.set_state(state)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """The names that a function and those inside it use."""
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def _raw(value: Any, key: str) -> Any:
-    """An attribute as it is stored: of a class without binding; ITSELF if there is none."""
-    return vars(value).get(key, ITSELF) if isinstance(value, type) else getattr(value, key, ITSELF)
-
-
-def _generator(value: Any) -> tuple[Callable[[], dict], Callable[[dict], None]] | None:
-    """How to read and set the state of a generator of random numbers; None for anything else."""
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: {ITSELF: value.get_state().numpy().tobytes()}, partial(_set_torch_state, value, state)
-    if isinstance(value, random.Random):
-        return lambda: {ITSELF: value.getstate()}, lambda before: value.setstate(before[ITSELF])
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return lambda: {ITSELF: bits.state}, lambda before: setattr(bits, "state", before[ITSELF])
-    if isinstance(value, numpy.random.RandomState):
-        return lambda: {ITSELF: value.get_state()}, lambda before: value.set_state(before[ITSELF])
-    return None
-
-
-def _position(iterator: Any) -> Any:
-    """Something that differs when an iterator has moved on."""
-    if isinstance(iterator, types.GeneratorType):
-        frame = iterator.gi_frame
-        return None if frame is None else (frame.f_lasti, repr(frame.f_locals))
-    try:
-        return repr(iterator.__reduce__())
-    except TypeError:
-        return repr(iterator)
-
-
-def _serves_python(kind: type) -> bool:
-    """Whether objects of a class are Python's own, such as threads, locks and loggers, which others may be using."""
-    root = kind.__module__.partition(".")[0]
-    return root in sys.stdlib_module_names and root not in OPEN_CLASSES

@@ -1,0 +1,128 @@
+"""Promise: what trains in the check of the first steps has afterwards what it had before, and a copy is never asked."""
+
+import itertools
+import random
+import types
+from collections import deque
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from common.check.kept import Changes, kept
+
+CPU = torch.device("cpu")
+CALLS = 0
+
+
+class Counter:
+    number = 0
+
+
+class Slotted:
+    __slots__ = "number"
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[2].weight.data = model[0].weight.data  # two weights that share their data
+    return model, torch.optim.AdamW(model.parameters(), 0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+
+
+def test_weights_state_and_flags_are_given_back() -> None:
+    model, optimizer = trained()
+    train(model, optimizer)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    slots = [{name: value.clone() for name, value in state.items()} for state in optimizer.state.values()]
+    addresses, gradient = [weight.data_ptr() for weight in model.parameters()], model[0].bias.grad.clone()
+    with kept(model, optimizer, [], CPU):
+        model.eval()
+        model.register_forward_hook(lambda *others: None)
+        vars(model[0].weight)["scale"] = model[0].calls = 3
+        for _ in range(3):
+            train(model, optimizer)
+        assert model[2].weight.data_ptr() == model[0].weight.data_ptr() != addresses[0]
+        model[0].weight.requires_grad_(False)
+        model[2].weight.data = torch.zeros(4, 4)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [weight.data_ptr() for weight in model.parameters()] == addresses
+    for state, own in zip(optimizer.state.values(), slots, strict=True):
+        assert all(torch.equal(value, own[name]) for name, value in state.items())
+    assert torch.equal(model[0].bias.grad, gradient) and model[0].weight.requires_grad and model.training
+    assert not model._forward_hooks and not hasattr(model[0], "calls") and not vars(model[0].weight)
+    assert len(optimizer.param_groups) == 1
+
+
+def counting(model: nn.Module) -> tuple[Any, Any]:
+    """(a function that counts in many places, what it has counted)"""
+    listed, named, free, slotted, line = [0], {"number": 0}, types.SimpleNamespace(number=0), Slotted(), deque([0])
+    own, array, generator, teacher = 0, numpy.zeros(1), numpy.random.default_rng(0), torch.zeros(2)
+
+    def step() -> None:
+        nonlocal own
+        global CALLS
+        CALLS, own = CALLS + 1, own + 1
+        for counter in (listed, line):
+            counter[0] += 1
+        for counter in (free, slotted, Counter):
+            counter.number += 1
+        named["number"] += 1
+        vars(step)["number"] = vars(step).get("number", 0) + 1
+        array[0] += 1
+        teacher.add_(1)
+        generator.random()
+        model.passes = getattr(model, "passes", 0) + 1
+
+    def counted() -> list[Any]:
+        numbers = [CALLS, own, listed[0], line[0], free.number, slotted.number, Counter.number, named["number"]]
+        return [*numbers, vars(step).get("number", 0), int(array[0]), int(teacher[0]), getattr(model, "passes", 0)]
+
+    step.generator = generator  # type: ignore[attr-defined]
+    return step, counted
+
+
+def test_what_functions_count_is_given_back_and_named() -> None:
+    model, optimizer = trained()
+    step, counted = counting(model)
+    expected = numpy.random.default_rng(0).random()
+    with kept(model, optimizer, [step], CPU) as changes:
+        for _ in range(3):
+            step()
+        assert counted() == [3] * 12
+    assert counted() == [0] * 12 and step.generator.random() == expected
+    places = {"CALLS", "own", "listed", "line", "free.number", "slotted.number", "Counter.number", "named.number"}
+    assert places | {"step.number", "array", "teacher", "passes"} <= {*changes.names}
+    assert changes.generators == ["generator"]
+
+
+@pytest.mark.parametrize("make", [itertools.count, lambda: iter([1, 2, 3]), lambda: (number for number in range(3))])
+def test_iterators_that_move_on_are_lost(make: Any) -> None:
+    model, optimizer = trained()
+    numbers, still, drawn = make(), make(), random.Random(0)
+
+    def step() -> tuple[Any, float]:
+        return next(numbers if still is not None else still), drawn.random()
+
+    with kept(model, optimizer, [step], CPU) as changes:
+        step()
+    assert changes.lost == ["numbers"] and drawn.random() == random.Random(0).random()
+
+
+def test_data_that_is_shared_is_named() -> None:
+    model, optimizer = trained()
+    with kept(model, optimizer, [], CPU) as changes:
+        pass
+    assert {*changes.sharing} == {"0.weight", "2.weight"}
+    assert changes == Changes(sharing=changes.sharing)
