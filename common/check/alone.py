@@ -30,6 +30,7 @@ from .trace import Observer, Step
 from .world import one_process
 
 MAX_SECONDS = 60.0
+SMALL = 10_000_000  # bytes of weights up to which threads wait for each other longer than they compute
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Alone:
         observer = Observer(first_pass, compares_half=True)
         timer = _Timer(plan.config.hang_timeout, len(numbers) * plan.accumulation)
         with (
-            _all_threads(),
+            _threads_of_all(model),
             one_process(setup.accelerator),
             kept_generators(device),
             kept(model, optimizer, functions, device) as changes,
@@ -166,10 +167,10 @@ def _use_precision(model: nn.Module, precision: str, device: torch.device) -> No
 
 
 @contextmanager
-def _all_threads() -> Iterator[None]:
-    """Uses all cores in the `with` block: the other processes of this machine wait."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(min(num_threads * local_world_size(), num_cores()))
+def _threads_of_all(model: nn.Module) -> Iterator[None]:
+    """Uses all cores in the `with` block, unless the model is small: the other processes of this machine wait."""
+    num_threads, num_bytes = torch.get_num_threads(), sum(weight.nbytes for weight in model.parameters())
+    torch.set_num_threads(num_threads if num_bytes <= SMALL else min(num_threads * local_world_size(), num_cores()))
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO 1 to 3: divides optimizer state, gradients and weights among processes."""
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -121,7 +122,7 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) 
     """A hook of the optimizer that refers to weights: DeepSpeed updates other tensors."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     for hook in [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]:
-        cells = getattr(hook, "__closure__", None) or ()
+        cells = getattr(inspect.unwrap(hook), "__closure__", None) or ()
         held = [part for cell in cells for part in tree_leaves(cell.cell_contents)]
         if any(isinstance(part, nn.Module | nn.Parameter) for part in held):
             raise UsageError(
