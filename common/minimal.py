@@ -27,7 +27,6 @@ from .data.batches import (
     ForwardStep,
     MapDataset,
     Metrics,
-    NumberedStep,
     batches,
     checked_datasets,
     numbered,
@@ -197,7 +196,7 @@ def fit(  # noqa: C901  # it tells the whole run
 
 
 def _backward(
-    accelerator: Accelerator, model: Any, values_of: NumberedStep, plan: Plan, step: int, micro_batches: list[Batch]
+    accelerator: Accelerator, model: Any, values_of: ForwardStep, plan: Plan, step: int, micro_batches: list[Batch]
 ) -> Tensor:
     """Computes the gradient of the mean loss over the global batch. Returns this process's (sum of weight × loss, sum
     of the weights)."""
@@ -222,7 +221,7 @@ def _weights(batch: Batch, plan: Plan, accelerator: Accelerator) -> Tensor:
 def _evaluate(
     accelerator: Accelerator,
     model: nn.Module,
-    values_of: NumberedStep,
+    values_of: ForwardStep,
     plan: Plan,
     step: int,
     dataset: MapDataset,
