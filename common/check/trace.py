@@ -94,7 +94,7 @@ class Observer:
             try:
                 result = engine.step(number, micro_batches, wants_norm=True)
             finally:
-                self._own = None
+                self._own, self._micro_batches = None, ()
         for index, share in enumerate(engine.shares):
             own.values[engine.plan.row(index)] |= on_cpu(share.metrics)
         own.grad_norm = math.nan if result.grad_norm is None else float(result.grad_norm)

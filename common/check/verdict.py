@@ -104,6 +104,8 @@ def _causes_in_the_recipe(
             f"{one} and {other} share their data, but are two tensors, and the config gives each its own: make them "
             "one, as in b.weight = a.weight"
         )
+    if first.low_weights:
+        yield f"the weights are {first.low_weights}, and each update is rounded to few bits: make them float32"
 
 
 def _cause_in_the_layout(seen: Seen, layout: Layout) -> str:
@@ -111,6 +113,11 @@ def _cause_in_the_layout(seen: Seen, layout: Layout) -> str:
     for kind in kinds_of(layout):
         if cause := kind.likely_cause(seen):
             return cause
+    if seen.at_once and seen.draws:
+        return (
+            "the forward pass draws random numbers, and takes another path by them under this config, as layerdrop "
+            f"does: set that to 0, or type {wrapper_of(layout).elsewhere}"
+        )
     if seen.at_once:
         return (
             "forward_step or the model depends on the process, on the number of processes, or on what it did before: "

@@ -168,7 +168,7 @@ def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> Non
     raise UsageError(
         f"the forward pass of process {rank} does not use {what}: freeze weights that no pass uses, with "
         "requires_grad_(False) or by leaving them out of the optimizer; if only some passes use a weight, as with "
-        "experts, add 0 * weight.sum() to each loss"
+        "layerdrop, set that to 0, or as with experts add 0 * weight.sum() to each loss"
     )
 
 
