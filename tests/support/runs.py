@@ -97,7 +97,7 @@ def largest_difference(values: list[float], expected: list[float]) -> float:
 
 def refused(run: Run) -> str:
     """Returns the error line of a refused run. Checks that it is the only one, with no traceback from our code."""
-    output = run.stdout + run.stderr
+    output = f"{run.stdout}\n{run.stderr}"  # a process may end within a line
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     assert run.exit_code in (1, 2) and len(lines) == 1, output
     for folder in ("common", "recipes", "tests"):
