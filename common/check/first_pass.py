@@ -26,6 +26,7 @@ class FirstPass:
         draws_for_batches: whether `__getitems__` or the `collate_fn` draws.
         mixes: names of the values of `forward_step` that depend on the other samples of the micro-batch.
         low_weights: the type of weights with fewer bits than float32; "" if there are none.
+        has_low_layers: whether a layer computes with fewer bits than float32, in a float32 config.
         keeps: names of variables and numbers that `forward_step` or a layer changes at each call.
     """
 
@@ -34,6 +35,7 @@ class FirstPass:
     written: list[str] = field(default_factory=list)
     mixes: list[str] = field(default_factory=list)
     low_weights: str = ""
+    has_low_layers: bool = False
     keeps: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -117,6 +119,13 @@ class FirstPass:
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
         """Says in a line each what makes the result depend on how the global batch is divided."""
+        if self.low_weights:
+            say(
+                f"the weights are {self.low_weights}: each update is rounded to few bits, and the result depends on "
+                "how gradients are added up, by 1 % of the loss; make them float32"
+            )
+        if self.has_low_layers:
+            say("a layer computes in 16 bits: the result depends on how the config divides it, by 1 % of the loss")
         size = plan.micro_batch_size
         if size == plan.config.batch_size:
             return
@@ -125,11 +134,6 @@ class FirstPass:
                 f"the recipe's functions change {self.keeps[0]} when they are called: the result depends on how often "
                 "that is, and so on the number of processes and on --micro_batch_size; let forward_step have a third "
                 "argument, step: it is the number of the optimizer step"
-            )
-        if self.low_weights:
-            say(
-                f"the weights are {self.low_weights}: each update is rounded to few bits, and the result depends "
-                "on how gradients are added up, by 1 % of the loss; make them float32"
             )
         if self.draws:
             say(

@@ -98,6 +98,7 @@ def take_reference(alone: Alone, numbers: range, first_pass: FirstPass) -> Refer
     types = {weight.dtype for weight in setup.model.parameters() if weight.requires_grad}
     low = [str(each).removeprefix("torch.") for each in types if each in (torch.bfloat16, torch.float16)]
     first_pass.low_weights = ", ".join(low)
+    first_pass.has_low_layers = alone.is_low and not low and setup.plan.layout.precision == "float32"
     if alone.changes.generators:  # half a micro-batch got other random numbers
         first_pass.mixes = []
     return Reference(initial, steps, moved, alone.is_low, alone.changes)

@@ -89,7 +89,7 @@ def start(config: RunConfig) -> Accelerator:
     torch.backends.mha.set_fastpath_enabled(False)
     wrapper_of(layout).started()
     set_seed(config.seed)  # the same in every process, so that each builds the same model
-    accelerator.print(_banner(layout, config, rehearses))
+    accelerator.print(_banner(layout, config, rehearses) + "\n", end="")  # at once: another process may write a line
     return accelerator
 
 
