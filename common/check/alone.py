@@ -64,7 +64,7 @@ class Alone:
         setup, plan = self.setup, self._plan()
         device, model, optimizer = setup.accelerator.device, setup.model, setup.optimizer
         functions = [each for each in (setup.forward_step, setup.batch_loss, plan.schedule) if each is not None]
-        observer = Observer(first_pass, compares_half=True)
+        observer = Observer(first_pass)
         timer = _Timer(plan.config.hang_timeout, len(numbers) * plan.accumulation)
         with (
             _threads_of_all(model),

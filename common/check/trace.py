@@ -52,14 +52,13 @@ class Observer:
 
     Args:
         first_pass: filled by the first forward pass of a first step; None if something else has filled it.
-        compares_half: whether it also compares a micro-batch with half of it.
 
     Attributes:
         is_low: whether a layer computed with fewer bits than float32.
     """
 
-    def __init__(self, first_pass: FirstPass | None, compares_half: bool = False):
-        self.first_pass, self.is_low, self._compares_half = first_pass, False, compares_half
+    def __init__(self, first_pass: FirstPass | None):
+        self.first_pass, self.is_low = first_pass, False
         self._own: Step | None = None  # what the step has done so far
 
     def watching(self, setup: Setup) -> Setup:
@@ -86,7 +85,7 @@ class Observer:
                 values = evaluated(engine.model, engine.forward_step, micro_batches[0], number)
                 if engine.plan.row(0) == 0:
                     own.evaluated[0] = on_cpu(values)
-                if self.first_pass is not None and self._compares_half and engine.plan.micro_batch_size > 1:
+                if self.first_pass is not None and engine.plan.micro_batch_size > 1:
                     self.first_pass.compare_half(values, engine.model, self._unchecked, micro_batches[0], number)
                 if engine.plan.layout.rank == 0 and not engine.plan.config.compile:
                     hooks.enter_context(self._recorded_outputs(engine.module, own.outputs))

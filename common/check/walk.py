@@ -27,22 +27,22 @@ ITSELF = "the value"  # the name of the only part of what has one
 class Entry:
     """The parts of an object that may change, {name: part}, and how to set them."""
 
-    def __init__(self, name: str, read: Callable[[], dict], write: Callable[[dict], None], is_generator: bool = False):
+    def __init__(self, name: str, read: Callable[[], dict], write: Callable[[dict], Any], is_generator: bool = False):
         self.name, self._read, self._write, self.is_generator = name, read, write, is_generator
-        self._before = read()
+        self.before = read()
 
     def changed(self, numbers: bool = False) -> list[str]:
         """Names of the parts that have changed; with `numbers` only those that are numbers."""
         now = self._read()
-        keys = [key for key in {**self._before, **now} if not _is_same(self._before.get(key), now.get(key))]
+        keys = [key for key in {**self.before, **now} if not _is_same(self.before.get(key), now.get(key))]
         if numbers:
             keys = [key for key in keys if type(now.get(key)) in (int, float)]  # not flags, such as `training`
         return list(dict.fromkeys(_joined(self.name, key) for key in keys))
 
     def give_back(self) -> None:
         now = self._read()
-        if [*now] != [*self._before] or not all(map(_is_same, now.values(), self._before.values())):
-            self._write(self._before)
+        if [*now] != [*self.before] or not all(map(_is_same, now.values(), self.before.values())):
+            self._write(self.before)
 
 
 class _Items(tuple):
@@ -120,11 +120,12 @@ class Walk:
         if isinstance(value, Accelerator) or _serves_python(type(value)):
             return []
         slots = [slot for each in type(value).__mro__ for slot in _listed(vars(each).get("__slots__", ()))]
-        return [*self._attributes(name, value), *self._fields(name, value, slots), ("", type(value))]
+        fields = self._fields(name, value, slots) if slots else []
+        return [*self._attributes(name, value), *fields, ("", type(value))]
 
     def _note(self, name: str, read: Callable[[], dict], write: Callable[[dict], None]) -> list[tuple[Any, Any]]:
         self.entries.append(Entry(name, read, write))
-        return list(read().items())
+        return list(self.entries[-1].before.items())
 
     def _attributes(self, name: str, value: Any) -> list[tuple[Any, Any]]:
         attributes = getattr(value, "__dict__", None)
@@ -208,10 +209,6 @@ def _set_named(space: dict[str, Any], names: set[str], before: dict[str, Any]) -
     space.update(before)
 
 
-def _set_torch_state(generator: torch.Generator, state: Tensor, before: dict[str, Any]) -> None:
-    generator.set_state(state)
-
-
 def _names(code: types.CodeType) -> set[str]:
     """The names that a function and those inside it use."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
@@ -223,19 +220,30 @@ def _raw(value: Any, key: str) -> Any:
     return vars(value).get(key, ITSELF) if isinstance(value, type) else getattr(value, key, ITSELF)
 
 
-def _generator(value: Any) -> tuple[Callable[[], dict], Callable[[dict], None]] | None:
+def _generator(value: Any) -> tuple[Callable[[], dict], Callable[[dict], Any]] | None:
     """How to read and set the state of a generator of random numbers; None for anything else."""
     if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: {ITSELF: value.get_state().numpy().tobytes()}, partial(_set_torch_state, value, state)
+        return _of_generator(lambda: value.get_state(), lambda state: value.set_state(state))
     if isinstance(value, random.Random):
-        return lambda: {ITSELF: value.getstate()}, lambda before: value.setstate(before[ITSELF])
+        return _of_generator(value.getstate, value.setstate)
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
-        return lambda: {ITSELF: bits.state}, lambda before: setattr(bits, "state", before[ITSELF])
+        return _of_generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if isinstance(value, numpy.random.RandomState):
-        return lambda: {ITSELF: value.get_state()}, lambda before: value.set_state(before[ITSELF])
+        return _of_generator(value.get_state, value.set_state)
     return None
+
+
+def _of_generator(
+    get: Callable[[], Any], put: Callable[[Any], Any]
+) -> tuple[Callable[[], dict], Callable[[dict], Any]]:
+    state = get()
+
+    def read() -> dict[str, Any]:
+        now = get()  # a new object each time, which only its text or its bytes can compare
+        return {ITSELF: now.numpy().tobytes() if isinstance(now, Tensor) else repr(now)}
+
+    return read, lambda before: put(state)
 
 
 def _has_moved(iterator: Any, position: Any) -> bool:

@@ -26,9 +26,9 @@ from .setup import (
     Setup,
     choose_fused_kernels,
     compile_if_asked,
-    exchange_weights,
     float32_outputs,
     say_what_is_cast,
+    split_groups_by_mesh,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Fsdp2(Kind):
         with filled(model, device), _found_by_name(model, setup.optimizer), _ends_of_accelerate(model, classes):
             model, optimizer = accelerator.prepare(model, setup.optimizer)
         average_scalars(model, accelerator.device)
-        exchange_weights(setup.optimizer, {})
+        split_groups_by_mesh(setup.optimizer)
         choose_fused_kernels(accelerator, setup.optimizer)
         return Engine(setup, model, optimizer)
 

@@ -87,7 +87,7 @@ def exchange_weights(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Para
     for before, after in replaced.items():
         if before in optimizer.state and after is not before:
             optimizer.state[after] = _divided_like(after, optimizer.state.pop(before))
-    _split_groups_by_mesh(optimizer)
+    split_groups_by_mesh(optimizer)
 
 
 def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
+def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
     """Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on
     GPUs, refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
     for index, group in enumerate(list(optimizer.param_groups)):

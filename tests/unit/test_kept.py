@@ -69,6 +69,7 @@ def counting(model: nn.Module) -> tuple[Any, Any]:
     """(a function that counts in many places, what it has counted)"""
     listed, named, free, slotted, line = [0], {"number": 0}, types.SimpleNamespace(number=0), Slotted(), deque([0])
     own, array, generator, teacher = 0, numpy.zeros(1), numpy.random.default_rng(0), torch.zeros(2)
+    unused = [random.Random(0), numpy.random.default_rng(0), numpy.random.RandomState(0), torch.Generator()]
 
     def step() -> None:
         nonlocal own
@@ -89,7 +90,7 @@ def counting(model: nn.Module) -> tuple[Any, Any]:
         numbers = [CALLS, own, listed[0], line[0], free.number, slotted.number, Counter.number, named["number"]]
         return [*numbers, vars(step).get("number", 0), int(array[0]), int(teacher[0]), getattr(model, "passes", 0)]
 
-    step.generator = generator  # type: ignore[attr-defined]
+    step.generator, step.unused = generator, unused  # type: ignore[attr-defined]
     return step, counted
 
 
