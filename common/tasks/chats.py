@@ -15,7 +15,8 @@ from torch.utils.data import Dataset
 from ..errors import UsageError, first_line
 from .cache import cache_folder
 from .causal_lm import IGNORED, trained_places
-from .sources import check_not_streamed, hold_out, load_splits
+from .rows import Table
+from .sources import check_not_streamed, hold_out, load_tables
 from .streams import rows_on_disk
 from .tokenization import digest_of
 
@@ -180,7 +181,7 @@ def load_chats(
         check_not_streamed(max_samples)
         cut = len(chats) // HELD_OUT
         return _of_list(chats[cut:], tokenizer, max_length), _of_list(chats[:cut], tokenizer, max_length)
-    parts = [_of_split(data, split, tokenizer, max_length, column) for split in load_splits(data, ADVICE, max_samples)]
+    parts = [_of_split(data, split, tokenizer, max_length, column) for split in load_tables(data, ADVICE, max_samples)]
     if len(parts) == 1:
         num_chats = len(parts[0])
         if num_chats < 2:
@@ -194,7 +195,7 @@ def _of_list(chats: list[Messages], tokenizer: Any, max_length: int) -> Chats:
     return Chats([encode(messages, tokenizer, max_length) for messages in chats], chats.__getitem__)
 
 
-def _of_split(data: str, split: Any, tokenizer: Any, max_length: int, column: str) -> Chats:
+def _of_split(data: str, split: Table, tokenizer: Any, max_length: int, column: str) -> Chats:
     import datasets  # not at the top: the import takes seconds
 
     names = split.column_names
@@ -219,7 +220,7 @@ def _of_split(data: str, split: Any, tokenizer: Any, max_length: int, column: st
     number = datasets.Value("int64")
     lists = {"tokens": datasets.List(number), "trained": datasets.List(datasets.Value("bool"))}
     features = datasets.Features({**lists, "num_trained": number, "length": number})
-    folder = cache_folder("chats", VERSION, split._fingerprint, digest_of(tokenizer), max_length, column)
+    folder = cache_folder("chats", VERSION, split.key, digest_of(tokenizer), max_length, column)
     rows = rows_on_disk(folder, f"encoding {len(split):,} conversations", encoded(), features, len(split))
     return Chats(rows, lambda index: messages(split[index]))
 

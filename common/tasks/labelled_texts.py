@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import Dataset
 
 from ..errors import UsageError
-from .sources import check_columns, hold_out, load_splits
+from .rows import Table, filled
+from .sources import hold_out, load_tables
 
 # Packages that every Python has, without parts that a distribution may leave out.
 PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "unittest")
@@ -75,8 +76,7 @@ def load_labelled_texts(
     """Loads texts with their classes.
 
     Args:
-        data: "stdlib" (lines of Python's standard library; the class is the package); a CSV, JSON-lines or parquet
-            file; or a Hub id.
+        data: "stdlib" (lines of Python's standard library; the class is the package); or what `load_tables` takes.
         text_column: name of the column with the texts.
         label_column: name of the column with the classes.
 
@@ -86,12 +86,15 @@ def load_labelled_texts(
     Raises:
         UsageError: no data, no such column, an empty part, or fewer than two classes.
     """
+    declared: list[str] = []
     if data == "stdlib":
         parts = [_standard_library()]
     else:
-        parts = [_rows(data, split, text_column, label_column) for split in load_splits(data, ADVICE)]
+        tables = load_tables(data, ADVICE)
+        parts = [_rows(table, text_column, label_column) for table in tables]
+        declared = getattr(tables[0].kinds.get(label_column), "names", declared)
     train, evaluation = parts if len(parts) == 2 else _divided(parts[0])
-    classes = sorted({label for part in (train, evaluation) for _, label in part})
+    classes = declared or sorted({label for part in (train, evaluation) for _, label in part})
     if len(classes) < 2 or not train or not evaluation:
         raise UsageError(
             f"--data {data} has {len(train)} training and {len(evaluation)} evaluation texts of {len(classes)} "
@@ -105,14 +108,14 @@ def load_labelled_texts(
     return first, second
 
 
-def _divided(rows: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def _divided(rows: list[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     train, evaluation = ([rows[number] for number in ids.sort().values] for ids in hold_out(len(rows), HELD_OUT))
     return train, evaluation
 
 
-def _standard_library() -> list[tuple[str, str]]:
+def _standard_library() -> list[tuple[str, ...]]:
     """Consecutive lines of code, and the package that they are from."""
-    folder, rows = Path(sysconfig.get_path("stdlib")), []
+    folder, rows = Path(sysconfig.get_path("stdlib")), list[tuple[str, ...]]()
     for package in PACKAGES:
         for path in sorted((folder / package).glob("*.py")):
             lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -121,14 +124,12 @@ def _standard_library() -> list[tuple[str, str]]:
     return rows
 
 
-def _rows(data: str, split: Any, text_column: str, label_column: str) -> list[tuple[str, str]]:
-    check_columns(data, split, {"--text_column": text_column, "--label_column": label_column})
-    name_of = getattr(split.features[label_column], "int2str", str)  # a class of `datasets` knows its names
-    texts, labels = split[text_column], split[label_column]
-    for row, (text, label) in enumerate(zip(texts, labels), start=1):
-        if not isinstance(text, str) or label in (None, -1):  # -1 stands for no label in tests of the Hub
-            missing = (
-                f"text in column {text_column}" if not isinstance(text, str) else f"class in column {label_column}"
+def _rows(table: Table, text_column: str, label_column: str) -> list[tuple[str, ...]]:
+    """(text, name of its class) of each row that has a text. Raises UsageError for one without a class."""
+    table.check_columns({"--text_column": text_column, "--label_column": label_column})
+    for row, label in enumerate(table.texts(label_column), start=1):
+        if not (label and label.strip()):
+            raise UsageError(
+                f"--data {table.name}: row {row} has no class in column {label_column}: remove the row or fill it"
             )
-            raise UsageError(f"--data {data}: row {row} has no {missing}: remove the row or fill it")
-    return [(text, name_of(label)) for text, label in zip(texts, labels)]
+    return filled(table, text_column, label_column)

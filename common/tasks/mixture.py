@@ -1,6 +1,7 @@
 """`--data` with several sources: `a.jsonl:3,b.jsonl:1`, or a YAML file with {source: weight}."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ EXAMPLE = "type a source and its weight a line, such as chats.jsonl: 3"
 
 def weights_of(data: str) -> dict[str, float] | None:
     """{source: its weight}; None if `--data` names one source. Raises UsageError for weights that are none."""
+    if os.path.isfile(data) and Path(data).suffix not in (".yaml", ".yml"):
+        return None  # a file may be called a:1,b:2
     words = [word.strip() for word in data.split(",")]
     given = [re.fullmatch(r"[^,:]+:[\d.]+", word) is not None for word in words]
     if len(words) > 1 and any(given):

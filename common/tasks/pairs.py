@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import UsageError
-from .sources import check_columns, hold_out, load_splits
+from .rows import Table, filled
+from .sources import hold_out, load_tables
 
 # Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.
 MODULES = (
@@ -55,8 +56,7 @@ def load_pairs(
     """Loads pairs of texts.
 
     Args:
-        data: "stdlib" (docstrings of Python's standard library, each with its function); a CSV, JSON-lines or parquet
-            file; or a Hub id.
+        data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.
         query_column: name of the column with the first texts.
         document_column: name of the column with the second texts.
 
@@ -69,7 +69,7 @@ def load_pairs(
     if data == "stdlib":
         parts = [_standard_library()]
     else:
-        parts = [_rows(data, split, query_column, document_column) for split in load_splits(data, ADVICE)]
+        parts = [_rows(table, query_column, document_column) for table in load_tables(data, ADVICE)]
     if len(parts) == 1:
         parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
     train, evaluation = parts
@@ -97,12 +97,6 @@ def _standard_library() -> list[Pair]:
     return list(pairs.items())
 
 
-def _rows(data: str, split: Any, query_column: str, document_column: str) -> list[Pair]:
-    columns = []
-    check_columns(data, split, {"--query_column": query_column, "--document_column": document_column})
-    for name in (query_column, document_column):
-        for row, text in enumerate(split[name], start=1):
-            if not isinstance(text, str) or not text.strip():
-                raise UsageError(f"--data {data}: row {row} has no text in column {name}: remove the row or fill it")
-        columns.append(split[name])
-    return list(zip(*columns))
+def _rows(table: Table, query_column: str, document_column: str) -> list[Pair]:
+    table.check_columns({"--query_column": query_column, "--document_column": document_column})
+    return [(query, document) for query, document in filled(table, query_column, document_column)]

@@ -24,7 +24,8 @@ from .cache import cache_folder, write_once
 from .causal_lm import IGNORED, trained_places
 from .chats import HELD_OUT, Chats, Messages, answers_by_rules, by_rules, encode, shifted
 from .lora import digest_of_weights
-from .sources import check_not_streamed, hold_out, load_splits
+from .rows import Table
+from .sources import check_not_streamed, hold_out, load_tables
 from .streams import rows_on_disk
 from .tokenization import digest_of
 
@@ -90,7 +91,7 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
         cut = 2 * (len(chats) // 2 // HELD_OUT)
         train = Chats(rows[cut:], lambda index: chats[cut + index][0])
         return train, Chats(rows[:cut], lambda index: chats[index][0])
-    parts = [_of_split(data, split, tokenizer, max_length) for split in load_splits(data, ADVICE, max_samples)]
+    parts = [_of_split(data, split, tokenizer, max_length) for split in load_tables(data, ADVICE, max_samples)]
     if len(parts) == 1:
         num_pairs = len(parts[0]) // 2
         if num_pairs < 2:
@@ -100,7 +101,7 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
     return parts[0].check_trained(data), parts[1].check_trained(data)
 
 
-def _of_split(data: str, split: Any, tokenizer: Any, max_length: int) -> Chats:
+def _of_split(data: str, split: Table, tokenizer: Any, max_length: int) -> Chats:
     if not {"chosen", "rejected"} <= {*split.column_names}:
         raise UsageError(
             f"--data {data}: expected the columns chosen and rejected, and perhaps prompt, found "
@@ -115,7 +116,7 @@ def _of_split(data: str, split: Any, tokenizer: Any, max_length: int) -> Chats:
             except UsageError as error:
                 raise UsageError(f"--data {data}, pair {number}: {error}") from None
 
-    folder = cache_folder("pairs", VERSION, split._fingerprint, digest_of(tokenizer), max_length)
+    folder = cache_folder("pairs", VERSION, split.key, digest_of(tokenizer), max_length)
     rows = rows_on_disk(folder, f"encoding {len(split):,} pairs", encoded(), None, 2 * len(split))
     return Chats(rows, lambda index: divided(split[index // 2])[index % 2][0])
 

@@ -1,19 +1,36 @@
-"""Datasets of the Hub or in files: their training split and their evaluation split."""
+"""Where data lie: a file, a folder or the Hub; which files are read, and to which split they belong."""
 
+import glob
+import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
+from ..environment import print_once
 from ..errors import RunError, UsageError, first_line
 from .cache import cache_folder, first_process_first
 from .mixture import weights_of
+from .rows import Table, table_of, typed_table
 from .streams import convert_stream
+from .text_files import Place, ending_of, local_path, unpacked
 
-# {end of a file's name: its kind for `datasets`}
-KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+# {ending of a file's name: its kind}
+TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+# {name of a split: the names of files and folders that belong to it}, as on the Hub
+SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "val", "dev"),
+}
+SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")  # of a split in several files: train-00000-of-00003.parquet
+# Options of a builder of `datasets` that do not say how to read a file.
+SET_BY_ALL = {"name", "version", "data_dir", "data_files", "description", "features"}
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def hold_out(num_samples: int, one_in: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,29 +40,64 @@ def hold_out(num_samples: int, one_in: int) -> tuple[torch.Tensor, torch.Tensor]
     return order[num_held_out:], order[:num_held_out]
 
 
-def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[Any]:
-    """The training split and, if there is one, the evaluation split of a dataset, each a `datasets.Dataset`.
+@dataclass(frozen=True)
+class Files:
+    """The files of a dataset.
+
+    Attributes:
+        splits: {split: its files}.
+        kinds: {column: its type in `datasets`}, if they are declared.
+    """
+
+    splits: dict[str, list[Place]]
+    kinds: dict[str, Any] = field(default_factory=dict)
+
+    def all_end_with(self, *endings: str) -> bool:
+        """Whether the name of each file has one of these endings."""
+        return all(ending_of(place) in endings for places in self.splits.values() for place in places)
+
+
+def load_tables(data: str, advice: str, max_samples: int | None = None) -> list[Table]:
+    """The training split and, if there is one, the evaluation split of a dataset, as the rows of its files.
 
     Args:
-        data: Hub id, or a folder in the Hub's layout, or a .csv, .jsonl or .parquet file.
+        data: a .csv, .tsv, .json, .jsonl or .parquet file, perhaps packed; a folder of such files; or a Hub id.
         advice: end of the error message: what to type instead.
-        max_samples: read so many rows of each split as a stream, without downloading the rest, and keep them on disk.
+        max_samples: read so many rows of each split, without downloading the rest.
 
     Raises:
         UsageError: no data, no network, no training split, or a split without rows.
     """
+    files = table_files(data, advice)
+    if files is None or files.all_end_with(".parquet"):
+        return [typed_table(data, split) for split in _typed(data, advice, max_samples, files)]
+    return [table_of(data, name, files.splits[name], max_samples, files.kinds) for name in _names(data, files.splits)]
+
+
+def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[Any]:
+    """The training split and, if there is one, the evaluation split of a dataset, each a `datasets.Dataset`.
+
+    Args:
+        data: a .parquet file, a folder of them, or a Hub id.
+        advice, max_samples: as in `load_tables`.
+
+    Raises:
+        UsageError: no data, no network, no training split, or a split without rows.
+    """
+    files = table_files(data, advice)
+    if files is not None and not files.all_end_with(".parquet"):
+        raise UsageError(f"--data {data}: expected .parquet files, which hold pictures; {advice}")
+    return _typed(data, advice, max_samples, files)
+
+
+def _typed(data: str, advice: str, max_samples: int | None, files: Files | None) -> list[Any]:
+    """What `load_splits` returns, of Parquet files or of a Hub id."""
     import datasets  # not at the top: the import takes seconds
 
-    if weights_of(data) is not None:
-        raise UsageError(f"--data {data}: this recipe takes one source: type it without a weight")
-    path = Path(data).expanduser()
-    if path.suffix in KINDS and not path.is_file():
-        raise UsageError(f"--data {data}: no such file; {advice}")
-    where: tuple[str, str | None] = str(path) if path.is_dir() else data, None
-    if path.is_file():
-        if path.stat().st_size == 0:
-            raise UsageError(f"--data {data} is empty: expected rows")
-        where = KINDS.get(path.suffix, "json"), str(path)
+    where: tuple[str, Any] = str(local_path(data)) if _has_card(local_path(data)) else data, None
+    if files is not None:  # for `datasets` a path is a pattern
+        escaped = {name: [glob.escape(str(place)) for place in places] for name, places in files.splits.items()}
+        where = "parquet", escaped
     with _errors_in_one_line(data, advice):
         if max_samples is None:
             # The first process of each machine downloads and converts. The others then read the cache.
@@ -65,13 +117,126 @@ def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[
     return [splits[name].with_format(None) for name in names]
 
 
-def check_columns(data: str, split: Any, columns: dict[str, str]) -> None:
-    """Raises UsageError unless the split has these columns, {flag that names a column: its name}."""
-    for flag, name in columns.items():
-        if name not in split.column_names:
+def table_files(data: str, advice: str) -> Files | None:
+    """The files with the rows that `--data` names; None if `datasets` must find them itself, in a Hub id whose files
+    have types. Raises UsageError if there are none."""
+    if weights_of(data) is not None:
+        raise UsageError(f"--data {data}: this recipe takes one source: type it without a weight")
+    path = local_path(data)
+    if path.is_dir():
+        return _declared(data, str(path), advice) if _has_card(path) else files_of_folder(data, path, TABLES, advice)
+    if path.is_file():
+        if ending_of(path) not in TABLES:
+            raise UsageError(f"--data {data}: its name ends with none of {', '.join(TABLES)}; {advice}")
+        return Files({"train": [path.absolute()]})
+    check_is_hub_id(data, path, advice)
+    return _declared(data, data, advice)
+
+
+def check_is_hub_id(data: str, path: Path, advice: str) -> None:
+    """Raises UsageError if `--data`, where there is no file or folder of this name, cannot be a Hub id."""
+    if os.path.lexists(path):
+        raise UsageError(f"--data {data} is no file or folder that can be read; {advice}")
+    if ending_of(path) in (*TABLES, ".txt") or not HUB_ID.fullmatch(data):
+        raise UsageError(f"--data {data}: no such file or folder; {advice}")
+
+
+def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str) -> Files:
+    """The files of one kind in a folder, by splits, and a line about those that are not read.
+
+    A file belongs to a split if its whole name, or that of a folder on its way, is that of the split.
+
+    Args:
+        data: of `--data`, for messages.
+        folder: where they lie.
+        kinds: {ending of a file's name: its kind}.
+        advice: end of the error message.
+
+    Raises:
+        UsageError: no such files, several kinds of them, or one file twice.
+    """
+    visible, others = walk(folder)
+    found = [path for path in visible if ending_of(path) in kinds]
+    others += [path for path in visible if ending_of(path) not in kinds]
+    if not found:
+        raise UsageError(f"--data {data} holds no {', '.join(kinds)} file; {advice}")
+    copies: dict[PurePath, Path] = {}
+    for path in found:
+        is_of_kind = kinds[ending_of(path)] == kinds[ending_of(found[0])]
+        other = copies.setdefault(unpacked(path), path) if is_of_kind else found[0]
+        if other is not path:
             raise UsageError(
-                f"--data {data} has no column {name}: type {flag} with one of {', '.join(split.column_names)}"
+                f"--data {data} holds {other.name} and {path.name}, which may be the same: type the path of one, or "
+                "move the other away"
             )
+    splits: dict[str, list[Place]] = {}
+    for path in found:
+        splits.setdefault(_split_of(path.relative_to(folder)) or "", []).append(path.absolute())
+    unnamed = splits.pop("", [])
+    if "train" in splits:
+        others += map(Path, unnamed)
+    elif unnamed:
+        splits["train"] = unnamed
+    chosen = {name: splits.pop(name) for name in _names(data, splits)}
+    others += [Path(place) for places in splits.values() for place in places]
+    if len(chosen) > 1 or others:
+        read = [f"{len(places):,} for {name}" for name, places in chosen.items()]
+        left = [f"{len(others):,} not read, such as {others[0].name}"] if others else []
+        print_once(f"files of --data {data}, by their names: {', '.join(read + left)}")
+    return Files(chosen)
+
+
+def walk(folder: Path) -> tuple[list[Path], list[Path]]:
+    """(files in a folder and below, hidden files and folders), in the order of their names. Raises UsageError."""
+    visible: list[Path] = []
+    hidden: list[Path] = []
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
+        hidden += [Path(place, name) for name in (*folders, *names) if name.startswith(".")]
+        visible += [Path(place, name) for name in sorted(names) if not name.startswith(".")]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    return visible, hidden
+
+
+def _raise(error: OSError) -> None:
+    raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that a file belongs to: its name, or that of a folder on its way, is the name of the split."""
+    for word in (SHARD.sub("", unpacked(path).stem), *reversed(path.parts[:-1])):
+        for split, names in SPLITS.items():
+            if word.lower() in names:
+                return split
+    return None
+
+
+def _has_card(folder: Path) -> bool:
+    """Whether a folder has a card of the Hub that says which files belong to which split."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return False
+    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
+    ends = [number for number, line in enumerate(lines[1:], start=1) if line.strip() == "---"]
+    return lines[:1] == ["---"] and any(line.startswith("configs:") for line in lines[1 : ends[0] if ends else 1])
+
+
+def _declared(data: str, name: str, advice: str) -> Files | None:
+    """The files of a Hub id, or of a folder with a card, whose rows would get guessed types; None if they have types,
+    or if the card says how to read them."""
+    import datasets
+
+    with _errors_in_one_line(data, advice):
+        builder = datasets.load_dataset_builder(name)
+    if builder.name not in ("csv", "json"):
+        return None
+    own, usual = vars(builder.config), vars(type(builder.config)())
+    if any(own[option] != usual[option] for option in usual.keys() - SET_BY_ALL):
+        return None
+    splits = {str(split): [*map(str, places)] for split, places in builder.config.data_files.items()}
+    kinds = builder.info.features or {}
+    return Files(
+        {split: [one if "://" in one else Path(one) for one in places] for split, places in splits.items()}, kinds
+    )
 
 
 def check_not_streamed(max_samples: int | None) -> None:
@@ -102,7 +267,7 @@ def _errors_in_one_line(data: str, advice: str) -> Iterator[None]:
         raise
     except Exception as error:  # the library and its network stack raise dozens of types
         reason = first_line(error.__cause__ or error)
-        if Path(data).expanduser().exists():
+        if local_path(data).exists():
             raise UsageError(f"--data {data}: the files cannot be read ({reason})") from None
         raise UsageError(
             f"--data {data}: no such folder, and loading from the Hub failed ({reason}); {advice}"

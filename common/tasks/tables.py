@@ -1,8 +1,6 @@
-"""Tables of numbers with a column to predict: embedded, synthetic, or a CSV file."""
+"""Tables of numbers with a column to predict: embedded, synthetic, or in a file."""
 
-import csv
-import warnings
-from pathlib import Path
+import math
 
 import numpy
 import torch
@@ -11,6 +9,10 @@ from torch import Tensor
 from ..data.batches import Batch, InMemoryDataset
 from ..errors import UsageError
 from .embedded import sklearn_file
+from .rows import Table
+from .sources import load_tables
+
+ADVICE = "type --data diabetes or synthetic, or the path of a .csv file"
 
 
 class TableDataset(InMemoryDataset):
@@ -57,47 +59,47 @@ def make_linear(num_samples: int, num_features: int) -> TableDataset:
     return TableDataset(features, features @ torch.arange(1.0, num_features + 1) + 1)
 
 
-def load_csv(path: Path, target: str | None) -> TableDataset:
-    """Loads a CSV file with a header and only numbers below it, and standardises each column.
+def load_numbers(data: str, target: str | None) -> TableDataset:
+    """Loads a table of numbers, and standardises each column.
 
     Args:
-        path: the file, with commas, semicolons or tabs between columns.
+        data: a .csv, .tsv, .jsonl or .parquet file, perhaps packed.
         target: the column to predict; the others are the features.
 
     Raises:
         UsageError: no such file or column, too few rows or columns, a value that is missing or not finite,
             or a constant target.
     """
-    import pandas  # not at the top: the import takes half a second
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pandas.errors.ParserWarning)  # rows that are longer than the header
-            table = pandas.read_csv(path, sep=None, engine="python", dtype=str, keep_default_na=False, index_col=False)
-    except pandas.errors.ParserWarning:
-        raise UsageError(f"--data {path}: the rows have more values than the header has names: correct it") from None
-    except (OSError, ValueError, csv.Error, pandas.errors.ParserError) as error:  # ValueError: not text
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-        raise UsageError(f"--data {path} cannot be read as CSV ({reason}): expected a header and rows") from None
-    columns = ", ".join(table.columns)
+    table, *others = load_tables(data, ADVICE)
+    names = table.column_names
+    if others:
+        raise UsageError(f"--data {data} has several splits, but all rows are fitted: type the path of one file")
     if target is None:
-        raise UsageError(f"--data {path} needs --target, the column to predict: type one of {columns}")
-    if target not in table.columns:
-        raise UsageError(f"--target {target}: no such column in {path}; type one of {columns}")
-    if len(table) < 2 or len(table.columns) < 2:
-        raise UsageError(f"--data {path} has {len(table)} rows and {len(table.columns)} columns: expected 2 or more")
-    numbers = table.apply(pandas.to_numeric, errors="coerce").to_numpy(numpy.float64)
-    for row, column in numpy.argwhere(~numpy.isfinite(numbers))[:1]:
-        raise UsageError(
-            f"--data {path}: column {table.columns[column]}, row {row + 1} below the header: expected a number, "
-            f"got '{table.iloc[row, column]}'; correct it or remove the row or column"
-        )
-    values = torch.tensor(numbers)
-    position = table.columns.get_loc(target)
+        raise UsageError(f"--data {data} needs --target, the column to predict: type one of {', '.join(names)}")
+    if target not in names:
+        raise UsageError(f"--target {target}: no such column in {data}; type one of {', '.join(names)}")
+    if len(table) < 2 or len(names) < 2:
+        raise UsageError(f"--data {data} has {len(table)} rows and {len(names)} columns: expected 2 or more")
+    columns = [[_number(table, name, row, text) for row, text in enumerate(table.texts(name), 1)] for name in names]
+    values = torch.tensor(columns, dtype=torch.float64).T
+    position = names.index(target)
     if (values[:, position] == values[0, position]).all():
-        raise UsageError(f"--target {target} has the same value in each row of {path}: type another column")
+        raise UsageError(f"--target {target} has the same value in each row of {data}: type another column")
     features = torch.cat([values[:, :position], values[:, position + 1 :]], dim=1)
     return TableDataset(standardise(features), standardise(values[:, position]))
+
+
+def _number(table: Table, column: str, row: int, text: str | None) -> float:
+    try:
+        number = float(text or "nan") if "_" not in (text or "") else math.nan  # Python reads 1_000 as 1000
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(
+            f"--data {table.name}: column {column}, row {row} below the header: expected a number, got '{text or ''}'; "
+            "correct it or remove the row or column"
+        )
+    return number
 
 
 def standardise(values: Tensor) -> Tensor:

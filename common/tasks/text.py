@@ -1,7 +1,5 @@
 """Text as blocks of tokens: embedded, in files, or on the Hub."""
 
-import codecs
-import io
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,17 +17,19 @@ from ..data.batches import Batch, InMemoryDataset
 from ..errors import UsageError
 from .cache import cache_folder, progress_bar, write_once
 from .causal_lm import IGNORED
-from .sources import load_splits
+from .rows import Table
+from .sources import TABLES, check_is_hub_id, files_of_folder, load_tables, walk
+from .text_files import Place, ending_of, local_path, opened_text
 from .tokenization import digest_of, is_bytewise
 
 STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to evaluate
 MAX_BYTES_IN_MEMORY = 16_000_000  # larger text is tokenised once, into a file
-BYTES_PER_PIECE = 100_000
-BYTES_PER_LINE = 50_000  # a piece ends within a line that is longer
+CHARACTERS_PER_PIECE = 100_000
+CHARACTERS_PER_LINE = 50_000  # a piece ends within a line that is longer
 CHARACTERS_PER_BATCH = 1_000_000  # that are tokenised at one time
-TEXT_SUFFIXES, DATA_SUFFIXES = (".txt", ".md", ".py"), (".parquet", ".jsonl")
+TEXTS = dict.fromkeys((".txt", ".md", ".py"), "text")
 ADVICE = "type --data stdlib for the embedded text, or --data FILE.txt"
-VERSION = 2  # of the files of tokens: another number makes new ones
+VERSION = 3  # of the files of tokens: another number makes new ones
 
 
 class TokenDataset(InMemoryDataset):
@@ -96,10 +96,10 @@ def load_tokens(
 
     Args:
         data: "stdlib" (the first megabyte of the source code of Python's standard library); a text file, or a
-            folder of text files; a .jsonl or .parquet file with a text column, or a folder of them; or a Hub id.
+            folder of .txt, .md and .py files; or what `load_tables` takes, with a text column.
         tokenizer: a tokenizer of transformers.
         context: tokens per block.
-        max_samples: read only so many rows of a data set, as a stream; see `load_splits`.
+        max_samples: read only so many rows of a data set, as a stream; see `load_tables`.
 
     Returns:
         (training set, evaluation set). If the source has only one split, its last tenth is held out.
@@ -144,77 +144,67 @@ class _Text:
 
 def _texts(data: str, max_samples: int | None) -> list[_Text]:
     """The text of each split. Raises UsageError."""
-    path = Path(data).expanduser()
-    if _is_data_set(data, path):
-        return [_text_of_rows(data, split) for split in load_splits(data, ADVICE, max_samples)]
+    files = [] if data == "stdlib" else _text_files(data)
+    if files is None:
+        return [_text_of_rows(table) for table in load_tables(data, ADVICE, max_samples)]
     if max_samples is not None:
         raise UsageError(f"--max_samples counts rows of a data set, but --data {data} is plain text: remove it")
     if data == "stdlib":
         folder = Path(sysconfig.get_path("stdlib"))
         text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))[:STDLIB_CHARACTERS]
         return [_Text(data, None, len(text), lambda: iter([text]))]
-    files = [path] if path.is_file() else _text_files(path)
-    if not files:
-        raise UsageError(f"--data {data}: no .txt, .md or .py files there; type --data stdlib for the embedded text")
+    return [_text_of_files(data, places) for places in files]
+
+
+def _text_files(data: str) -> list[list[Place]] | None:
+    """The files with plain text of each split; None if the data are rows. Raises UsageError for a path without data."""
+    path = local_path(data)
+    if path.is_file():
+        return None if ending_of(path) in TABLES else [[path]]
+    if not path.is_dir():
+        check_is_hub_id(data, path, ADVICE)
+        return None
+    found = {ending_of(file): file.name for file in walk(path)[0]}
+    if tables := [name for ending, name in found.items() if ending in TABLES]:
+        if ".txt" in found:
+            raise UsageError(f"--data {data} holds {found['.txt']} and {tables[0]}: type the path of one")
+        return None  # .md and .py files beside tables are about them
+    return [*files_of_folder(data, path, TEXTS, ADVICE).splits.values()]
+
+
+def _text_of_files(data: str, places: list[Place]) -> _Text:
     try:
-        facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in map(Path, places)]
     except OSError as error:  # a link may lead nowhere
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from None
-    return [_Text(data, facts, sum(size for _, size, _ in facts), partial(_pieces, files))]
+    return _Text(data, facts, sum(size for _, size, _ in facts), partial(_pieces, places))
 
 
-def _is_data_set(data: str, path: Path) -> bool:
-    """Whether the data are rows, not plain text. Raises UsageError for a path without data."""
-    if data == "stdlib":
-        return False
-    if path.is_file():
-        return path.suffix in DATA_SUFFIXES
-    if path.is_dir():
-        return any(path.rglob("*.parquet")) or (any(path.rglob("*.jsonl")) and not _text_files(path))
-    if data.startswith((".", "/", "~")) or path.suffix in (".txt", *DATA_SUFFIXES) or data.count("/") > 1:
-        raise UsageError(f"--data {data}: no such file or folder; type --data stdlib for the embedded text")
-    return True
+def _pieces(places: list[Place]) -> Iterator[str]:
+    """The text of files in pieces of about 100 kB, cut at line ends. A newline stands for each line end, and between
+    files. Raises UsageError."""
+    for place in places:
+        with opened_text(place, None) as file:
+            piece = file.read(CHARACTERS_PER_PIECE) + file.readline(CHARACTERS_PER_LINE)
+            if not piece:
+                raise UsageError(f"{place} is empty: expected text")
+            while piece:
+                following = file.read(CHARACTERS_PER_PIECE) + file.readline(CHARACTERS_PER_LINE)
+                yield piece + "\n" * (not following and place is not places[-1])
+                piece = following
 
 
-def _text_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix in TEXT_SUFFIXES)
-
-
-def _pieces(files: list[Path]) -> Iterator[str]:
-    """The text of files in UTF-8 in pieces of about 100 kB, cut at line ends. A newline stands for each line end, and
-    between files. Raises UsageError."""
-    for path in files:
-        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
-        start, size = 0, 0
-        try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                while start < size:
-                    piece = file.read(BYTES_PER_PIECE - start % BYTES_PER_PIECE) + file.readline(BYTES_PER_LINE)
-                    start += len(piece)
-                    is_end = start >= size
-                    yield decoder.decode(piece, final=is_end) + "\n" * (is_end and path is not files[-1])
-        except UnicodeDecodeError as error:
-            position = start - len(error.object) + error.start
-            raise UsageError(f"{path} is not text in UTF-8 ({error.reason} at byte {position}): convert it") from None
-        except OSError as error:
-            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-        if size == 0:
-            raise UsageError(f"{path} is empty: expected text")
-
-
-def _text_of_rows(data: str, split: Any) -> _Text:
-    if "text" not in split.column_names:
-        raise UsageError(f"--data {data}: expected a text column, found {', '.join(split.column_names)}")
+def _text_of_rows(table: Table) -> _Text:
+    if "text" not in table.column_names:
+        raise UsageError(f"--data {table.name}: expected a text column, found {', '.join(table.column_names)}")
 
     def pieces() -> Iterator[str]:
-        for number, text in enumerate(split["text"], start=1):
-            if not isinstance(text, str):
-                raise UsageError(f"--data {data}: row {number - 1} has no text: remove it")
-            yield text + "\n" * (number < len(split))
+        for number, text in enumerate(table.texts("text"), start=1):
+            if text is None:
+                raise UsageError(f"--data {table.name}: row {number} has no text: remove it")
+            yield text + "\n" * (number < len(table))
 
-    title = f"{data}, {split.split}" if split.split else data
-    return _Text(title, split._fingerprint, split.data.column("text").nbytes, pieces)
+    return _Text(table.name, table.key, table.num_bytes, pieces)
 
 
 def _token_file(text: _Text, tokenizer: Any) -> Path:

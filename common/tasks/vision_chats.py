@@ -14,7 +14,9 @@ from ..environment import print_once
 from ..errors import UsageError
 from .chats import HELD_OUT, check_messages
 from .picture_files import on_white
-from .sources import check_columns, check_not_streamed, hold_out, load_splits
+from .rows import Table, holds_pictures
+from .sources import check_not_streamed, hold_out, load_tables
+from .text_files import local_path
 
 Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}]}]
 Pictures = list[Image.Image]  # in RGB
@@ -80,7 +82,7 @@ def load_vision_chats(
         cut = len(chats) // HELD_OUT
         parts = range(cut, len(chats)), range(cut)
         return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
-    splits = [_Rows.of(data, split, messages_column, images_column) for split in load_splits(data, ADVICE, max_samples)]
+    splits = [_Rows.of(data, split, messages_column, images_column) for split in load_tables(data, ADVICE, max_samples)]
     numbers: list[Sequence[int]] = [range(len(split.rows)) for split in splits]
     if len(splits) == 1:
         if len(numbers[0]) < 2:
@@ -91,38 +93,33 @@ def load_vision_chats(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Loads conversations from a `datasets.Dataset`.
+    """Loads conversations from a table.
 
     Attributes:
-        rows: the data set; its images are not decoded.
+        rows: the table.
         folder: of relative paths.
         messages, images: names of columns.
     """
 
-    rows: Any
+    rows: Table
     folder: Path
     messages: str
     images: str
 
     @classmethod
-    def of(cls, data: str, split: Any, messages: str, images: str) -> Self:
+    def of(cls, data: str, table: Table, messages: str, images: str) -> Self:
         """Raises UsageError for columns that are missing, or if no message is an answer."""
-        import datasets  # not at the top: the import takes seconds
-
-        path = Path(data).expanduser()
-        check_columns(data, split, {"--messages_column": messages})
-        of_images = [name for name, kind in split.features.items() if isinstance(_item(kind), datasets.Image)]
-        if images not in split.column_names:
-            if of_images:
-                check_columns(data, split.select_columns(of_images), {"--images_column": images})
+        path = local_path(data)
+        table.check_columns({"--messages_column": messages})
+        if images not in table.column_names:
+            if of_images := [name for name, kind in table.kinds.items() if holds_pictures(kind)]:
+                raise UsageError(
+                    f"--data {data} has no column {images}: type --images_column with one of {', '.join(of_images)}"
+                )
             print_once(f"--data {data} has no column {images}: it has no pictures but those in parts of its messages")
-        elif images in of_images:  # `opened` decodes, and says which picture is broken
-            plain = datasets.Image(decode=False)
-            kind = split.features[images]
-            split = split.cast_column(images, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
-        if not any(_may_have_an_answer(row[messages]) for row in split.select_columns([messages])):
+        if not any(_may_have_an_answer(row[messages]) for row in table):
             raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
-        return cls(split, path.parent if path.is_file() else path, messages, images)
+        return cls(table, path.parent if path.is_file() else path, messages, images)
 
     def __call__(self, number: int) -> tuple[Messages, Pictures]:
         row = self.rows[number]
@@ -136,11 +133,6 @@ def _may_have_an_answer(messages: Any) -> bool:
     return not isinstance(messages, list) or any(
         isinstance(one, dict) and one.get("role") == "assistant" for one in messages
     )
-
-
-def _item(kind: Any) -> Any:
-    """The type of the items of a column of lists; else that of the column."""
-    return getattr(kind, "feature", kind)
 
 
 def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]:

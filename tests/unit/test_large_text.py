@@ -25,8 +25,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All text counts as large, and has many pieces and batches."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(text, "MAX_BYTES_IN_MEMORY", 0)
-    monkeypatch.setattr(text, "BYTES_PER_PIECE", 101)
-    monkeypatch.setattr(text, "BYTES_PER_LINE", 64)
+    monkeypatch.setattr(text, "CHARACTERS_PER_PIECE", 101)
+    monkeypatch.setattr(text, "CHARACTERS_PER_LINE", 64)
     monkeypatch.setattr(text, "CHARACTERS_PER_BATCH", 700)
 
 
@@ -167,9 +167,9 @@ def test_a_worker_gets_the_path_of_the_file_not_the_tokens(tmp_path: Path) -> No
     [
         ("text.txt", b"good\n" * 100 + b"\xff\xfe", "text.txt is not text in UTF-8 (invalid start byte at byte 500)"),
         ("text.txt", b"x" * 20, "has 18 training and 2 evaluation tokens: a block needs 65"),
-        ("rows.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1 has no text: remove it"),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 2 has no text: remove it"),
         ("rows.jsonl", b'{"word": "a"}\n', "expected a text column, found word"),
-        ("rows.jsonl", b"no json\n", "rows.jsonl: the files cannot be read"),
+        ("rows.jsonl", b"no json\n", "rows.jsonl, line 1: Expecting value"),
         ("rows.parquet", b"no parquet\n", "rows.parquet: the files cannot be read"),
     ],
 )

@@ -24,11 +24,12 @@ LinearConfig, load_table = recipe["Config"], recipe["load_table"]
         ("a,b\n1,2\nred,4\n", "--target b", "column a, row 2 below the header: expected a number, got 'red'"),
         ("a,b\n1,2\n3,\n", "--target a", "column b, row 2 below the header: expected a number, got ''"),
         ("a,b\n1,2\n1,3\n", "--target a", "--target a has the same value in each row"),
-        ("a,b\n0,2,3\n1,5,6\n", "--target a", "the rows have more values than the header has names"),
-        ("a,b\n", "--target a", "has 0 rows and 2 columns"),
-        ("", "--target a", "cannot be read as CSV"),
-        (b"\x89PNG\x00\xff\xfe", "--target a", "cannot be read as CSV"),
-        (None, "--target a", "cannot be read as CSV (No such file or directory)"),
+        ("a,b\n0,2,3\n1,5,6\n", "--target a", "row 1 has 3 values, the header has 2 names"),
+        ("a,b\n1,2\n3,1_000\n", "--target a", "column b, row 2 below the header: expected a number, got '1_000'"),
+        ("a,b\n", "--target a", "has no rows"),
+        ("", "--target a", "has no rows"),
+        (b"\x89PNG\x00\xff\xfe", "--target a", "is not text in UTF-8"),
+        (None, "--target a", "no such file"),
     ],
 )
 def test_tables(tmp_path: Path, content: str | bytes | None, arguments: str, expected: str) -> None:

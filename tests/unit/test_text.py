@@ -63,7 +63,7 @@ def test_files_of_a_folder_and_the_last_tenth_held_out(tmp_path: Path) -> None:
     [
         ("", "", "is empty: expected text"),
         ("short", "", "has 4 training and 1 evaluation tokens: a block needs 65"),
-        (b"\xff\xfe\x00binary", "", "is not text in UTF-8 (invalid start byte at byte 0)"),
+        (b"\x89PNG\r\n\x00", "", "is not text in UTF-8 (invalid start byte at byte 0)"),
         (None, "", "no such file or folder; type --data stdlib"),
         ("x" * 900, "--model_name_or_path ./nothing", "--model_name_or_path ./nothing: no causal model there"),
         (

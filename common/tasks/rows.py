@@ -1,0 +1,309 @@
+"""Rows of tables as they stand in their files: no type is guessed, and a cell is the text that stands there."""
+
+import csv
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy
+
+from ..environment import print_once
+from ..errors import UsageError, first_line
+from .cache import cache_folder
+from .streams import rows_on_disk
+from .text_files import Place, ending_of, is_packed, opened_text
+
+VERSION = 1  # of the rows on disk: another number makes them anew
+MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
+UNPACKED = 8  # times the size of a packed file, about
+ROWS_LOOKED_AT = 100  # for the names of the columns of a large file
+SEPARATORS = (",", ";", "\t", "|")
+GAP, HALF = re.compile(r"\s*"), re.compile(r"\\u[dD][89a-fA-F]")  # half of a character in UTF-16
+NARROW = ("float16", "float32")
+NO_CLASS = -1  # of `datasets`: a class that is not known
+
+Row = dict[str, Any]
+
+
+class Number(float):
+    """A number with a fraction, or with an exponent, of a JSON file, that knows how it is written there: 1.10."""
+
+    text: str
+
+    def __new__(cls, text: str) -> "Number":
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a split.
+
+    Attributes:
+        name: of the source, for messages.
+        column_names: of all rows.
+        size: the number of rows.
+        read: the row with a number, in which a cell may be missing.
+        key: another table has another one.
+        num_bytes: about.
+        kinds: {column: its type in `datasets`} of a file that has types.
+    """
+
+    name: str
+    column_names: list[str]
+    size: int
+    read: Callable[[int], Row]
+    key: object
+    num_bytes: int
+    kinds: dict[str, Any]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Row:
+        return dict.fromkeys(self.column_names) | self.read(index)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(self.size))
+
+    def check_columns(self, columns: dict[str, str]) -> None:
+        """Raises UsageError unless the table has these columns, {flag that names a column: its name}."""
+        for flag, name in columns.items():
+            if name not in self.column_names:
+                found = ", ".join(self.column_names)
+                raise UsageError(f"--data {self.name} has no column {name}: type {flag} with one of {found}")
+
+    def texts(self, column: str) -> Iterator[str | None]:
+        """The text that stands in each row of a column; None where there is none. Raises UsageError for lists."""
+        kind = self.kinds.get(column)
+        for number, row in enumerate(self, start=1):
+            try:
+                yield text_of(row[column], kind)
+            except UsageError as error:
+                raise UsageError(f"--data {self.name}, row {number}, column {column}: {error}") from None
+
+
+def typed_table(data: str, split: Any) -> Table:
+    """The rows of a `datasets.Dataset`; its pictures are not decoded."""
+    import datasets  # not at the top: the import takes seconds
+
+    plain = datasets.Image(decode=False)
+    for column, kind in split.features.items():
+        if holds_pictures(kind):
+            split = split.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
+    name = f"{data}, {split.split}" if split.split else data
+    key, num_bytes = split._fingerprint, split.data.nbytes
+    return Table(name, split.column_names, len(split), split.__getitem__, key, num_bytes, split.features)
+
+
+def holds_pictures(kind: Any) -> bool:
+    """Whether a column of this type in `datasets` holds pictures, or lists of them."""
+    return getattr(kind, "feature", kind).__class__.__name__ == "Image"
+
+
+def filled(table: Table, *columns: str) -> list[tuple[str, ...]]:
+    """The texts in these columns of each row. A row without one is left out, and a line counts them. Raises UsageError
+    like `Table.texts`."""
+    rows = list(zip(*map(table.texts, columns)))
+    empty = {number for number, row in enumerate(rows) if not all(text and text.strip() for text in row)}
+    if empty:
+        print_once(
+            f"--data {table.name}: {len(empty):,} of {len(rows):,} rows have no text in column {' or '.join(columns)}, "
+            f"such as row {min(empty) + 1}: left out"
+        )
+    return [row for number, row in enumerate(rows) if number not in empty]
+
+
+def text_of(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type
+    """The text of a cell; None if it has none.
+
+    Args:
+        value: of a row.
+        kind: the type of its column in `datasets`, if it has one.
+
+    Raises:
+        UsageError: the cell holds a list, a dict or bytes that are no text.
+    """
+    if value is not None and hasattr(kind, "int2str"):  # a class that has a name and a number
+        value = kind.encode_example(value)
+        value = None if value == NO_CLASS else kind.int2str(value)
+    match value:
+        case None | str():
+            return value
+        case bool():
+            return str(value).lower()
+        case Number():
+            return value.text
+        case float() if getattr(kind, "dtype", None) in NARROW:
+            return str(numpy.dtype(kind.dtype).type(value))  # 0.1, which is 0.10000000149 in 64 bits
+        case datetime():
+            return str(value).removesuffix(" 00:00:00")
+        case bytes():
+            with suppress(UnicodeDecodeError):
+                return value.decode()
+        case int() | float() | date() | time() | Decimal():
+            return str(value)
+    raise UsageError(f"expected text, found {type(value).__name__} {str(value)[:40]}")
+
+
+def table_of(data: str, split: str, places: Sequence[Place], max_rows: int | None, kinds: dict[str, Any]) -> Table:
+    """The rows of CSV, TSV or JSON files, one file after another: small ones in memory, others on disk.
+
+    Args:
+        data: of `--data`, for messages.
+        split: its name.
+        places: the files.
+        max_rows: read so many rows.
+
+    Raises:
+        UsageError: a file that cannot be read, or without rows.
+    """
+    local = [place for place in places if isinstance(place, Path)]
+    stats = [place.stat() for place in local]
+    sizes = [stat.st_size * (UNPACKED if is_packed(place) else 1) for place, stat in zip(local, stats)]
+    facts = [str(place.resolve() if isinstance(place, Path) else place) for place in places]
+    key = (VERSION, facts, [(stat.st_size, stat.st_mtime_ns) for stat in stats], max_rows)
+    rows = islice(_rows_of_all(places), max_rows)
+    if len(local) == len(places) and sum(sizes) <= MAX_BYTES_IN_MEMORY:
+        held = [row for row, _ in rows]
+        table = Table(data, _names(held), len(held), held.__getitem__, key, sum(sizes), kinds)
+    else:
+        import datasets  # not at the top: the import takes seconds
+
+        features = datasets.Features({"row": datasets.Value("large_string")})
+        texts = ({"row": text or json.dumps(row, ensure_ascii=False)} for row, text in rows)
+        disk = rows_on_disk(cache_folder("rows", key), f"reading --data {data}", texts, features, max_rows)
+        names = _names([_parsed(text) for text in disk[:ROWS_LOOKED_AT]["row"]])
+        table = Table(data, names, len(disk), lambda index: _parsed(disk[index]["row"]), key, disk.data.nbytes, kinds)
+    if len(table) == 0:
+        raise UsageError(f"--data {data}: {places[0]} has no rows: expected a name for each column, and rows")
+    return table
+
+
+def _names(rows: list[Row]) -> list[str]:
+    return [*dict.fromkeys(name for row in rows for name in row)]
+
+
+def _rows_of_all(places: Sequence[Place]) -> Iterator[tuple[Row, str]]:
+    """(row, its JSON text, or "" if it has none) of all files. Raises UsageError."""
+    found = Counter[str]()
+    for place in places:
+        is_json = ending_of(place) not in (".csv", ".tsv")
+        with opened_text(place, "\n" if is_json else "") as text:
+            if is_json:
+                yield from _json_rows(place, text, found)
+            else:
+                yield from ((row, "") for row in _csv_rows(place, text))
+    if found:
+        print_once(
+            f"{found.total():,} rows hold half of a character (\\ud800 to \\udfff): read as \N{REPLACEMENT CHARACTER}"
+        )
+
+
+def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)
+    first = next((line for line in text if line.strip()), "")
+    if "\0" in first:
+        raise UsageError(f"{place} holds zero bytes: it is no text in UTF-8")
+    each = ["\t"] if ending_of(place) == ".tsv" else SEPARATORS
+    separator = next((one for one in each if len(next(csv.reader([first], delimiter=one), [])) > 1), each[0])
+    if separator not in (",", "\t"):
+        print_once(f"{place}: '{separator}' stands between its columns")
+    lines = csv.reader(chain([first], text), delimiter=separator, strict=True)
+    try:
+        header = next(lines, [])
+        if twice := [name for name, number in Counter(header).items() if number > 1 and name]:
+            raise UsageError(f"{place} has several columns of the name {twice[0]}: give each a name of its own")
+        for number, cells in enumerate(filter(None, lines), start=1):
+            if len(cells) > len(header):
+                raise UsageError(
+                    f"{place}: row {number} has {len(cells)} values, the header has {len(header)} names: put a text "
+                    f'that holds "{separator}" into quotes'
+                )
+            yield dict(zip(header, cells))
+    except csv.Error as error:
+        raise UsageError(
+            f'{place}, line {lines.line_num}: {error}: put a text that holds quotes into quotes, and write "" for each '
+            "of its own"
+        ) from None
+
+
+def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tuple[Row, str]]:
+    """(object, its text) of JSON lines, or of a JSON list. `halves` counts rows with half of a character."""
+    number = 0
+    try:
+        for line in text:
+            number += 1
+            if line.lstrip().startswith("["):
+                yield from ((_parsed(part, halves), part) for part in _items(line + text.read()))
+                return
+            if line.strip():
+                yield _parsed(line, halves), line
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise
+        raise UsageError(
+            f'{place}, line {number}: {first_line(error)}: expected an object a line, such as {{"text": "Why?"}}, or '
+            "one list of them"
+        ) from None
+
+
+def _items(text: str) -> Iterator[str]:
+    """The text of each item of a JSON list. Raises ValueError."""
+    at = _end_of(GAP, text, text.index("[") + 1)
+    while at < len(text) and text[at] != "]":
+        end = _end_of(GAP, text, DECODER.raw_decode(text, at)[1])
+        yield text[at:end]
+        if text[end : end + 1] not in (",", "]"):
+            raise ValueError(f"the list goes on with {text[end : end + 20]!r}")
+        at = _end_of(GAP, text, end + 1) if text[end] == "," else end
+    if text[at:].strip() != "]":
+        raise ValueError("the list does not end with ]")
+
+
+def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
+    found = pattern.match(text, start)
+    return start if found is None else found.end()
+
+
+def _parsed(text: str, halves: Counter[str] | None = None) -> Row:
+    """A row from its JSON text. Raises ValueError, and RecursionError for a deep one."""
+    row = DECODER.decode(text)
+    if not isinstance(row, dict):
+        raise ValueError(f"it holds {text.strip()[:20]}")
+    if HALF.search(text):
+        whole = _whole(row)
+        if halves is not None and whole != row:
+            halves["rows"] += 1
+        return whole
+    return row
+
+
+def _whole(value: Any) -> Any:
+    """A cell with a replacement character for each half of a character, which is no text."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [*map(_whole, value)]
+    return {_whole(name): _whole(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {name} stands twice in one object")
+    return found
+
+
+DECODER = json.JSONDecoder(parse_float=Number, parse_constant=lambda _: None, object_pairs_hook=_object)

@@ -1,0 +1,107 @@
+"""Files by the ending of their names: unpacked, decoded, and named in one line if they cannot be read."""
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+from ..environment import print_once
+from ..errors import UsageError, first_line
+
+Place = Path | str  # a file of this machine, or the address of one on the Hub
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+# {what a text begins with: its encoding}. The mark of UTF-32 begins with that of UTF-16.
+MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+def local_path(data: str) -> Path:
+    """The path that `--data` names: as it stands, or with ~ for the home folder if there is no such file.
+    Raises UsageError for a name that no file can have."""
+    path = Path(data)
+    try:
+        return path if path.exists() else path.expanduser()
+    except RuntimeError:  # the home of nobody
+        return path
+    except OSError as error:
+        raise UsageError(f"--data {data[:80]} cannot be read: {error.strerror}") from None
+
+
+def ending_of(place: Place) -> str:
+    """The ending of a file's name without that of its packing, in small letters: ".csv" for "a.CSV.gz"."""
+    return unpacked(place).suffix.lower()
+
+
+def unpacked(place: Place) -> PurePath:
+    """The name of a file without the ending of its packing: "x/a.CSV" for "x/a.CSV.gz"."""
+    return PurePath(str(place)[: len(str(place)) - len(_packing_of(place))])
+
+
+def is_packed(place: Place) -> bool:
+    """Whether the name of a file says that it is packed."""
+    return _packing_of(place) != ""
+
+
+def _packing_of(place: Place) -> str:
+    return next((ending for ending in PACKED if str(place).lower().endswith(ending)), "")
+
+
+def opened(place: Place) -> io.BufferedReader:
+    """The bytes of a file, unpacked if its name says that it is packed. Raises OSError."""
+    if isinstance(place, Path):
+        raw: Any = place.open("rb")
+    else:
+        from datasets.utils.file_utils import xopen
+
+        raw = xopen(place, "rb")
+    packing = _packing_of(place)
+    if packing == ".zst":
+        import pyarrow  # type: ignore[import-untyped]  # a dependency of `datasets`; Python 3.14 has a module
+
+        raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
+    elif packing:
+        raw = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[packing].open(raw)
+    return raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)
+
+
+@contextmanager
+def opened_text(place: Place, newline: str | None) -> Iterator[io.TextIOWrapper]:
+    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says.
+
+    Args:
+        place: the file.
+        newline: as in `open`.
+
+    Raises:
+        UsageError: from the body of `with`, too, if the file cannot be read or is no text.
+    """
+    try:
+        with opened(place) as file:
+            start = file.peek(4)[:4]
+            encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
+            if encoding != "utf-8-sig":
+                print_once(f"{place} is read as {encoding.upper()}, as its first bytes say")
+            with io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
+                try:
+                    yield text
+                except UnicodeDecodeError as error:
+                    byte = file.tell() - len(error.object) + error.start
+                    name = encoding.upper().removesuffix("-SIG")
+                    raise UsageError(
+                        f"{place} is not text in {name} ({error.reason} at byte {byte}): convert it, for example with "
+                        "iconv -f LATIN1 -t UTF-8"
+                    ) from None
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UsageError(f"{place} is damaged ({first_line(error)}): copy or download it again") from None
+    except OSError as error:
+        raise UsageError(f"{place} cannot be read: {error.strerror or first_line(error)}") from None

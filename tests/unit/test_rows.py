@@ -1,0 +1,202 @@
+"""Promise: what stands in a table is what is read, the same from each format, and a broken file gets one line."""
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+import re
+from collections.abc import Callable
+from datetime import date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from common.errors import UsageError
+from common.tasks import rows
+from common.tasks.labelled_texts import load_labelled_texts
+from common.tasks.pairs import load_pairs
+from common.tasks.rows import Table
+from common.tasks.sources import load_tables
+
+# Texts that readers with types change: dates, numbers, truth values, missing values, spaces, quotes, line ends.
+AWKWARD = [
+    *("2024-01-01", "2024-01-01 10:00:00", "042", "42", "1.1", "1.10", "1.0", "1", "250.00", "1e5", "-1", "0x1F"),
+    *("NA", "N/A", "nan", "null", "None", "true", "True", " a ", "a,b", 'a "b" c', "a\nb", "a\r\nb", "a\tb", "'", "é"),
+    *("\N{LINE SEPARATOR}x", "1_000", "inf", "日本", "\N{GRINNING FACE}", "#N/A", "[1]", '{"a": 1}', "=1+1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path: Path, columns: dict[str, list[Any]]) -> str:
+    """Writes a table in the format of the name's ending, with Python's own modules and pyarrow."""
+    lines = [*zip(*columns.values())]
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t").writerows([columns, *lines])
+    else:
+        text = "".join(json.dumps(dict(zip(columns, line))) + "\n" for line in lines)
+        path.write_text(text if path.suffix == ".jsonl" else "[" + ",\n ".join(text.splitlines()) + "]")
+    return str(path)
+
+
+def texts(data: str, column: str = "text") -> list[str | None]:
+    (table,) = load_tables(data, "")
+    return [*table.texts(column)]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl", "parquet"])
+def test_text_is_the_text_that_stands_there(
+    tmp_path: Path, ending: str, in_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_BYTES_IN_MEMORY", 2**30 if in_memory else 0)
+    data = write(tmp_path / f"rows.{ending}", {"text": AWKWARD, "label": AWKWARD[::-1]})
+    assert texts(data) == AWKWARD and texts(data, "label") == AWKWARD[::-1]
+
+
+@pytest.mark.parametrize("ending", ["csv", "json", "jsonl"])
+def test_numbers_are_the_text_that_stands_there(tmp_path: Path, ending: str) -> None:
+    values = ["1.10", "1.1", "250.00", "1e5", "42", "-1", "0"]
+    path = tmp_path / f"rows.{ending}"
+    lines = values if ending == "csv" else [f'{{"text": {value}}}' for value in values]
+    path.write_text(
+        "text\n" + "\n".join(lines)
+        if ending == "csv"
+        else "\n".join(lines)
+        if ending == "jsonl"
+        else f"[{', '.join(lines)}]"
+    )
+    assert texts(str(path)) == values
+
+
+PARQUET = {
+    "categories": (pyarrow.array(["b", "a", "b"]).dictionary_encode(), ["b", "a", "b"]),
+    "dates": ([date(2024, 1, 1), date(2024, 12, 31), None], ["2024-01-01", "2024-12-31", None]),
+    "times": ([datetime(2024, 1, 1), datetime(2024, 1, 1, 10)] * 1, ["2024-01-01", "2024-01-01 10:00:00"]),
+    "large": (pyarrow.array(["042", "42"], pyarrow.large_string()), ["042", "42"]),
+    "decimals": ([Decimal("250.00"), Decimal("250.10")], ["250.00", "250.10"]),
+    "halves": (pyarrow.array([0.1, 1.0], pyarrow.float32()), ["0.1", "1.0"]),
+    "wholes": ([1, 0, -1], ["1", "0", "-1"]),
+    "truths": ([True, False], ["true", "false"]),
+    "bytes": ([b"a", "é".encode()], ["a", "é"]),
+}
+
+
+@pytest.mark.parametrize("name", PARQUET)
+def test_types_of_parquet(tmp_path: Path, name: str) -> None:
+    values, expected = PARQUET[name]
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "rows.parquet")
+    assert texts(str(tmp_path / "rows.parquet")) == expected
+
+
+def test_classes_of_a_typed_column_keep_their_names_and_order(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["z", "a"])})
+    labels = [0, 1] * 5
+    whole = datasets.Dataset.from_dict({"text": [f"t{n}" for n in range(10)], "label": labels}, features=features)
+    whole.to_parquet(str(tmp_path / "rows.parquet"))
+    train, evaluation = load_labelled_texts(str(tmp_path / "rows.parquet"))
+    assert train.classes == ["z", "a"] and sorted(train.labels + evaluation.labels) == sorted(labels)
+    assert all(int(text[1:]) % 2 == label for text, label in zip(train.texts, train.labels))
+    (tmp_path / "none.jsonl").write_text('{"text": "a", "label": null}\n')
+    with pytest.raises(UsageError, match="row 1 has no class in column label"):
+        load_labelled_texts(str(tmp_path / "none.jsonl"))
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "ZST": lambda content: pyarrow.compress(content, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("packing", PACKERS)
+@pytest.mark.parametrize("name", ["rows.CSV", "rows.Tsv", "rows.JSONL", "rows.Json"])
+def test_endings_in_any_case_and_packed(tmp_path: Path, name: str, packing: str) -> None:
+    plain = Path(write(tmp_path / name.lower(), {"text": AWKWARD}))
+    (tmp_path / f"{name}.{packing}").write_bytes(PACKERS[packing](plain.read_bytes()))
+    assert texts(str(tmp_path / f"{name}.{packing}")) == AWKWARD
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_marks_of_encodings(tmp_path: Path, name: str, encoding: str, capsys: pytest.CaptureFixture[str]) -> None:
+    content = "text,label\r\nnaïve,1\r\n" if name == "rows.csv" else '{"text": "naïve"}\r\n'
+    (tmp_path / name).write_bytes(content.encode(encoding))
+    assert texts(str(tmp_path / name)) == ["naïve"]
+    assert ("is read as UTF-" in capsys.readouterr().out) == (encoding != "utf-8-sig")
+
+
+def test_half_of_a_character(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\\\ud83d"}\n')
+    assert texts(str(tmp_path / "rows.jsonl")) == ["a\N{REPLACEMENT CHARACTER}", "\N{GRINNING FACE}", "\\ud83d"]
+    assert capsys.readouterr().out.startswith("1 rows hold half of a character")
+
+
+def test_columns_that_a_recipe_does_not_name_are_left_alone(tmp_path: Path) -> None:
+    lines = [{"text": f"t{n}", "label": "ab"[n % 2], "note": None if n < 40 else ["x", {"y": n}]} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train, evaluation = load_labelled_texts(str(tmp_path / "rows.jsonl"))
+    assert len(train.texts) + len(evaluation.texts) == 60
+    with pytest.raises(UsageError, match=re.escape("row 41, column note: expected text, found list ['x'")):
+        load_labelled_texts(str(tmp_path / "rows.jsonl"), "note")
+
+
+def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("rows.csv", "rows.jsonl"):
+        columns = {"query": [f"q{n}" for n in range(40)], "document": ["", " ", *("d" for _ in range(38))]}
+        train, evaluation = load_pairs(write(tmp_path / name, columns))
+        assert len(train) + len(evaluation) == 38
+        assert (
+            "2 of 40 rows have no text in column query or document, such as row 1: left out" in capsys.readouterr().out
+        )
+
+
+BROKEN = [
+    ("a.csv", b"text,label\nfoo,1,2\n", 'row 1 has 3 values, the header has 2 names: put a text that holds ","'),
+    ("a.csv", b'text,label\n"foo,1\nbar,2\n', "line 3: unexpected end of data: put a text that holds quotes into"),
+    ("a.csv", b"text,text\nfoo,1\n", "several columns of the name text"),
+    ("a.csv", b"text,label\ncaf\xe9,1\n", "is not text in UTF-8 (invalid continuation byte at byte 14): convert it"),
+    ("a.csv", "text,label\nfoo,1\n".encode("utf-16-le"), "holds zero bytes: it is no text in UTF-8"),
+    ("a.csv", b"", "has no rows"),
+    ("a.csv", b"text,label\n", "has no rows"),
+    ("a.csv.gz", gzip.compress(b"text,label\n" * 9999)[:50], "is damaged"),
+    ("a.csv.zst", b"text", "cannot be read: ZSTD decompress failed"),
+    ("a.jsonl", b"", "has no rows"),
+    ("a.json", b"[]", "has no rows"),
+    ("a.json", b'[{"text": "a"} {"text": "b"}]', 'the list goes on with \'{"text": "b"}]\''),
+    ("a.json", b'[{"text": "a"},', "the list does not end with ]"),
+    ("a.jsonl", b'{"text": "a", "text": "b"}', "line 1: the name text stands twice in one object"),
+    ("a.jsonl", b'{"text": "a"}\n"x"\n', 'line 2: it holds "x": expected an object a line'),
+    ("a.jsonl", b'{"text": "a"}\n{"text": b}\n', "line 2: Expecting value"),
+    ("a.jsonl", b'{"text": ' + b"[" * 100_000, "line 1: maximum recursion depth"),
+    ("a.parquet", b"no parquet", "the files cannot be read"),
+    ("a.pdf", b"%PDF", "its name ends with none of .csv, .tsv, .json"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "line"), BROKEN)
+def test_broken_files(tmp_path: Path, name: str, content: bytes, line: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=re.escape(line)) as caught:
+        load_tables(str(tmp_path / name), "")
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_max_rows_reads_the_first(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.csv", {"text": AWKWARD})
+    (table,) = load_tables(data, "", max_samples=3)
+    assert isinstance(table, Table) and [row["text"] for row in table] == AWKWARD[:3]
