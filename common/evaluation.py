@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
 from .data.batches import Collated, Examples, MapDataset, Metrics, batches, resident
+from .data.facts import say_sizes
 from .data.mixture import of_sources, without_sources
 from .errors import StoppedError, UsageError
 from .files import for_json
@@ -58,6 +59,7 @@ class Evaluation:
         watch: Watch,
         export: Callable[[Path], Any] | None = None,
     ):
+        say_sizes(engine.plan.num_samples, eval_sets)
         self.export = export
         self.engine, self.summarize, self.examples, self.state = engine, summarize, examples, state
         num_workers, device = engine.plan.config.num_workers, engine.accelerator.device

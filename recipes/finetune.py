@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
+from common import RunConfig, Schedule, fit, flag, parameter_groups, run, start
 from common.data import Batch, pad_to_longest
+from common.data.facts import say
 from common.environment import has_gpu
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
@@ -118,7 +119,7 @@ def main(config: Config) -> Any:
     model, tokenizer = build(config)
     limits = config.max_length, config.messages_column, config.max_samples
     sources = Sources(config, lambda data: load_chats(data, tokenizer, *limits))
-    print_once(sources.train.facts(config.max_length))
+    say(sources.train.facts(config.max_length))
     # A pipeline needs micro-batches of one length, and computes the logits of all tokens.
     is_pipeline = config.pipeline_stages > 1
     collate_fn = pad_to_longest({"labels": IGNORED, "places": -1}, None, config.max_length if is_pipeline else 1)

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from ..data.facts import said
 from ..data.mixture import OF, SHARE, of_sources
 from ..environment import versions
 from ..errors import UsageError
@@ -82,6 +83,7 @@ class Recorder:
                 "git_diff": git_diff(),
                 "launch_command": launch_command(),
                 "hardware": hardware(),
+                "data": said(),
             }
             start_trackers(self.accelerator, self.plan, self._facts["versions"])
             try:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import numpy
 
-from ..environment import print_once
+from ..data.facts import say
 from ..errors import UsageError, first_line
 from .cache import cache_folder
 from .streams import rows_on_disk
@@ -117,7 +117,7 @@ def filled(table: Table, *columns: str) -> list[tuple[str, ...]]:
     rows = list(zip(*map(table.texts, columns)))
     empty = {number for number, row in enumerate(rows) if not all(text and text.strip() for text in row)}
     if empty:
-        print_once(
+        say(
             f"--data {table.name}: {len(empty):,} of {len(rows):,} rows have no text in column {' or '.join(columns)}, "
             f"such as row {min(empty) + 1}: left out"
         )
@@ -205,9 +205,7 @@ def _rows_of_all(places: Sequence[Place]) -> Iterator[tuple[Row, str]]:
             else:
                 yield from ((row, "") for row in _csv_rows(place, text))
     if found:
-        print_once(
-            f"{found.total():,} rows hold half of a character (\\ud800 to \\udfff): read as \N{REPLACEMENT CHARACTER}"
-        )
+        say(f"{found.total():,} rows hold half of a character (\\ud800 to \\udfff): read as \N{REPLACEMENT CHARACTER}")
 
 
 def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
@@ -218,7 +216,7 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     each = ["\t"] if ending_of(place) == ".tsv" else SEPARATORS
     separator = next((one for one in each if len(next(csv.reader([first], delimiter=one), [])) > 1), each[0])
     if separator not in (",", "\t"):
-        print_once(f"{place}: '{separator}' stands between its columns")
+        say(f"{place}: '{separator}' stands between its columns")
     lines = csv.reader(chain([first], text), delimiter=separator, strict=True)
     try:
         header = next(lines, [])

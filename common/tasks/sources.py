@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..environment import print_once
+from ..data.facts import say
 from ..errors import RunError, UsageError, first_line
 from .cache import cache_folder, first_process_first
 from .mixture import weights_of
@@ -182,7 +182,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
     if len(chosen) > 1 or others:
         read = [f"{len(places):,} for {name}" for name, places in chosen.items()]
         left = [f"{len(others):,} not read, such as {others[0].name}"] if others else []
-        print_once(f"files of --data {data}, by their names: {', '.join(read + left)}")
+        say(f"files of --data {data}, by their names: {', '.join(read + left)}")
     return Files(chosen)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
-from ..environment import print_once
+from ..data.facts import say
 from ..errors import UsageError, first_line
 
 Place = Path | str  # a file of this machine, or the address of one on the Hub
@@ -90,7 +90,7 @@ def opened_text(place: Place, newline: str | None) -> Iterator[io.TextIOWrapper]
             start = file.peek(4)[:4]
             encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
             if encoding != "utf-8-sig":
-                print_once(f"{place} is read as {encoding.upper()}, as its first bytes say")
+                say(f"{place} is read as {encoding.upper()}, as its first bytes say")
             with io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
                 try:
                     yield text

@@ -2,6 +2,7 @@
 
     python docs/tools/gallery.py            # make gallery
     python docs/tools/gallery.py mnist
+    python docs/tools/gallery.py --data     # what the model gets alone, without runs
 
 A run that is done is in outputs/gallery/<name>, and is not made again: remove the folder to make it again.
 """
@@ -26,6 +27,7 @@ from docs.tools.curves import curves  # noqa: E402
 RUNS, PAGES = ROOT / "outputs" / "gallery", ROOT / "docs" / "recipes"
 PRINTED, LOAD = "printed.txt", "load.txt"
 README, RECORDED = ROOT / "README.md", "<!-- Recorded by make gallery -->"
+DATA, PRINTS = "## What the model gets\n", "## What it prints\n"
 LONGEST, WIDEST = 40, 118  # lines and characters of what a run prints
 PICTURES = {"pictures.png": "What the exported model makes: a column for each class",
             "confusion.png": "A row for each class, a column for each predicted one"}  # fmt: skip
@@ -64,6 +66,22 @@ def printed(folder: Path) -> str:
     return "\n".join(["```", *rows, "```"])
 
 
+def seen(recipe: Recipe) -> str:
+    """What `accelerate-recipes data` says of a recipe, as a section of Markdown."""
+    command = f"accelerate-recipes data recipes/{recipe.name}.py --samples 2"
+    words = [sys.executable, "-m", *shlex.split(command.replace("-", "_", 1))]
+    lines = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    rows = [row for line in lines for row in wrap(line[: 4 * WIDEST], WIDEST, subsequent_indent="    ") or [""]]
+    return f"{DATA}\n```\n$ {command}\n" + "\n".join(rows) + "\n```\n\n[How data are read](../data.md)\n\n"
+
+
+def with_data(text: str, recipe: Recipe) -> str:
+    """A page with what the model gets, before what the run prints."""
+    end = text.index(PRINTS)
+    start = text.index(DATA) if DATA in text else end
+    return text[:start] + seen(recipe) + text[end:]
+
+
 def page(recipe: Recipe, folder: Path) -> str:
     """The page of a recipe."""
     card = read_card(folder)
@@ -95,17 +113,22 @@ def page(recipe: Recipe, folder: Path) -> str:
         if (folder / name).exists():
             shutil.copy(folder / name, PAGES / f"{recipe.name}.png")
             parts.append(f"![{caption}]({recipe.name}.png)\n\n{caption}.")
-    parts += [f"## What it prints\n\n{printed(folder)}", "## The run\n\n| | |\n| --- | --- |\n"]
+    parts += [f"{PRINTS}\n{printed(folder)}", "## The run\n\n| | |\n| --- | --- |\n"]
     parts[-1] += "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return "\n\n".join(parts) + "\n"
+    return with_data("\n\n".join(parts) + "\n", recipe)
 
 
 def main(names: list[str]) -> None:
     """Runs the recipes of these names, by default all, and writes their pages."""
     PAGES.mkdir(exist_ok=True)
+    is_data, names = "--data" in names, [name for name in names if name != "--data"]
     paths = [find_recipe(name) for name in names] or sorted(ROOT.glob("recipes/*.py"))
     for path in paths:
         recipe = read_recipe(path)
+        if is_data:
+            file = PAGES / f"{recipe.name}.md"
+            file.write_text(with_data(file.read_text(), recipe))
+            continue
         folder = run(recipe)
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         (PAGES / f"{recipe.name}.svg").write_text(curves(records))

@@ -1,0 +1,252 @@
+"""What a model gets of the data, as JSON. `look` runs in the process of a recipe, whose `common/` it imports, at its
+call of `fit`."""
+
+import base64
+import io
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from accelerate_recipes.at_fit import QUESTION
+
+IGNORED = -100  # what losses of torch leave out
+SECONDS = 5.0  # for looking at many samples
+MOST_LOOKED_AT = 2000
+NUM_BARS = 10
+MOST_NAMED = 20  # values of a number
+SMALL, LARGE = 96, 256  # pixels a side of a shown picture
+COLOURS = (1, 3)  # channels of a picture
+MOST_COLUMNS = 4  # texts of a sample side by side
+# Tensors of whole numbers that are no tokens.
+BESIDE_TOKENS = {"labels", "attention_mask", "positions", "position_ids", "places", "token_type_ids"}
+
+
+def look(
+    _accelerator: Any,
+    _model: Any,
+    _optimizer: Any,
+    _forward_step: Any,
+    train_set: Any,
+    eval_set: Any,
+    config: Any,
+    *_others: Any,
+    **keywords: Any,
+) -> dict[str, Any]:
+    """Takes the arguments of `fit`. Returns facts about the data, and the first samples of the first step."""
+    from common.data.batches import batches, checked_datasets
+    from common.data.facts import said
+    from common.data.mixture import Mixture, by_source
+    from common.errors import UsageError
+    from common.parallel.kinds import layout_of
+    from common.plan import Plan
+
+    sources, number = {"training": train_set}, json.loads(os.environ[QUESTION])
+    sources |= {f"evaluation {name}".strip(): part for name, part in _named(eval_set).items()}
+    sizes = {name: _size(part) for name, part in sources.items()}
+    try:
+        _, sampler = by_source(train_set, eval_set, _forward_step, keywords.get("sampler"))
+        train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
+        config = replace(config, micro_batch_size=None, num_workers=0)
+        plan = Plan.of(config, layout_of(config), len(train_set), keywords.get("schedule"), sampler)
+        epoch, ids = next(plan.micro_batches(0))
+        batch = next(iter(batches(train_set, [(epoch, ids)], torch.device("cpu"), config)))
+    except UsageError as error:
+        return {"refused": str(error)}
+    is_mixture = isinstance(sources["training"], Mixture)
+    names = sources["training"].names if is_mixture else []
+    tokenizer = getattr(keywords.get("export"), "__self__", None)
+    inner = getattr(train_set, "dataset", train_set)
+    shown = [_sample(batch, row, _raw(inner, int(ids[row])), tokenizer, names) for row in range(min(number, len(ids)))]
+    return {
+        "lines": said(),
+        "sizes": sizes,
+        "batch": {name: _shape(value) for name, value in batch.items()},
+        **_spread(inner, names),
+        "samples": [{"id": int(ids[row]), "parts": parts} for row, parts in enumerate(shown)],
+    }
+
+
+def _named(eval_set: Any) -> dict[str, Any]:
+    return dict(eval_set) if isinstance(eval_set, dict) else {"": eval_set}
+
+
+def _size(dataset: Any) -> dict[str, int]:
+    """{source: its samples}, or {"": the samples} of a set of one source."""
+    names = getattr(dataset, "names", None)
+    return dict(zip(names, dataset.sizes)) if names and hasattr(dataset, "sizes") else {"": len(dataset)}
+
+
+def _shape(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") if isinstance(value, Tensor) else "texts"
+
+
+def _raw(dataset: Any, index: int) -> dict[str, Any]:
+    """A sample before the collate function, for the lengths without padding."""
+    from common.seeds import seed_sample
+
+    seed_sample(0, 0, index)
+    try:
+        sample = dataset[index]
+    except Exception:  # a dataset that has batches alone
+        return {}
+    return sample if isinstance(sample, dict) else {}
+
+
+def _spread(dataset: Any, names: list[str]) -> dict[str, Any]:
+    """The lengths and the whole numbers of samples all over the set, as many as the time allows."""
+    size, started = len(dataset), time.monotonic()
+    step = max(1, size // MOST_LOOKED_AT)
+    lengths: dict[str, list[int]] = {}
+    values: dict[str, Counter[str]] = {}
+    looked_at = 0
+    for index in range(0, size, step):
+        for name, value in _raw(dataset, index).items():
+            if _holds_tokens(name, value):
+                lengths.setdefault(name, []).append(len(value))
+            elif _is_class(value):
+                values.setdefault(name, Counter())[_text_of(name, value, names)] += 1
+        looked_at += 1
+        if time.monotonic() - started > SECONDS:
+            break
+    return {
+        "looked_at": looked_at,
+        "lengths": {name: _bars(found) for name, found in lengths.items() if len({*found}) > 1},
+        "values": {name: found.most_common(MOST_NAMED) for name, found in values.items() if len(found) < looked_at},
+    }
+
+
+def _is_class(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_floating_point()
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _bars(lengths: list[int]) -> list[tuple[int, int, int]]:
+    """(first length, last length, number of samples) of each bar of a histogram."""
+    low, high = min(lengths), max(lengths)
+    width = max(1, -(-(high + 1 - low) // NUM_BARS))
+    counts = Counter((length - low) // width for length in lengths)
+    last = (high - low) // width
+    return [(low + width * bar, min(high, low + width * (bar + 1) - 1), counts[bar]) for bar in range(last + 1)]
+
+
+def _sample(batch: dict[str, Any], row: int, raw: dict[str, Any], tokenizer: Any, names: list[str]) -> list[Any]:
+    """The parts of a sample: {"name", and "text", "pictures" or "tokens": [[text, is trained, begins a document]]}"""
+    mine = {name: value[row] for name, value in batch.items()}
+    parts: list[dict[str, Any]] = []
+    for name, value in mine.items():
+        if not isinstance(value, Tensor):
+            parts.append({"name": name, "text": _visible(value)})
+        elif value.ndim > 2 and value.is_floating_point() and value.shape[-3] in COLOURS:
+            parts.append({"name": name, **_pictures(value)})
+        elif value.ndim == 0:
+            parts.append({"name": name, "text": _text_of(name, value, names)})
+        elif _holds_tokens(name, value):
+            length = _length(name, value, raw, mine)
+            columns = value.view(len(value), -1).unbind(1)
+            for number, column in enumerate(columns):
+                title = name if len(columns) == 1 else f"{name}, {number + 1} of {len(columns)}"
+                labels, positions = (_column(mine.get(other), number, length) for other in ("labels", "positions"))
+                parts.append({"name": title, "tokens": _runs(column[:length], labels, positions, tokenizer)})
+        elif name not in BESIDE_TOKENS:
+            first = ", ".join(f"{number:.4g}" for number in value.flatten()[:6].tolist())
+            parts.append({"name": name, "text": f"{_shape(value)}: {first}{', ...' * (value.numel() > 6)}"})
+    return parts
+
+
+def _holds_tokens(name: str, value: Any) -> bool:
+    """Whether a tensor of a sample holds tokens, of one text or of some side by side."""
+    is_row = isinstance(value, Tensor) and (value.ndim == 1 or (value.ndim == 2 and value.shape[1] <= MOST_COLUMNS))
+    return is_row and not value.is_floating_point() and value.dtype != torch.bool and name not in BESIDE_TOKENS
+
+
+def _length(name: str, value: Tensor, raw: dict[str, Any], sample: dict[str, Any]) -> int:
+    """The tokens of a sample without padding, which the mask of the batch or the sample before it knows."""
+    mask = sample.get("attention_mask")
+    if mask is not None and mask.shape == value.shape:
+        return int(mask.sum())
+    return len(raw[name]) if isinstance(raw.get(name), Tensor) and raw[name].ndim else len(value)
+
+
+def _text_of(name: str, value: Any, names: list[str]) -> str:
+    number = value.item() if isinstance(value, Tensor) else value
+    if name.startswith("source") and isinstance(number, int) and number < len(names):
+        return names[number]
+    return f"{number:.6g}" if isinstance(number, float) else str(number)
+
+
+def _runs(
+    tokens: Tensor, labels: Tensor | None, positions: Tensor | None, tokenizer: Any
+) -> list[tuple[str, bool, bool]]:
+    """Runs of tokens: (their text, whether the model learns to write them, whether a packed document begins)."""
+    borders = [] if positions is None else (positions[1:] == 0).nonzero().flatten().add(1).tolist()
+    runs: list[tuple[str, bool, bool]] = []
+    for start, end in itertools.pairwise([0, *borders, len(tokens)]):
+        ids, trained = tokens[start:end], [False] * (end - start)
+        if labels is not None and len(labels) == len(tokens):
+            known = labels[start:end] != IGNORED
+            is_shifted = _is_shifted(ids, labels[start:end])
+            if is_shifted and known[-1]:  # the last label is no token of the block
+                ids, trained = torch.cat([ids, labels[end - 1 : end]]), [*trained, False]
+            for place in known.nonzero().flatten().tolist():
+                trained[place + is_shifted] = True
+        if positions is not None and (positions[start:end] == 0).all() and not any(trained):
+            continue  # padding at the end of a block
+        for learns, run in itertools.groupby(range(len(ids)), key=trained.__getitem__):
+            places = [*run]
+            runs.append((_decoded(ids[places].tolist(), tokenizer), learns, start > 0 and places[0] == 0))
+    return runs
+
+
+def _column(value: Any, number: int, length: int) -> Tensor | None:
+    """A column of a tensor beside the tokens."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return None
+    columns = value.view(len(value), -1)
+    return columns[:length, min(number, columns.shape[1] - 1)]
+
+
+def _is_shifted(tokens: Tensor, labels: Tensor) -> bool:
+    """Whether a label is the next token, not the token at its own place."""
+    known = labels != IGNORED
+    own = int((labels == tokens)[known].sum())
+    return int((labels[:-1] == tokens[1:])[known[:-1]].sum()) > own or own == 0
+
+
+def _decoded(ids: Iterable[int], tokenizer: Any) -> str:
+    decode = getattr(getattr(tokenizer, "tokenizer", tokenizer), "decode", None)
+    return _visible(decode([*ids]) if decode else " ".join(map(str, ids)) + " ")
+
+
+def _visible(text: str) -> str:
+    """A text for a terminal: what would control it is written as in Python, \\x03 for the end of a text."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def _pictures(pixels: Tensor) -> dict[str, Any]:
+    """Pictures as PNG files, and the range of their values, which get the colours from black to white."""
+    low, high = pixels.min().item(), pixels.max().item()
+    least, most = next(((least, 1.0) for least in (0.0, -1.0) if least <= low and high <= 1), (low, high))
+    shades = ((pixels - least) / max(most - least, 1e-9) * 255).round().clamp(0, 255).to(torch.uint8)
+    pictures = [_png(one) for one in shades.flatten(0, -4).unbind()] if pixels.ndim > 3 else [_png(shades)]
+    shape = " × ".join(map(str, pixels.shape))
+    return {"pictures": pictures, "text": f"{shape}, values {low:.3g} to {high:.3g}, mean {pixels.mean().item():.3g}"}
+
+
+def _png(shades: Tensor) -> str:
+    picture = Image.fromarray(shades.permute(1, 2, 0).squeeze(-1).numpy())
+    factor = max(1, SMALL // max(picture.size))
+    picture = picture.resize((factor * picture.width, factor * picture.height), Image.Resampling.NEAREST)
+    picture.thumbnail((LARGE, LARGE))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()

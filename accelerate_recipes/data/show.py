@@ -1,0 +1,87 @@
+"""Prints what a model gets: coloured on a terminal, with marks in a pipe."""
+
+import base64
+import io
+from typing import Any
+
+import numpy
+from PIL import Image
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+BAR = 40  # characters of the longest bar
+MOST_CHARACTERS = 1200  # of a sample's text
+WIDTH = 24  # characters of a picture
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints the facts and samples of `look`."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for line in facts(found):
+        console.print(line)
+    for name, bars in found["lengths"].items():
+        console.print(f"\nlengths of {name} ({found['looked_at']:,} samples)")
+        most = max(number for _, _, number in bars)
+        for first, last, number in bars:
+            title = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+            console.print(f"{title:>16}  {'#' * -(-BAR * number // most):<{BAR}}  {number:,}")
+    if any(run[1] for sample in found["samples"] for part in sample["parts"] for run in part.get("tokens", ())):
+        legend = Text("\nthe model learns to write what is ")
+        console.print(legend.append("«marked»", Style(color="green", bold=True)) if not console.color_system else
+                      legend.append("green", Style(color="green", bold=True)))  # fmt: skip
+    for sample in found["samples"]:
+        console.print(f"\nsample {sample['id']:,}", style="bold")
+        for part in sample["parts"]:
+            _show_part(console, part)
+
+
+def facts(found: dict[str, Any]) -> list[str]:
+    """What a run says of its data, the sizes of the sets, and what a batch holds, a line each."""
+    lines = list(found["lines"])
+    for name, sizes in found["sizes"].items():
+        each = ", ".join(f"{source} {size:,}" if source else f"{size:,}" for source, size in sizes.items())
+        lines.append(f"{name}: {each} samples")
+    lines.append("batch: " + ", ".join(f"{name} {shape}" for name, shape in found["batch"].items()))
+    for name, values in found["values"].items():
+        each = ", ".join(f"{value}: {number:,}" for value, number in values)
+        lines.append(f"{name} in {found['looked_at']:,} samples: {each}")
+    return lines
+
+
+def _show_part(console: Console, part: dict[str, Any]) -> None:
+    if "tokens" in part:
+        console.print(Text(f"{part['name']}: ").append(_text(console, part["tokens"])))
+        return
+    console.print(f"{part['name']}: {part['text']}")
+    if console.color_system in ("256", "truecolor"):
+        for picture in part.get("pictures", ()):
+            console.print(_blocks(picture))
+
+
+def _text(console: Console, runs: list[list[Any]]) -> Text:
+    text = Text()
+    for words, is_trained, begins in runs:
+        if begins:
+            text.append("\n--- the next of the block\n", Style(dim=True))
+        marked = f"«{words}»" if is_trained and not console.color_system else words
+        text.append(marked, Style(color="green", bold=True) if is_trained else Style())
+    if len(text) > MOST_CHARACTERS:
+        text.truncate(MOST_CHARACTERS)
+        text.append(" ... and more (--output shows all)", Style(dim=True))
+    return text
+
+
+def _blocks(picture: str) -> Text:
+    """A small picture of coloured half blocks, two pixels a character."""
+    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+    height = max(2, WIDTH * image.height // image.width // 2 * 2)
+    colours = numpy.asarray(image.resize((WIDTH, height))).tolist()
+    text = Text()
+    for above, below in zip(colours[::2], colours[1::2]):
+        for upper, lower in zip(above, below):
+            text.append(
+                "▀", Style(color=f"rgb({','.join(map(str, upper))})", bgcolor=f"rgb({','.join(map(str, lower))})")
+            )
+        text.append("\n")
+    return text
