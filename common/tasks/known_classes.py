@@ -12,6 +12,16 @@ from ..environment import print_once
 NUM_NAMED = 6  # classes of a long list
 
 
+def names_of(config: Any) -> list[str]:
+    """The names of the outputs in the config of a model of transformers."""
+    return [str(config.id2label[number]) for number in sorted(config.id2label)]
+
+
+def config_of_classes(classes: list[str]) -> dict[str, Any]:
+    """What the config of a model of transformers says of these classes, for `from_pretrained`."""
+    return {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+
+
 def order_of_head(config: Any, classes: list[str]) -> list[str] | None:
     """The names that a head has for its outputs, in its order, if it knows each of `classes` by one name; else None.
 
@@ -19,7 +29,7 @@ def order_of_head(config: Any, classes: list[str]) -> list[str] | None:
         config: of a model of transformers: its `id2label` is {output: name}.
         classes: names of the classes in the data.
     """
-    names = _names(config)
+    names = names_of(config)
     times = Counter(names)
     return names if all(times[name] == 1 for name in classes) else None
 
@@ -40,7 +50,7 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
         return classes, False
     if (order := order_of_head(config, classes)) is not None:
         return order, False
-    names = _names(config)
+    names = names_of(config)
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)):
         return classes, False
     print_once(
@@ -69,8 +79,9 @@ def counted(classes: Sequence[str], labels: Sequence[int]) -> str:
 
 def cut(names: Sequence[str]) -> str:
     """A list of names for a line, the first few of many."""
-    return ", ".join(names[:NUM_NAMED]) + (f", ... ({len(names):,} in all)" if len(names) > NUM_NAMED else "")
+    return printable(", ".join(names[:NUM_NAMED])) + (f", ... ({len(names):,} in all)" * (len(names) > NUM_NAMED))
 
 
-def _names(config: Any) -> list[str]:
-    return [str(config.id2label[number]) for number in sorted(config.id2label)]
+def printable(name: str) -> str:
+    """A name for a line, with a question mark for what no terminal shows, such as a line break."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)

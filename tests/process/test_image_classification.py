@@ -88,7 +88,7 @@ def test_confusion_counts() -> None:
     [
         ("--patch_size 5", "--patch_size 5 must divide --image_size 16"),
         ("--data nowhere", "--data nowhere: no such folder"),
-        ("--data DAMAGED", "picture 3 cannot be read"),
+        ("--data DAMAGED", "blue/11.png cannot be read (no image that Pillow knows"),
         ("--data GOOD --model_name_or_path NONE", "no image classifier there"),
     ],
 )
