@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch
 from common.tasks.encoder import freeze_key_biases
-from common.tasks.known_classes import classes_of_model, config_of_classes, names_of, renew_head
+from common.tasks.known_classes import config_of_classes, names_of, with_classes
 from common.tasks.mixture import Sources
 from common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
 from common.tasks.pretrained import load
@@ -88,13 +88,10 @@ def make_forward_step(label_smoothing: float, num_classes: int) -> Callable[[nn.
 def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
     """Returns (model, what it expects of a picture). Raises UsageError for wrong sizes or a wrong path."""
     if path := config.model_name_or_path:
-        classes, is_new = classes_of_model(path, classes)
-        options = {"reads": None, **config_of_classes(classes)}
-        model, _, new = load(AutoModelForImageClassification, path, "image classifier", **options)
+        read = partial(load, AutoModelForImageClassification, path, "image classifier", reads=None)
+        model, _, new = with_classes(read, path, classes)
         if new:
             print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
-        if is_new:
-            renew_head(model)
         freeze_key_biases(model, KEY_BIASES)
         return model, PhotoFormat.of(path)
     if config.image_size % config.patch_size or config.hidden_size % config.num_heads:

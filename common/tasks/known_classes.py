@@ -1,7 +1,7 @@
 """The classes of the data, and those that the head of a pretrained model knows by name."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,24 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
         "weights if it knows all classes of the data by name)"
     )
     return classes, True
+
+
+def with_classes(read: Callable[..., Any], name_or_path: str, classes: list[str]) -> Any:
+    """Loads a pretrained classifier for the classes of the data; `names_of(model.config)` has their order afterwards.
+
+    Args:
+        read: takes options for `from_pretrained`, and returns the model first.
+        name_or_path: folder or Hub id.
+        classes: names of the classes in the data.
+
+    Returns:
+        what `read` returned.
+    """
+    order, is_new = classes_of_model(name_or_path, classes)
+    found = read(**config_of_classes(order))
+    if is_new:
+        renew_head(found[0])
+    return found
 
 
 @torch.no_grad()
