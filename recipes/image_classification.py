@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from common.data import Batch
 from common.tasks.encoder import freeze_key_biases
+from common.tasks.known_classes import config_of_classes, names_of, with_classes
 from common.tasks.mixture import Sources
 from common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
 from common.tasks.pretrained import load
@@ -56,6 +57,7 @@ class Config(RunConfig):
     eval_every: int | None = 200
     max_samples: int | None = flag(None, "stream this many pictures of a data set and keep them, not all", minimum=1)
     least_area: float = flag(0.6, "least share of a picture that a random cut keeps", above=0, below=1.001)
+    mirror: bool = flag(True, "mirror pictures by chance; not for letters, digits, or left and right")
     label_smoothing: float = flag(0.1, "share of the target that all classes divide", minimum=0, below=1)
     image_size: int = flag(32, "pixels a side; a pretrained model has its own", minimum=1)
     patch_size: int = flag(8, "a token is a square of so many pixels a side", minimum=1)
@@ -85,9 +87,9 @@ def make_forward_step(label_smoothing: float, num_classes: int) -> Callable[[nn.
 
 def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
     """Returns (model, what it expects of a picture). Raises UsageError for wrong sizes or a wrong path."""
-    names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
     if path := config.model_name_or_path:
-        model, _, new = load(AutoModelForImageClassification, path, "image classifier", reads=None, **names)
+        read = partial(load, AutoModelForImageClassification, path, "image classifier", reads=None)
+        model, _, new = with_classes(read, path, classes)
         if new:
             print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
         freeze_key_biases(model, KEY_BIASES)
@@ -106,7 +108,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
         num_attention_heads=config.num_heads,
         initializer_range=0.1,  # that of large models, 0.02, trains a narrow one slowly
         qkv_bias=False,  # that of the keys has no gradient but rounding, which Adam would turn into steps
-        **names,
+        **config_of_classes(classes),
     )
     model = ViTForImageClassification(shape)
     if hasattr(model.vit, "layers"):  # transformers 5.5 has other names, and cannot divide the heads
@@ -119,13 +121,16 @@ def main(config: Config) -> Callable[[], None]:
     disable_progress_bar()
     accelerator = start(config)
     sources = Sources(config, lambda data: load_photos(data, config.max_samples), same=("classes",))
-    classes = sources.train.classes
-    model, form = build(config, classes)
+    model, form = build(config, sources.train.classes)
+    classes = names_of(model.config)  # a pretrained head that knows them keeps its order
     if config.freeze_backbone:
         model.base_model.requires_grad_(False)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     forward_step = make_forward_step(config.label_smoothing, len(classes))
-    sets = sources.sets(lambda part: Photos(part, form, config.least_area), lambda part: Photos(part, form, None))
+    sets = sources.sets(
+        lambda part: Photos(part.ordered(classes), form, config.least_area, config.mirror),
+        lambda part: Photos(part.ordered(classes), form, None),
+    )
     confusion = Confusion(classes)
     fit(accelerator, model, optimizer, forward_step, *sets, config, examples=confusion, export=form.write)
     return partial(confusion.write, config.output_dir / "confusion.png")

@@ -4,7 +4,6 @@ import gzip
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy
 import psutil
@@ -12,13 +11,14 @@ import torch
 
 from ..data.batches import Batch, InMemoryDataset
 from ..environment import local_world_size
-from ..errors import UsageError, first_line
+from ..errors import UsageError
 from .embedded import sklearn_file
-from .sources import hold_out, load_splits
+from .labelled_pictures import load_labelled_pictures
+from .sources import hold_out
+from .text_files import local_path
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
-ROWS_PER_READ = 1000
-ADVICE = "type --data digits for the embedded set, or --data FOLDER for local MNIST IDX or parquet files"
+ADVICE = "type --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, pictures or parquet files"
 Shape = tuple[int, int, int]  # channels, height, width
 
 
@@ -73,7 +73,7 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
         UsageError: no data, damaged files, images of different sizes or more than half of the free memory, or no
             network.
     """
-    folder = Path(data).expanduser()
+    folder = local_path(data)
     if max_samples is not None and (data == "digits" or _idx_folder(folder)):
         raise UsageError(f"--max_samples is for sets of the Hub and parquet files, not for --data {data}: remove it")
     if data == "digits":
@@ -84,7 +84,7 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
         raise UsageError(f"--data {data} is a file: name the folder that holds the data")
     if data.startswith((".", "/", "~")) or data.count("/") > 1:
         raise UsageError(f"--data {data}: no such folder; type --data digits for the embedded set")
-    return _load_table(data, max_samples)
+    return _load_pictures(data, max_samples)
 
 
 def _divided(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
@@ -120,12 +120,7 @@ def _load_folder(folder: Path, max_samples: int | None) -> tuple[ImageDataset, I
             raise UsageError(f"{place}: training images are {sizes[0]}, test images {sizes[1]}: expected one size")
         num_classes = int(max(train[1].max(), test[1].max())) + 1
         return ImageDataset(*train, num_classes), ImageDataset(*test, num_classes)
-    if any(folder.rglob("*.parquet")):
-        return _load_table(str(folder), max_samples)
-    raise UsageError(
-        f"--data {folder}: no data there; expected the four MNIST IDX files (train-images-idx3-ubyte, ..., "
-        "gzipped or not) or parquet files; type --data digits for the embedded set"
-    )
+    return _load_pictures(str(folder), max_samples)
 
 
 def _read_idx_pair(place: Path, images_name: str, labels_name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,87 +159,33 @@ def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
     return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=header_size).copy()).view(shape)
 
 
-def _load_table(data: str, max_samples: int | None) -> tuple[ImageDataset, ImageDataset]:
-    """Loads a dataset of the Hub, or a folder in the same layout."""
-    splits = [columns(data, split) for split in load_splits(data, ADVICE, max_samples)]
-    num_images = sum(len(files) for files, _, _ in splits)
-    feature = splits[0][2]
-    classes = class_names(feature, 1 + max(int(labels.max()) for _, labels, _ in splits))
-    size = _decoded(splits[0][0], [0])[0].size * num_images * local_world_size()  # each process holds all images
+def _load_pictures(data: str, max_samples: int | None) -> tuple[ImageDataset, ImageDataset]:
+    """Loads pictures of one size: a dataset of the Hub, a folder in the same layout, or one of classes."""
+    parts = load_labelled_pictures(data, ADVICE, max_samples)
+    num_images, classes = sum(len(part.labels) for part in parts), parts[0].classes
+    size = numpy.asarray(parts[0].pictures[0]).size * num_images * local_world_size()  # each process holds all images
     if size > psutil.virtual_memory().available // 2:
         raise UsageError(
             f"--data {data}: its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes): "
             "type --max_samples with a smaller number"
         )
-    images = [_all_decoded(files) for files, _, _ in splits]
+    images = [[numpy.asarray(picture) for picture in part.pictures] for part in parts]
     has_colour = any(image.ndim == 3 for part in images for image in part)
     shape = 3 if has_colour else 1, *images[0][0].shape[:2]
-    parts = [
-        ImageDataset(_stacked(part, shape), labels, len(classes), classes)
-        for part, (_, labels, _) in zip(images, splits)
-    ]
-    return _divided(parts[0]) if len(parts) == 1 else (parts[0], parts[1])
+    sets = []
+    for part, pixels in zip(parts, images):
+        for row, image in enumerate(pixels):
+            if image.shape[:2] != shape[1:]:
+                raise UsageError(
+                    f"{parts[0].pictures.name(0)} has {shape[1]} x {shape[2]} pixels, {part.pictures.name(row)} "
+                    f"{image.shape[0]} x {image.shape[1]}: expected one size; resize them first"
+                )
+        sets.append(ImageDataset(_stacked(pixels, shape[0]), torch.tensor(part.labels), len(classes), classes))
+    return _divided(sets[0]) if len(sets) == 1 else (sets[0], sets[1])
 
 
-def class_names(feature: Any, num_classes: int) -> list[str]:
-    """The names of the classes in a column of this type, or the numbers of so many."""
-    return getattr(feature, "names", None) or [str(number) for number in range(num_classes)]
-
-
-def columns(data: str, split: Any) -> tuple[Any, torch.Tensor, Any]:
-    """(the column with the images, not decoded; their classes; the type of the classes). Raises UsageError."""
-    import datasets  # not at the top: the import takes seconds
-
-    features = split.features
-
-    def holds_image(feature: Any) -> bool:
-        # Parquet files from other tools lack the Image type but have its layout.
-        return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature)
-
-    image = next((name for name, feature in features.items() if holds_image(feature)), None)
-    label = next((name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)), None)
-    label = label or next((name for name in ("label", "labels", "fine_label") if name in features), None)
-    if image is None or label is None:
-        raise UsageError(
-            f"--data {data} is not an image-classification dataset: expected an image and a label column, found "
-            f"{', '.join(features)}"
-        )
-    labels = numpy.asarray(split.with_format("numpy")[label][:])
-    if labels.dtype.kind not in "iu" or labels.min() < 0:
-        raise UsageError(f"--data {data}: expected whole numbers from 0 in column {label}, the class of each image")
-    files = split.cast_column(image, datasets.Image(decode=False))[image]
-    return files, torch.from_numpy(labels.astype(numpy.int64)), features[label]
-
-
-def _all_decoded(files: Any) -> list[numpy.ndarray]:
-    starts = range(0, len(files), ROWS_PER_READ)
-    return [image for start in starts for image in _decoded(files, range(len(files))[start : start + ROWS_PER_READ])]
-
-
-def _decoded(files: Any, rows: Sequence[int]) -> list[numpy.ndarray]:
-    """The images in these rows: uint8 of shape (height, width) if grey, else (height, width, 3). Raises UsageError."""
-    import datasets
-
-    images = []
-    for row, file in zip(rows, files[list(rows)]):
-        try:
-            image = datasets.Image().decode_example(file)
-        except Exception as error:  # Pillow raises many types
-            reason = first_line(error).partition(" <")[0]  # without the address of an object
-            raise UsageError(f"the image in row {row} of the data cannot be read ({reason})") from None
-        images.append(numpy.asarray(image if image.mode == "L" else image.convert("RGB")))
-    return images
-
-
-def _stacked(images: list[numpy.ndarray], shape: Shape) -> torch.Tensor:
-    """uint8 of shape (n, channels, height, width). Raises UsageError for an image of another size."""
-    channels, height, width = shape
-    for row, image in enumerate(images):
-        if image.shape[:2] != (height, width):
-            raise UsageError(
-                f"the first image of the data is {height} x {width}, that in row {row} is {image.shape[0]} x "
-                f"{image.shape[1]}: expected one size; resize them first"
-            )
+def _stacked(images: list[numpy.ndarray], channels: int) -> torch.Tensor:
+    """uint8 of shape (n, channels, height, width)"""
     if channels == 3:
         images = [numpy.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image for image in images]
     pixels = torch.from_numpy(numpy.stack(images))

@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import numpy
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from ..errors import UsageError, first_line
-from .images import class_names, columns
-from .sources import hold_out, load_splits
+from .labelled_pictures import LabelledPictures, load_labelled_pictures
+from .sources import hold_out
 
 HELD_OUT = 5  # one picture in so many is for evaluation, if the source has no evaluation part
 NUM_DRAWN = 3000
@@ -66,26 +66,6 @@ class PhotoFormat:
         (folder / SETTINGS).write_text(json.dumps(content, indent=2) + "\n")
 
 
-@dataclass(frozen=True)
-class Source:
-    """Pictures that are read one at a time.
-
-    Attributes:
-        pictures: of which `pictures[index]` is one, in colour.
-        labels: the number of each picture's class.
-        classes: their names.
-    """
-
-    pictures: Any
-    labels: list[int]
-    classes: list[str]
-
-    def part(self, ids: Tensor) -> "Source":
-        """The pictures of these ids."""
-        rows = ids.tolist()
-        return Source(Subset(self.pictures, rows), [self.labels[row] for row in rows], self.classes)
-
-
 class Photos(Dataset):
     """Samples {"image": float32 of shape (3, size, size), normalised; "label": int}.
 
@@ -94,10 +74,11 @@ class Photos(Dataset):
         form: what the model expects.
         least_area: a random part of the picture stands for it, with this share of its area or more, in other
             proportions (Szegedy et al. 2015), perhaps mirrored, in other colours. None: the middle of the picture.
+        mirror: mirror every other picture by chance.
     """
 
-    def __init__(self, source: Source, form: PhotoFormat, least_area: float | None):
-        self.source, self.form, self.least_area = source, form, least_area
+    def __init__(self, source: LabelledPictures, form: PhotoFormat, least_area: float | None, mirror: bool = True):
+        self.source, self.form, self.least_area, self.mirror = source, form, least_area, mirror
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (form.mean, form.std))
 
     def __len__(self) -> int:
@@ -105,13 +86,14 @@ class Photos(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         # Random numbers belong to the seed, the epoch and the sample here: no config changes them.
-        picture: Image.Image = self.source.pictures[index]
+        picture: Image.Image = self.source.pictures[index].convert("RGB")
         box = _middle(*picture.size) if self.least_area is None else _random_box(*picture.size, self.least_area)
         side = self.form.size
         resized = picture.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3)
         pixels = torch.from_numpy(numpy.array(resized)).permute(2, 0, 1).float() / 255
         if self.least_area is not None:
-            pixels = _recoloured(pixels.flip(-1) if torch.rand(()) < 0.5 else pixels)
+            is_mirrored = torch.rand(()) < 0.5 and self.mirror  # drawn in any case, so that the rest stays the same
+            pixels = _recoloured(pixels.flip(-1) if is_mirrored else pixels)
         return {"image": (pixels - self.mean) / self.std, "label": self.source.labels[index]}
 
 
@@ -138,7 +120,7 @@ def _recoloured(pixels: Tensor) -> Tensor:
     return torch.lerp(pixels.mean(0, keepdim=True), pixels, saturation).clamp(0, 1)
 
 
-def load_photos(data: str, max_samples: int | None = None) -> tuple[Source, Source]:
+def load_photos(data: str, max_samples: int | None = None) -> tuple[LabelledPictures, LabelledPictures]:
     """Loads pictures with their classes.
 
     Args:
@@ -157,13 +139,11 @@ def load_photos(data: str, max_samples: int | None = None) -> tuple[Source, Sour
             raise UsageError("--max_samples is for sets of the Hub and files, not for --data shapes: remove it")
         parts = [_drawn()]
     else:
-        parts = [_of_split(data, split) for split in load_splits(data, ADVICE, max_samples)]
-    # The evaluation may have more classes than the training.
-    parts = [replace(part, classes=max((other.classes for other in parts), key=len)) for part in parts]
+        parts = load_labelled_pictures(data, ADVICE, max_samples)
     if len({*parts[0].labels}) < 2:
         raise UsageError(
-            f"--data {data} has pictures of one class: expected two or more, such as a sub-folder for each; "
-            "--max_samples takes the first pictures"
+            f"--data {data} has pictures of one class, {parts[0].classes[parts[0].labels[0]]}: expected two or more, "
+            "such as a sub-folder for each; of a table, --max_samples takes the first rows"
         )
     if len(parts) == 2:
         return parts[0], parts[1]
@@ -171,32 +151,12 @@ def load_photos(data: str, max_samples: int | None = None) -> tuple[Source, Sour
     return parts[0].part(rest), parts[0].part(held_out)
 
 
-def _of_split(data: str, split: Any) -> Source:
-    files, labels, feature = columns(data, split)
-    return Source(_Encoded(data, files), labels.tolist(), class_names(feature, 1 + int(labels.max())))
-
-
-class _Encoded:
-    """Pictures in files, or in a table of files."""
-
-    def __init__(self, data: str, files: Any):
-        self.data, self.files = data, files
-
-    def __getitem__(self, index: int) -> Image.Image:
-        import datasets
-
-        try:
-            return datasets.Image().decode_example(self.files[index]).convert("RGB")
-        except Exception as error:  # Pillow raises many types
-            raise UsageError(f"--data {self.data}: picture {index} cannot be read ({first_line(error)})") from None
-
-
-def _drawn() -> Source:
+def _drawn() -> LabelledPictures:
     """Shapes of all colours, sizes and places on pictures of all sizes, the same in each run."""
     generator = random.Random(0)
     labels = [number % len(SHAPES) for number in range(NUM_DRAWN)]
     pictures = [_draw(SHAPES[label], generator) for label in labels]
-    return Source(pictures, labels, list(SHAPES))
+    return LabelledPictures(pictures, labels, list(SHAPES))
 
 
 def _draw(shape: str, generator: random.Random) -> Image.Image:

@@ -9,11 +9,12 @@ from typing import Any, Self
 
 import numpy
 import torch
-from PIL import Image, ImageOps
+from PIL import ImageOps
 
 from ..errors import UsageError
 from .images import ImageDataset
-from .picture_files import on_white
+from .picture_files import Opener
+from .text_files import local_path
 
 NUM_LOOKED_AT = 1000  # training images, about
 
@@ -79,12 +80,7 @@ def read_picture(path: str | Path, form: ImageFormat) -> torch.Tensor:
         UsageError: no picture.
     """
     channels, height, width = form.image_shape
-    try:
-        with Image.open(path) as file:
-            picture = on_white(file).convert("L" if channels == 1 else "RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = getattr(error, "strerror", None) or "no image that can be read"
-        raise UsageError(f"{path}: {reason}: type the path of a picture, such as a PNG file") from None
+    picture = Opener()(str(local_path(str(path))), str(path)).convert("L" if channels == 1 else "RGB")
     if picture.size != (width, height):
         picture = ImageOps.fit(picture, (width, height))
     pixels: Any = numpy.asarray(picture)

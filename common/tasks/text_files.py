@@ -25,16 +25,23 @@ MARKS = {
 }
 
 
-def local_path(data: str) -> Path:
-    """The path that `--data` names: as it stands, or with ~ for the home folder if there is no such file.
-    Raises UsageError for a name that no file can have."""
-    path = Path(data)
+def local_path(data: str, folder: Path = Path()) -> Path:
+    """The path that a user typed: as it stands, or with ~ for the home folder if there is no such file.
+
+    Args:
+        data: the path.
+        folder: of relative paths.
+
+    Raises:
+        UsageError: a name that no file can have.
+    """
+    path = folder / data
     try:
-        return path if path.exists() else path.expanduser()
+        return path if path.exists() else folder / Path(data).expanduser()
     except RuntimeError:  # the home of nobody
         return path
     except OSError as error:
-        raise UsageError(f"--data {data[:80]} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{data[:80]} cannot be read: {error.strerror}") from None
 
 
 def ending_of(place: Place) -> str:

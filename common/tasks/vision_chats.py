@@ -1,6 +1,5 @@
 """Conversations with pictures: their messages, and the pictures in order."""
 
-import io
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from PIL import Image, ImageDraw
 from ..environment import print_once
 from ..errors import UsageError
 from .chats import HELD_OUT, check_messages
-from .picture_files import on_white
+from .picture_files import Opener
 from .rows import Table, holds_pictures
 from .sources import check_not_streamed, hold_out, load_tables
 from .text_files import local_path
@@ -99,12 +98,14 @@ class _Rows:
         rows: the table.
         folder: of relative paths.
         messages, images: names of columns.
+        opener: of its pictures.
     """
 
     rows: Table
     folder: Path
     messages: str
     images: str
+    opener: Opener
 
     @classmethod
     def of(cls, data: str, table: Table, messages: str, images: str) -> Self:
@@ -119,14 +120,21 @@ class _Rows:
             print_once(f"--data {data} has no column {images}: it has no pictures but those in parts of its messages")
         if not any(_may_have_an_answer(row[messages]) for row in table):
             raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
-        return cls(table, path.parent if path.is_file() else path, messages, images)
+        return cls(table, path.parent if path.is_file() else path, messages, images, Opener())
 
     def __call__(self, number: int) -> tuple[Messages, Pictures]:
         row = self.rows[number]
         pictures = row.get(self.images)
         given = [] if pictures is None else pictures if isinstance(pictures, list) else [pictures]
         messages, given = with_parts(row[self.messages], given)
-        return messages, [opened(picture, self.folder) for picture in given]
+        return messages, [self._open(picture) for picture in given]
+
+    def _open(self, picture: Any) -> Image.Image:
+        """An image, a path, or a dict with "bytes" or "path", as `datasets` has it, in RGB. Raises UsageError."""
+        if isinstance(picture, dict):
+            picture = picture.get("bytes") or picture.get("path")
+        path = str(local_path(picture, self.folder)) if isinstance(picture, str) else ""
+        return self.opener(path or picture, path[:200] or "a picture").convert("RGB")
 
 
 def _may_have_an_answer(messages: Any) -> bool:
@@ -202,26 +210,6 @@ def _split(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": "image"}
         if text:
             yield {"type": "text", "text": text}
-
-
-def opened(picture: Any, folder: Path) -> Image.Image:
-    """A picture in RGB, upright; white where it is transparent. Raises UsageError.
-
-    Args:
-        picture: an image, a path, or a dict with "bytes" or "path", as `datasets` has it.
-        folder: of relative paths.
-    """
-    name = "a picture"
-    try:
-        if isinstance(picture, dict):
-            picture = io.BytesIO(picture["bytes"]) if picture.get("bytes") else picture.get("path")
-        if isinstance(picture, str):
-            picture = folder / Path(picture).expanduser()
-            name = str(picture)[:200]
-        return on_white(picture if isinstance(picture, Image.Image) else Image.open(picture))
-    except Exception as error:  # Pillow raises what it likes
-        reason = getattr(error, "strerror", None) or "no image that can be read"
-        raise UsageError(f"{name}: {reason}: type the path of a picture, such as a PNG file") from None
 
 
 COLOURS = {"red": (210, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (230, 200, 40)}

@@ -72,7 +72,7 @@ def test_images(tmp_path: Path, parquet: bytes, size: int | None, flags: str) ->
     (tmp_path / "data" / "train-0.parquet").write_bytes(parquet[:size])
     arguments = f"--data {tmp_path / 'data'} {flags}"
     run = fork(tmp_path / "run", "single", MNIST, arguments, env={"HF_HOME": str(tmp_path)}, succeeds=False)
-    cut, picture = "the files cannot be read (Parquet magic", "the image in row 3 of the data cannot be read (cannot"
+    cut, picture = "the files cannot be read (Parquet magic", "the picture in row 3 cannot be read ("
     assert (cut if size else picture) in error_of(run)
 
 

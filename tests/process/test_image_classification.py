@@ -3,13 +3,16 @@
 import json
 import pickle
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from PIL import Image
 
+from common.tasks.labelled_pictures import LabelledPictures
 from common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
 from support.launching import fork
 from support.recipes import RECIPES
@@ -47,6 +50,23 @@ def test_workers_that_are_not_forks_get_the_pictures(tmp_path: Path) -> None:
         assert torch.equal(pickle.loads(pickle.dumps(photos))[3]["image"], photos[3]["image"])
 
 
+def keeps_the_order_of_a_head(model: Any, form: Path, tmp_path: Path) -> None:
+    """The same model with its classes in another order, and one that the data lack."""
+    model.classifier.weight.data, model.classifier.bias.data = (
+        torch.cat([values.new_full((1, *values.shape[1:]), -9), values.flip(0)])
+        for values in model.classifier.parameters()
+    )
+    model.config.id2label = {0: "green", 1: "red", 2: "blue"}
+    model.config.label2id = {name: number for number, name in model.config.id2label.items()}
+    model.save_pretrained(tmp_path / "turned")
+    shutil.copy(form / "preprocessor_config.json", tmp_path / "turned")
+    flags = f"--data {tmp_path}/pictures --model_name_or_path {tmp_path}/turned --batch_size 16 --learning_rate 1e-9"
+    run = fork(tmp_path / "again", "single", SCRIPT, f"{flags} --warmup_steps 0 --max_steps 1 --eval_every 1")
+    assert run.column("eval/accuracy")[-1] == 1
+    config = json.loads((run.output_dir / "model" / "config.json").read_text())
+    assert config["id2label"] == {"0": "green", "1": "red", "2": "blue"}
+
+
 @pytest.mark.parametrize("flags", ["", pytest.param("--freeze_backbone --num_workers 1", marks=pytest.mark.full)])
 def test_pretrained_model_learns_a_folder_of_pictures(tmp_path: Path, flags: str) -> None:
     from transformers import ViTForImageClassification
@@ -66,8 +86,51 @@ def test_pretrained_model_learns_a_folder_of_pictures(tmp_path: Path, flags: str
         )
         logits = model(pixel_values=pixels.view(1, 3, 1, 1).expand(1, 3, 12, 12)).logits
         assert model.config.id2label[int(logits.argmax())] == name
+    if not flags.startswith("--freeze"):
+        keeps_the_order_of_a_head(model, run.output_dir / "model", tmp_path)
     with Image.open(run.output_dir / "confusion.png") as picture:
         assert numpy.asarray(picture).std() > 0
+
+
+SMALL = "--num_layers 1 --hidden_size 16 --num_heads 2 --batch_size 16 --warmup_steps 0 --image_size 16"
+
+
+def test_sixteen_bits_and_several_frames_in_two_workers(tmp_path: Path) -> None:
+    """As plain white, half of the pictures would be recognised."""
+    for name, level in (("low", 10_000), ("high", 45_000)):
+        (tmp_path / "scans" / name).mkdir(parents=True)
+        for number in range(40):
+            pixels = numpy.full((16, 16), level + number, numpy.uint16)
+            path = tmp_path / "scans" / name / f"{number}.tif"
+            Image.fromarray(pixels).save(
+                path, save_all=True, append_images=[Image.fromarray(pixels * 0)] * (number % 2)
+            )
+    flags = f"--data {tmp_path}/scans --num_workers 2 --max_steps 40 --eval_every 40"
+    run = fork(tmp_path / "run", "single", SCRIPT, f"{SMALL} {flags}")
+    assert run.column("eval/accuracy") == [1]
+    assert run.stdout.count("has several frames: of such pictures the first is taken") == 1
+    assert "80 pictures for training and evaluation, 2 classes: high 40, low 40" in run.stdout
+
+
+def test_class_called_train_and_files_named_after_it(tmp_path: Path) -> None:
+    for name, colour in (("bus", "red"), ("car", "green"), ("train", "blue")):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(20):
+            file = tmp_path / "data" / name / (f"IMG_{number:02}.png" if number else f"freight-train-{name}.png")
+            Image.new("RGB", (16, 16), colour).save(file)
+    run = fork(tmp_path / "run", "single", SCRIPT, f"{SMALL} --data {tmp_path}/data --max_steps 2 --no_mirror")
+    assert "60 pictures for training and evaluation, 3 classes: bus 20, car 20, train 20" in run.stdout
+
+
+def test_mirroring_can_be_switched_off() -> None:
+    left = Image.fromarray(numpy.repeat(numpy.array([[0] * 8 + [255] * 8], numpy.uint8), 16, axis=0))
+    source = LabelledPictures([left], [0], ["left"])
+    form = PhotoFormat(16, (0.0,) * 3, (1.0,) * 3)
+    for mirror, kinds in ((True, {True, False}), (False, {False})):
+        photos = Photos(source, form, 1.0, mirror)
+        torch.manual_seed(0)
+        images = [photos[0]["image"] for _ in range(40)]
+        assert {bool(image[:, :, 0].mean() > image[:, :, -1].mean()) for image in images} == kinds
 
 
 @pytest.mark.full
@@ -88,7 +151,7 @@ def test_confusion_counts() -> None:
     [
         ("--patch_size 5", "--patch_size 5 must divide --image_size 16"),
         ("--data nowhere", "--data nowhere: no such folder"),
-        ("--data DAMAGED", "picture 3 cannot be read"),
+        ("--data DAMAGED --num_workers 1", "blue/11.png cannot be read (no image that Pillow knows"),
         ("--data GOOD --model_name_or_path NONE", "no image classifier there"),
     ],
 )

@@ -120,7 +120,7 @@ def test_broken_pictures_of_a_column_of_images_are_named(tmp_path: Path) -> None
     flags = f"{RECIPES['vision language'][1]} --data {tmp_path / 'chats.parquet'}"
     for more, line in (
         ("", "has no column images: type --images_column with one of image"),
-        (" --images_column image", "conversation 1: a picture: no image that can be read"),
+        (" --images_column image", "conversation 1: a picture cannot be read (no image that Pillow knows"),
     ):
         run = fork(tmp_path / "run", "single", VISION_LANGUAGE, flags + more, succeeds=False)
         assert line in refused(run) and run.exit_code == 2
@@ -133,7 +133,7 @@ def row(content: Any, images: Any = ()) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rows", "flags", "line"),
     [
-        ([row("Why?", ["lost.png"])] * 12, "", "lost.png: No such file or directory: type the path of a picture"),
+        ([row("Why?", ["lost.png"])] * 12, "", "lost.png cannot be read (No such file or directory)"),
         ([{"messages": [{"role": "user", "content": "Why?"}]}] * 12, "", "no message has the role assistant"),
         ([row("Why?", ["one.png"])] * 12, "--max_length 8", "type --max_length"),
         ([row("Why?", ["one.png"])] * 12, "--messages_column chat", "has no column chat: type --messages_column"),

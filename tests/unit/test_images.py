@@ -73,7 +73,7 @@ def damage(folder: Path, kind: str) -> None:
         ("missing", "t10k-labels-idx1-ubyte: no such file, and no"),
         ("labels of another set", "t10k-images has 50 images but t10k-labels has 49 labels"),
         ("sizes", "training images are 12 x 12, test images 8 x 8: expected one size"),
-        ("empty", "no data there; expected the four MNIST IDX files"),
+        ("empty", "no data there; expected a folder with a sub-folder for each class"),
     ],
 )
 def test_damaged_idx_files(tmp_path: Path, kind: str, expected: str) -> None:
@@ -91,7 +91,7 @@ def test_folder_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((8, 8, 9), "the first image of the data is 8 x 8, that in row 2 is 9 x 9"),
+        ((8, 8, 9), "the picture in row 0 has 8 x 8 pixels"),
         ((), "is not an image-classification dataset: expected an image and a label column, found text"),
     ],
 )

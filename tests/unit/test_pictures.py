@@ -89,8 +89,8 @@ def test_other_pictures_are_cut_to_the_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, "No such file or directory: type the path of a picture, such as a PNG file"),
-        (b"GIF8 and no more", "no image that can be read: type the path of a picture"),
+        (None, "cannot be read (No such file or directory)"),
+        (b"GIF8 and no more", "cannot be read (no image that Pillow knows: expected a file such as PNG or JPEG)"),
     ],
     ids=["missing", "no image"],
 )

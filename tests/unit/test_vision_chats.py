@@ -11,8 +11,9 @@ from PIL import Image
 
 from common.errors import UsageError
 from common.tasks.causal_lm import IGNORED, with_losses
+from common.tasks.picture_files import Opener
 from common.tasks.vision_batches import VisionEncoder, unpadded
-from common.tasks.vision_chats import load_vision_chats, opened, shapes, with_parts
+from common.tasks.vision_chats import _Rows, load_vision_chats, shapes, with_parts
 from common.tasks.vision_models import freeze_named, freeze_picture_keys, freeze_unused
 from support.vision_models import FAMILIES, made
 
@@ -163,13 +164,17 @@ def test_messages_that_cannot_be_used(content: Any, given: list[Any], line: str)
         with_parts([{"role": "user", "content": content}], given)
 
 
+def rows_in(folder: Path) -> _Rows:
+    return _Rows([], folder, "messages", "images", Opener())
+
+
 @pytest.mark.parametrize(
     "picture",
     ["lost.png", "__init__.py", "~nobody/x.png", {"bytes": "text"}, {"bytes": b"nonsense"}, {"path": None}, 5],
 )
 def test_pictures_that_cannot_be_read(picture: Any) -> None:
-    with pytest.raises(UsageError, match="type the path of a picture"):
-        opened(picture, Path(__file__).parents[1] / "support")
+    with pytest.raises(UsageError, match=r"cannot be read \("):
+        rows_in(Path(__file__).parents[1] / "support")._open(picture)
 
 
 def test_pictures_without_a_place_come_before_the_first_question() -> None:
@@ -179,12 +184,14 @@ def test_pictures_without_a_place_come_before_the_first_question() -> None:
     assert messages[1]["content"][0] == IMAGE and messages[0].keys() == {"role", "content", "name"}
 
 
-@pytest.mark.parametrize("mode", ["I;16", "RGBA", "P", "L", "CMYK"])
-def test_pictures_of_all_modes(mode: str) -> None:
-    found = opened(Image.new(mode, (4, 4), 32768 if mode == "I;16" else 0), Path())
-    assert found.mode == "RGB"
-    if mode in ("I;16", "RGBA"):  # the middle of 16 bits; nothing on white paper
-        assert found.getpixel((0, 0)) == ((128,) * 3 if mode == "I;16" else (255,) * 3)
+def test_pictures_are_what_a_viewer_shows(tmp_path: Path) -> None:
+    Image.fromarray(numpy.full((4, 4), 45000, numpy.uint16)).save(tmp_path / "deep.png")
+    Image.new("RGBA", (4, 4)).save(tmp_path / "clear.png")
+    for name, level in (("deep", 175), ("clear", 255)):
+        path = tmp_path / f"{name}.png"
+        for picture in (path.name, str(path), {"bytes": path.read_bytes()}, {"path": str(path)}, Image.open(path)):
+            found = rows_in(tmp_path)._open(picture)
+            assert (found.mode, found.getpixel((0, 0))) == ("RGB", (level,) * 3)
 
 
 @pytest.mark.parametrize("begins", [True, False])

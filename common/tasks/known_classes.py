@@ -1,0 +1,105 @@
+"""The classes of the data, and those that the head of a pretrained model knows by name."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..data.facts import say
+
+NUM_NAMED = 6  # classes of a long list
+
+
+def names_of(config: Any) -> list[str]:
+    """The names of the outputs in the config of a model of transformers."""
+    return [str(config.id2label[number]) for number in sorted(config.id2label)]
+
+
+def config_of_classes(classes: list[str]) -> dict[str, Any]:
+    """What the config of a model of transformers says of these classes, for `from_pretrained`."""
+    return {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+
+
+def order_of_head(config: Any, classes: list[str]) -> list[str] | None:
+    """The names that a head has for its outputs, in its order, if it knows each of `classes` by one name; else None.
+
+    Args:
+        config: of a model of transformers: its `id2label` is {output: name}.
+        classes: names of the classes in the data.
+    """
+    names = names_of(config)
+    times = Counter(names)
+    return names if all(times[name] == 1 for name in classes) else None
+
+
+def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], bool]:
+    """The classes in the order of the head that a pretrained model gets, and whether this head must be new.
+
+    A head that knows all classes by name keeps its order and its weights. One without names (LABEL_0, ...)
+    takes the classes in the order of the data. Any other would give its outputs other names: it is new, and a line says
+    so.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        found = PretrainedConfig.get_config_dict(name_or_path)[0]  # runs no code of the model
+        config = PretrainedConfig(**{name: found[name] for name in ("id2label", "num_labels") if found.get(name)})
+    except Exception:  # the library raises dozens of types; loading the model says what is wrong
+        return classes, False
+    if (order := order_of_head(config, classes)) is not None:
+        return order, False
+    names = names_of(config)
+    if all(name == f"LABEL_{number}" for number, name in enumerate(names)):
+        return classes, False
+    say(
+        f"the head is new: that of {name_or_path} knows {cut(names)}; the data has {cut(classes)} (a head keeps its "
+        "weights if it knows all classes of the data by name)"
+    )
+    return classes, True
+
+
+def with_classes(read: Callable[..., Any], name_or_path: str, classes: list[str]) -> Any:
+    """Loads a pretrained classifier for the classes of the data; `names_of(model.config)` has their order afterwards.
+
+    Args:
+        read: takes options for `from_pretrained`, and returns the model first.
+        name_or_path: folder or Hub id.
+        classes: names of the classes in the data.
+
+    Returns:
+        what `read` returned.
+    """
+    order, is_new = classes_of_model(name_or_path, classes)
+    found = read(**config_of_classes(order))
+    if is_new:
+        renew_head(found[0])
+    return found
+
+
+@torch.no_grad()
+def renew_head(model: Any) -> None:
+    """Gives the layer with an output for each class random weights, as transformers does for a head of another size."""
+    for name, weight in model.named_parameters():
+        if not name.startswith(f"{model.base_model_prefix}.") and weight.shape[:1] == (model.config.num_labels,):
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=getattr(model.config, "initializer_range", 0.02))
+            else:
+                nn.init.zeros_(weight)
+
+
+def counted(classes: Sequence[str], labels: Sequence[int]) -> str:
+    """How many samples each class has, for a line: "3 classes: bus 20, car 20, rail 20"; the first few of many."""
+    counts = Counter(labels)
+    return f"{len(classes):,} classes: {cut([f'{name} {counts[number]:,}' for number, name in enumerate(classes)])}"
+
+
+def cut(names: Sequence[str]) -> str:
+    """A list of names for a line, the first few of many."""
+    return printable(", ".join(names[:NUM_NAMED])) + (f", ... ({len(names):,} in all)" * (len(names) > NUM_NAMED))
+
+
+def printable(name: str) -> str:
+    """A name for a line, with a question mark for what no terminal shows, such as a line break."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)

@@ -1,0 +1,152 @@
+"""Pictures with a class each: in folders, in parquet files, or on the Hub."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch.utils.data import Subset
+
+from ..data.facts import say
+from ..errors import UsageError
+from .known_classes import counted, cut
+from .picture_files import Opener
+from .picture_folders import FORM, LABELS, Labelled, read_folder
+from .sources import load_splits
+from .text_files import local_path
+
+ROWS_PER_READ = 1000
+
+
+@dataclass(frozen=True)
+class LabelledPictures:
+    """Pictures that are read one at a time.
+
+    Attributes:
+        pictures: of which `pictures[index]` is one, in mode L or RGB.
+        labels: the number of each picture's class.
+        classes: their names.
+    """
+
+    pictures: Any
+    labels: list[int]
+    classes: list[str]
+
+    def part(self, ids: torch.Tensor) -> "LabelledPictures":
+        """The pictures of these ids."""
+        rows = ids.tolist()
+        return LabelledPictures(Subset(self.pictures, rows), [self.labels[row] for row in rows], self.classes)
+
+    def ordered(self, classes: list[str]) -> "LabelledPictures":
+        """The same pictures with their classes in this order, perhaps among others."""
+        numbers = [classes.index(name) for name in self.classes]
+        return replace(self, labels=[numbers[label] for label in self.labels], classes=classes)
+
+
+class Pictures:
+    """Pictures in files, or in a column of `datasets` that does not decode them.
+
+    Args:
+        data: the source, for messages.
+        files: paths, or what `datasets` has in place of them.
+    """
+
+    def __init__(self, data: str, files: Any):
+        self.data, self.files, self.opener = data, files, Opener()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Image.Image:
+        return self.opener(self.files[index], self.name(index))
+
+    def __iter__(self) -> Iterator[Image.Image]:
+        for start in range(0, len(self), ROWS_PER_READ):  # a column reads rows of a table faster together
+            for index, file in enumerate(self.files[start : start + ROWS_PER_READ], start):
+                yield self.opener(file, self.name(index))
+
+    def name(self, index: int) -> str:
+        """The path of a picture, or its row."""
+        return self.files[index] if isinstance(self.files, list) else f"--data {self.data}: the picture in row {index}"
+
+
+def load_labelled_pictures(data: str, advice: str, max_samples: int | None = None) -> list[LabelledPictures]:
+    """The pictures for training and, if the source has some, those for evaluation; both with the same classes.
+
+    Args:
+        data: a folder with a sub-folder for each class, perhaps below "train" and "test"; one with parquet files; or a
+            Hub id.
+        advice: end of a message: what to type instead.
+        max_samples: so many pictures of each part: the first ones of tables, a random choice of files.
+
+    Raises:
+        UsageError: no data, no pictures or no classes.
+    """
+    path = local_path(data)
+    if path.is_file() and path.suffix.lower() != ".parquet":
+        raise UsageError(f"--data {data} is a file: {FORM}, or parquet files; {advice}")
+    if path.is_dir() and (folders := read_folder(data, path)):
+        parts = [_of_folder(data, folder, max_samples) for folder in folders]
+    elif path.is_dir() and not any(path.rglob("*.parquet")):
+        raise UsageError(f"--data {data}: no data there; {FORM}, or parquet files; {advice}")
+    else:
+        parts = [_of_table(data, split) for split in load_splits(data, advice, max_samples)]
+    train, evaluation = parts[0].classes, parts[-1].classes
+    classes = train + [name for name in evaluation if name not in train]
+    if unseen := [name for name in evaluation if name not in train]:
+        say(f"--data {data}: classes of the evaluation that no picture for training has: {cut(unseen)}")
+    parts = [part.ordered(classes) for part in parts]
+    tasks = ["training", "evaluation"] if len(parts) == 2 else ["training and evaluation"]
+    facts = [f"{len(part.labels):,} pictures for {task}" for part, task in zip(parts, tasks)]
+    labels = [label for part in parts for label in part.labels]
+    say(f"--data {data}: {' and '.join(facts)}, {counted(classes, labels)}")
+    return parts
+
+
+def _of_folder(data: str, files: Labelled, max_samples: int | None) -> LabelledPictures:
+    if max_samples is not None:  # the first ones would have one class
+        chosen = torch.randperm(len(files), generator=torch.Generator().manual_seed(0))[:max_samples]
+        files = [files[number] for number in chosen.sort().values.tolist()]
+    paths, names = zip(*files)
+    labels, classes = _numbered(names)
+    return LabelledPictures(Pictures(data, list(paths)), labels, classes)
+
+
+def _of_table(data: str, split: Any) -> LabelledPictures:
+    """The pictures and classes of a `datasets.Dataset`. Raises UsageError."""
+    import datasets  # not at the top: the import takes seconds
+
+    features = split.features
+
+    def holds_image(feature: Any) -> bool:
+        # Parquet files from other tools lack the Image type but have its layout.
+        return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and "bytes" in feature)
+
+    image = next((name for name, feature in features.items() if holds_image(feature)), None)
+    label = next((name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)), None)
+    label = label or next((name for name in LABELS if name in features), None)
+    if image is None or label is None:
+        raise UsageError(
+            f"--data {data} is not an image-classification dataset: expected an image and a label column, found "
+            f"{', '.join(features)}"
+        )
+    pictures = Pictures(data, split.cast_column(image, datasets.Image(decode=False))[image])
+    found = split[label][:]
+    if all(isinstance(name, str) for name in found):
+        return LabelledPictures(pictures, *_numbered(found))
+    labels = numpy.asarray(found)
+    if labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise UsageError(
+            f"--data {data}: expected texts, or whole numbers from 0, in column {label}, the class of each image"
+        )
+    names = getattr(features[label], "names", None) or map(str, range(1 + int(labels.max())))
+    return LabelledPictures(pictures, labels.tolist(), list(names))
+
+
+def _numbered(names: Sequence[str]) -> tuple[list[int], list[str]]:
+    """(the number of each sample's class, the classes in order)"""
+    classes = sorted({*names})
+    numbers = {name: number for number, name in enumerate(classes)}
+    return [numbers[name] for name in names], classes

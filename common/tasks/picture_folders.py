@@ -1,0 +1,145 @@
+"""Local folders of pictures: a sub-folder for each class, perhaps below folders for training and evaluation."""
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from PIL import Image
+
+from ..data.facts import say
+from ..errors import UsageError
+from .known_classes import printable
+from .rows import table_of, text_of
+
+# A folder with one of these whole names is a part of the data, if all its siblings are, too; the first that is there.
+TRAIN = "train", "training"
+EVALUATION = "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"
+LABELS = "label", "labels", "fine_label"  # columns that may hold the class
+METADATA, FILE_NAME = ("metadata.csv", "metadata.jsonl"), "file_name"  # the Hub's form of a folder of pictures
+NO_PICTURE = "no pictures by their names"
+FORM = "expected a folder with a sub-folder for each class, such as cat/1.png and dog/2.png"
+
+Labelled = list[tuple[str, str]]  # (path, class)
+LeftOut = dict[str, list[str]]  # {why: paths}
+
+
+def read_folder(data: str, folder: Path) -> list[Labelled]:
+    """The pictures of a folder with their classes, in the order of their names: those for training and, if folders are
+    called so, those for evaluation. A line says which folders are, and what is left out. No picture is opened.
+
+    Returns:
+        an empty list if there is no picture.
+
+    Raises:
+        UsageError: pictures without classes, or a folder that cannot be read.
+    """
+    left_out: LeftOut = {}
+    try:
+        files = list(_walk(str(folder), "", left_out, ()))
+    except OSError as error:
+        raise UsageError(f"--data {data}: {error.filename} cannot be read ({error.strerror})") from None
+    if not files:
+        return []
+    parts = []
+    for below in _parts(data, folder, files, left_out):
+        own = [file for file in files if file.startswith(below)]
+        parts.append(_described(folder, below, own, left_out) or _by_folder(below, own, left_out))
+        if not parts[-1]:
+            raise UsageError(f"--data {data}: the pictures in {folder / below} have no classes: {FORM}")
+    facts = [f"{why}: {len(paths):,}, such as {printable(paths[0])}" for why, paths in left_out.items() if paths]
+    if facts:
+        say(f"--data {data}: left out: {'; '.join(facts)}")
+    return [[(str(folder / file), name) for file, name in part] for part in parts]
+
+
+def _walk(top: str, below: str, left_out: LeftOut, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    """The pictures in a folder and below it, each with its path from the top."""
+    folder, endings = f"{top}/{below}", _endings()
+    facts = Path(folder).stat()
+    here = facts.st_dev, facts.st_ino
+    if here in above:
+        left_out.setdefault("links to a folder above", []).append(below)
+        return
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        path, why = below + entry.name, ""
+        if entry.name.startswith("."):
+            why = "hidden"
+        elif entry.is_symlink() and not Path(entry.path).exists():  # or a link to itself
+            why = "broken links"
+        elif entry.is_dir():
+            yield from _walk(top, path + "/", left_out, (*above, here))
+        elif not entry.is_file():  # such as a pipe, which would be waited for
+            why = "no ordinary files"
+        elif Path(entry.name).suffix.lower() in endings:
+            yield path
+        else:
+            why = NO_PICTURE
+        if why:
+            left_out.setdefault(why, []).append(path)
+    if not entries:
+        left_out.setdefault("empty folders", []).append(below)
+
+
+@cache
+def _endings() -> set[str]:
+    Image.init()
+    return {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+
+
+def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list[str]:
+    """How the paths of the pictures of each part begin: [""] for a folder that is one part."""
+    tops = {file.split("/")[0]: False for file in files if "/" in file}  # whether the pictures have classes there
+    tops |= {file.split("/")[0]: True for file in files if file.count("/") > 1}
+    tops |= {top: True for top in tops if any((folder / top / name).is_file() for name in METADATA)}
+    train, evaluation = ([top for name in kind for top in tops if top.lower() == name] for kind in (TRAIN, EVALUATION))
+    others = [top for top in tops if top not in (*train, *evaluation)]
+    if not tops or others or any((folder / name).is_file() for name in METADATA):
+        if train and evaluation and all(tops[top] for top in (*train, *evaluation)):
+            raise UsageError(
+                f"--data {data}: {train[0]} and {evaluation[0]} hold folders with pictures, as parts of a data set do, "
+                f"but {others[0]} is beside them: move it away"
+            )
+        return [""]
+    if not train:
+        raise UsageError(f"--data {data} has a folder {evaluation[0]}, but none called train: {FORM}")
+    parts = [train[0], *[top for top in evaluation if tops[top]][:1]]
+    names = [f"{part} for {task}" for part, task in zip(parts, ("training", "evaluation"))]
+    say(f"--data {data}: {' and '.join(names)}, by the names of the folders: they are no classes")
+    left_out["pictures in other folders"] = [file for file in files if file.split("/")[0] not in parts]
+    return [part + "/" for part in parts]
+
+
+def _by_folder(below: str, files: list[str], left_out: LeftOut) -> list[tuple[str, str]]:
+    """The class of each picture: its folder, the first below the folder of the part."""
+    ways = [(file, file[len(below) :].split("/")) for file in files]
+    left_out.setdefault("pictures beside the folders of classes", []).extend(file for file, way in ways if len(way) < 2)
+    if deep := [(file, way) for file, way in ways if len(way) > 2]:
+        file, way = deep[0]
+        example = f"{printable(file)}, whose class is {printable(way[0])}"
+        say(f"pictures in deeper folders: {len(deep):,}, such as {example}")
+    return [(file, way[0]) for file, way in ways if len(way) > 1]
+
+
+def _described(folder: Path, below: str, files: list[str], left_out: LeftOut) -> list[tuple[str, str]]:
+    """The classes that a table in the folder gives its pictures; [] without a table that has classes."""
+    for name in METADATA:
+        path = folder / below / name
+        rows = [*table_of(str(path), "", [path], None, {})] if path.is_file() else []
+        column = next((column for column in LABELS if rows and column in rows[0]), None)
+        if column is None or FILE_NAME not in rows[0]:
+            continue
+        for number, row in enumerate(rows, start=1):
+            if not all(text_of(row[key]) for key in (FILE_NAME, column)):
+                raise UsageError(f"{path}: row {number} lacks {FILE_NAME} or {column}: expected a text in each")
+            if not (path.parent / row[FILE_NAME]).is_file():
+                raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
+        found = [(below + os.path.normpath(row[FILE_NAME]), str(text_of(row[column]))) for row in rows]
+        known = {below + name, *(file for file, _ in found)}
+        left_out[NO_PICTURE] = [file for file in left_out[NO_PICTURE] if file not in known]
+        rest = [file for file in files if file not in known]
+        left_out.setdefault(f"pictures that {name} does not name", []).extend(rest)
+        return found
+    return []

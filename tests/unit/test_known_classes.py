@@ -1,0 +1,90 @@
+"""Promise: a head that knows the classes of the data by name keeps order and weights; any other is new, and said so."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageClassification, PretrainedConfig, ViTConfig, ViTForImageClassification
+
+from common.tasks.known_classes import counted, names_of, order_of_head, with_classes
+from common.tasks.pretrained import load
+
+Out = pytest.CaptureFixture[str]
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def classifier(tmp_path: Path) -> Callable[[list[str] | None], ViTForImageClassification]:
+    def make(names: list[str] | None) -> ViTForImageClassification:
+        torch.manual_seed(0)
+        form = {"id2label": dict(enumerate(names))} if names else {"num_labels": 3}
+        model = ViTForImageClassification(ViTConfig(image_size=12, patch_size=4, **SIZES, **form))
+        model.save_pretrained(tmp_path)
+        return model
+
+    return make
+
+
+def read(folder: Path, classes: list[str]) -> Any:
+    def from_folder(**options: Any) -> Any:
+        return load(AutoModelForImageClassification, str(folder), "image classifier", reads=None, **options)
+
+    return with_classes(from_folder, str(folder), classes)[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "order"),
+    [
+        (["sad", "glad", "mad"], ["glad", "mad", "sad"], ["sad", "glad", "mad"]),
+        (["sad", "glad", "mad"], ["glad", "sad"], ["sad", "glad", "mad"]),
+        (["sad", "glad", "mad"], ["glad", "sad", "bad"], None),
+        (["Sad", "glad"], ["glad", "sad"], None),
+        (["crane", "crane", "cat"], ["crane", "cat"], None),
+        (["crane", "crane", "cat", "dog"], ["dog", "cat"], ["crane", "crane", "cat", "dog"]),
+        ([str(number) for number in range(12)], ["2", "10"], [str(number) for number in range(12)]),
+    ],
+)
+def test_order_of_the_head(names: list[str], classes: list[str], order: list[str] | None) -> None:
+    as_in_a_file = json.loads(json.dumps({"id2label": dict(enumerate(names))}))
+    assert order_of_head(PretrainedConfig(**as_in_a_file), classes) == order
+
+
+def test_head_that_knows_the_classes(classifier: Callable[..., Any], tmp_path: Path, capsys: Out) -> None:
+    before = classifier(["sad", "glad", "mad"])
+    for classes in (["glad", "mad", "sad"], ["glad", "sad"]):
+        model = read(tmp_path, classes)
+        assert names_of(model.config) == ["sad", "glad", "mad"] and model.config.label2id["mad"] == 2
+        assert torch.equal(model.classifier.weight, before.classifier.weight)
+    assert "head" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("classes", [["a", "b", "c"], ["0", "1", "2"], ["glad", "sad", "bad"], ["a", "b"]])
+def test_head_with_other_names_is_new(
+    classifier: Callable[..., Any], tmp_path: Path, classes: list[str], capsys: Out
+) -> None:
+    before = classifier(["sad", "glad", "mad"])
+    model = read(tmp_path, classes)
+    assert names_of(model.config) == classes and len(model.classifier.weight) == len(classes)
+    assert not torch.equal(model.classifier.weight[:2], before.classifier.weight[:2])
+    assert model.classifier.weight.std() < 0.1 and not model.classifier.bias.any()
+    for name, weight in before.vit.named_parameters():
+        assert torch.equal(model.vit.get_parameter(name), weight)
+    line = f"the head is new: that of {tmp_path} knows sad, glad, mad; the data has {', '.join(classes)} ("
+    assert capsys.readouterr().out.count(line) == 1
+
+
+def test_head_without_names_takes_those_of_the_data(
+    classifier: Callable[..., Any], tmp_path: Path, capsys: Out
+) -> None:
+    before = classifier(None)
+    model = read(tmp_path, ["a", "b", "c"])
+    assert names_of(model.config) == ["a", "b", "c"] and torch.equal(model.classifier.weight, before.classifier.weight)
+    assert len(read(tmp_path, ["a", "b"]).classifier.weight) == 2
+    assert "head" not in capsys.readouterr().out
+
+
+def test_counts_of_classes() -> None:
+    assert counted(["b", "a", "c"], [0, 0, 1]) == "3 classes: b 2, a 1, c 0"
