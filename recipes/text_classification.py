@@ -35,6 +35,7 @@ from common.tasks.encoder import (
     load_encoder,
     word_tokenizer,
 )
+from common.tasks.known_classes import config_of_classes, names_of, with_classes
 from common.tasks.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
 from common.tasks.mixture import Sources
 
@@ -85,12 +86,13 @@ def macro_f1(examples: Examples) -> Metrics:
     return {"macro_f1": float((2 * hits / sizes).mean())}
 
 
-def build(config: Config, train_texts: LabelledTexts) -> tuple[nn.Module, Any]:
+def build(config: Config, train_texts: LabelledTexts) -> tuple[Any, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
     classes = train_texts.classes
-    names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
-    if config.model_name_or_path is not None:
-        return load_encoder(AutoModelForSequenceClassification, config.model_name_or_path, config.max_length, **names)
+    if path := config.model_name_or_path:
+        return with_classes(
+            partial(load_encoder, AutoModelForSequenceClassification, path, config.max_length), path, classes
+        )
     if config.hidden_size % config.num_heads:
         raise UsageError(
             f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: type "
@@ -105,7 +107,7 @@ def build(config: Config, train_texts: LabelledTexts) -> tuple[nn.Module, Any]:
         max_position_embeddings=config.max_length,
         hidden_dropout_prob=config.dropout,
         attention_probs_dropout_prob=config.dropout,
-        **names,
+        **config_of_classes(classes),
     )
     model = BertForSequenceClassification(shape)
     model.tp_plan = BERT_TP_PLAN
@@ -124,8 +126,12 @@ def main(config: Config) -> None:
     sources = Sources(config, lambda data: load_labelled_texts(data, *columns), same=("classes",))
     texts = LabelledTexts.joined(train for train, _ in sources.parts.values())
     model, tokenizer = build(config, texts)
-    weights = texts.weights() if config.balanced else [1.0] * len(texts.classes)
-    encoded = partial(EncodedTexts, tokenizer=tokenizer, max_length=config.max_length, class_weights=weights)
+    texts = texts.ordered(classes := names_of(model.config))  # a pretrained head that knows them keeps its order
+    weights = texts.weights() if config.balanced else [1.0] * len(classes)
+
+    def encoded(part: LabelledTexts) -> EncodedTexts:
+        return EncodedTexts(part.ordered(classes), tokenizer, config.max_length, weights)
+
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     padding = pad_to_longest({"input_ids": tokenizer.pad_token_id})
     data = accelerator, model, optimizer, forward_step, *sources.sets(encoded, encoded), config

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from ..data.facts import say
 from ..errors import UsageError
+from .known_classes import counted
 from .rows import Table, filled
 from .sources import hold_out, load_tables
 
@@ -40,6 +42,11 @@ class LabelledTexts:
         """The texts of several parts with the same classes."""
         texts, labels, classes = zip(*((part.texts, part.labels, part.classes) for part in parts))
         return cls(list(chain.from_iterable(texts)), list(chain.from_iterable(labels)), classes[0])
+
+    def ordered(self, classes: list[str]) -> "LabelledTexts":
+        """The same texts with their classes in this order, perhaps among others."""
+        numbers = [classes.index(name) for name in self.classes]
+        return LabelledTexts(self.texts, [numbers[label] for label in self.labels], classes)
 
     def weights(self) -> list[float]:
         """For each class, the factor that gives all classes the same weight; the mean over the texts is 1."""
@@ -105,6 +112,7 @@ def load_labelled_texts(
         LabelledTexts([text for text, _ in part], [numbers[label] for _, label in part], classes)
         for part in (train, evaluation)
     )
+    say(f"--data {data}: {counted(classes, first.labels + second.labels)}")
     return first, second
 
 

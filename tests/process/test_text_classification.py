@@ -1,8 +1,10 @@
 """Promise: texts are classified well, and the exported model is one of transformers."""
 
+import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from support.launching import fork
 from support.recipes import RECIPES
@@ -24,6 +26,32 @@ def test_exported_model_classifies(tmp_path: Path) -> None:
     classifier = pipeline("text-classification", model=str(run.output_dir / "model"))
     assert [one["label"] for one in classifier(["good day number 99", "bad day number 99"])] == ["good", "bad"]
     assert len((run.output_dir / "predictions.jsonl").read_text().splitlines()) == 24
+
+
+def test_a_head_keeps_the_order_of_its_classes(tmp_path: Path) -> None:
+    """A class of the data is the output that has its name, wherever this stands among the outputs."""
+    rows = [f"{kind} day {number},{kind}" for number in range(60) for kind in ("bad", "good", "mild")]
+    (tmp_path / "texts.csv").write_text("\n".join(["text,label", *rows]))
+    flags = f"--data {tmp_path}/texts.csv --num_layers 1 --hidden_size 32 --batch_size 16 --warmup_steps 0"
+    first = fork(tmp_path / "first", "single", SCRIPT, f"{flags} --max_steps 40 --learning_rate 1e-2")
+    assert first.column("eval/accuracy")[-1] == 1
+    assert f"--data {tmp_path}/texts.csv: 3 classes: bad 60, good 60, mild 60\n" in first.stdout
+    model = tmp_path / "first" / "model"
+    weights = load_file(model / "model.safetensors")
+    turned = {name: value.roll(1, 0) if name.startswith("classifier") else value for name, value in weights.items()}
+    save_file(turned, model / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    config["id2label"] = {"0": "mild", "1": "bad", "2": "good"}
+    config["label2id"] = {"mild": 0, "bad": 1, "good": 2}
+    (model / "config.json").write_text(json.dumps(config))
+    flags = f"{flags} --model_name_or_path {model} --max_steps 1 --learning_rate 1e-9"
+    run = fork(tmp_path / "run", "ddp", SCRIPT, flags)
+    assert run.column("eval/accuracy")[-1] == 1
+    exported = json.loads((run.output_dir / "model" / "config.json").read_text())
+    assert exported["id2label"] == config["id2label"]
+    (tmp_path / "texts.csv").write_text((tmp_path / "texts.csv").read_text().replace(",mild", ",so"))
+    run = fork(tmp_path / "other", "single", SCRIPT, flags)
+    assert "the head is new" in run.stdout and "knows mild, bad, good; the data has bad, good, so" in run.stdout
 
 
 @pytest.mark.full
