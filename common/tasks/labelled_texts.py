@@ -66,8 +66,11 @@ class EncodedTexts(Dataset):
 
     def __init__(self, source: LabelledTexts, tokenizer: Any, max_length: int, class_weights: list[float]):
         encoded = tokenizer(source.texts, truncation=True, max_length=max_length)["input_ids"]
-        self.tokens = [torch.tensor(tokens or [tokenizer.pad_token_id]) for tokens in encoded]
-        self.labels, self.class_weights = source.labels, class_weights
+        kept = [row for row, tokens in enumerate(encoded) if tokens]
+        if len(kept) < len(encoded):
+            say(f"{len(encoded) - len(kept):,} of {len(encoded):,} texts have no token: left out")
+        self.tokens, self.labels = [torch.tensor(encoded[row]) for row in kept], [source.labels[row] for row in kept]
+        self.class_weights = class_weights
 
     def __len__(self) -> int:
         return len(self.labels)

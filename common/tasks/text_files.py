@@ -68,9 +68,9 @@ def opened(place: Place) -> io.BufferedReader:
     if isinstance(place, Path):
         raw: Any = place.open("rb")
     else:
-        from datasets.utils.file_utils import xopen
+        import fsspec  # type: ignore[import-untyped]  # a dependency of `datasets`
 
-        raw = xopen(place, "rb")
+        raw = fsspec.open(place, "rb").open()
     packing = _packing_of(place)
     if packing == ".zst":
         import pyarrow  # type: ignore[import-untyped]  # a dependency of `datasets`; Python 3.14 has a module

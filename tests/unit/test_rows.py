@@ -20,7 +20,7 @@ from common.errors import UsageError
 from common.tasks import rows
 from common.tasks.labelled_texts import load_labelled_texts
 from common.tasks.pairs import load_pairs
-from common.tasks.rows import Table
+from common.tasks.rows import Table, table_of
 from common.tasks.sources import load_tables
 
 # Texts that readers with types change: dates, numbers, truth values, missing values, spaces, quotes, line ends.
@@ -200,3 +200,15 @@ def test_max_rows_reads_the_first(tmp_path: Path) -> None:
     data = write(tmp_path / "rows.csv", {"text": AWKWARD})
     (table,) = load_tables(data, "", max_samples=3)
     assert isinstance(table, Table) and [row["text"] for row in table] == AWKWARD[:3]
+
+
+def test_files_that_are_not_on_this_machine(tmp_path: Path) -> None:
+    """As those of the Hub, by their addresses: read once, from front to back, and kept on disk."""
+    plain = Path(write(tmp_path / "rows.csv", {"text": AWKWARD}))
+    (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    address = f"file://{plain}"
+    for place in (address, f"{address}.gz"):
+        table = table_of("somebody/rows", "train", [place], None, {})
+        assert [*table.texts("text")] == AWKWARD and table.column_names == ["text"]
+    with pytest.raises(UsageError, match="nothing"):
+        table_of("somebody/rows", "train", [address.replace("rows", "nothing")], None, {})
