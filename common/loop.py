@@ -91,12 +91,12 @@ def fit(
     check_given(model, optimizer)
     forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
-    plan = Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
+    group, plan = CpuGroup(config.hang_timeout), Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
     setup = Setup(accelerator, model, optimizer, forward_step, plan, batch_loss)
-    group, this_run = CpuGroup(config.hang_timeout), identity(plan, model, optimizer)
     if config.evaluate_only:
         return evaluate_exported(setup, train_set, eval_sets, summarize, examples, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
+        this_run = identity(plan, model, optimizer, train_set, eval_sets, group)
         state = (checkpoint := find_checkpoint(plan, this_run, model, optimizer, group)).state
         if output_dir.is_done(state):
             return {}
