@@ -17,7 +17,7 @@ from support.runs import ROOT, TOLERANCE
 
 BROUGHT = runpy.run_path(str(ROOT / USERS))
 KINDS = [*BROUGHT["kinds"].KINDS, "complex_weight", "mixed_types", "spectral_norm", "old_spectral_norm"]
-CELLS = [(kind, "plain_sgd") for kind in KINDS]
+CELLS = [(kind, "plain_sgd") for kind in [*KINDS, "bf16_weights"]]
 CELLS += [
     ("sparse_tables", "sparse_adam"),
     ("sparse_table", "Adagrad"),
@@ -46,7 +46,12 @@ def plain_losses(kind: str, optimizer_name: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), CELLS)
+DRAWN = ("lazy", "sparse_table", "scripted_whole", "old_weight_norm", "half")  # in `make test`
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [pytest.param(*cell, marks=[] if cell[0] in DRAWN else pytest.mark.full) for cell in CELLS]
+)
 def test_losses_of_a_plain_loop(tmp_path: Path, kind: str, optimizer: str) -> None:
     flags = "--max_steps 4 --micro_batch_size 8 --lr_schedule constant --warmup_steps 0 --max_grad_norm"
     flags += " 0" if "sparse" in kind or kind == "half" else " 1"
