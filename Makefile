@@ -77,11 +77,14 @@ lint: $(VENV)/installed
 # Without --no-compile, pip compiles thousands of modules that no run imports.
 INSTALL = $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/pip install --no-compile) --quiet
 
+# The torch with which the records and figures in docs/ were made. TORCH=torch takes the newest that pyproject.toml allows.
+TORCH ?= torch==2.13.*
+
 # What a run needs.
 $(VENV)/trains: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable .
+	$(INSTALL) --editable . '$(TORCH)'
 	touch $@
 
 # What the tests need, too.

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import os
 import sys
 import types
 import typing
@@ -65,6 +66,8 @@ OF_THE_LAUNCHER = [
     "--num_processes",
 ]
 
+OF_OLD_LAUNCHERS = "local_rank"
+
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, config_class: type[RunConfig], without: Collection[str] = ()):
@@ -85,6 +88,8 @@ class _Parser(argparse.ArgumentParser):
                 group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false", help=argparse.SUPPRESS)
             options = {"help": help.replace("%", "%%")} | _options(hint, field.name)
             group.add_argument(f"--{field.name}", **options)
+        if not hasattr(config_class, OF_OLD_LAUNCHERS):
+            self.add_argument(f"--{OF_OLD_LAUNCHERS}", help=argparse.SUPPRESS)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         values, unknown = self.parse_known_args([_with_underscores(argument) for argument in arguments])
@@ -95,7 +100,22 @@ class _Parser(argparse.ArgumentParser):
             if rank() == 0:
                 self.print_help()
             raise SystemExit(0)
+        self._check_launcher(values)
         return vars(values)
+
+    def _check_launcher(self, values: argparse.Namespace) -> None:
+        """Takes the flag that launchers such as deepspeed add, if their variables say the same. Raises UsageError in
+        one process of a launcher that sets none: each would train alone."""
+        given = None if hasattr(self.config_class, OF_OLD_LAUNCHERS) else vars(values).pop(OF_OLD_LAUNCHERS, None)
+        if given in (None, os.environ.get("LOCAL_RANK")):
+            return
+        if given != "0":
+            raise SystemExit(UsageError.exit_code)
+        is_set = f"LOCAL_RANK is {os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "LOCAL_RANK is not set"
+        self.error(
+            f"--{OF_OLD_LAUNCHERS}={given} is what an old launcher adds, but {is_set}: start with accelerate launch or "
+            "torchrun, and leave it out"
+        )
 
     def _refuse(self, word: str) -> typing.NoReturn:
         """Raises UsageError for a word that is no flag."""

@@ -22,6 +22,7 @@ from .parallel.batch_loss import BatchLossFn
 from .parallel.checks import check_given
 from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.kinds import check_trainable, layout_of, prepare
+from .parallel.lazy import with_sizes
 from .parallel.setup import Setup
 from .plan import Plan, Sampler
 from .records.output_dir import OutputDir
@@ -88,15 +89,15 @@ def fit(
         UsageError: flags, data, a model or an output_dir that the run cannot use.
         NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
     """
-    check_given(model, optimizer)
+    check_given(model, optimizer, locals())
     forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
-    plan = Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
-    setup = Setup(accelerator, model, optimizer, forward_step, plan, batch_loss)
-    group, this_run = CpuGroup(config.hang_timeout), identity(plan, model, optimizer)
+    group, plan = CpuGroup(config.hang_timeout), Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
+    setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, batch_loss), train_set)
     if config.evaluate_only:
         return evaluate_exported(setup, train_set, eval_sets, summarize, examples, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
+        this_run = identity(plan, model, optimizer, train_set, eval_sets, group)
         state = (checkpoint := find_checkpoint(plan, this_run, model, optimizer, group)).state
         if output_dir.is_done(state):
             return {}

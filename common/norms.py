@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from .errors import UsageError
-
 SMALL = 16_384  # elements that float64 adds up one by one: beyond, rows are faster
 ROW = 256
 PIECE = 32_768  # low-precision elements that are converted at a time: few enough for the cache and for one thread
@@ -13,7 +11,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def norm_of(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of all elements of plain tensors on one device: 0-dim, float32. Relative error: below 1e-6.
+    """The L2 norm of all elements of plain or sparse tensors on one device: 0-dim, float32. Relative error: below 1e-6.
 
     On the CPU, torch adds up the squares of a float32 tensor in a few sums, and loses squares beside a large sum: the
     norm is off by 1e-5 at a million elements and by 1e-3 at 30 million (docs/speed.md). Here float64 adds up small
@@ -22,8 +20,7 @@ def norm_of(tensors: list[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(())
-    if any(tensor.is_sparse for tensor in tensors):
-        raise UsageError("a weight has a sparse gradient, which fit does not support: type sparse=False, its default")
+    tensors = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     if tensors[0].device.type != "cpu":
         is_low = any(tensor.dtype in LOW_PRECISION for tensor in tensors)  # the norm would have 8 bits, too
         each = torch._foreach_norm(tensors, 2, torch.float32) if is_low else torch._foreach_norm(tensors)
@@ -48,8 +45,9 @@ def norm_of(tensors: list[Tensor]) -> Tensor:
 
 
 def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales plain gradients so that their norm becomes `max_norm`, if it is larger. The factor is that of torch's
+    """Scales gradients so that their norm becomes `max_norm`, if it is larger. The factor is that of torch's
     `clip_grad_norm_`."""
+    gradients = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
     if norm.device.type != "cpu":  # to read the norm would stall a GPU
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     elif not (factor := max_norm / (float(norm) + 1e-6)) >= 1:  # also if it is not a number

@@ -9,7 +9,7 @@ from string import Template
 from plotly.offline import get_plotlyjs
 
 from accelerate_recipes.bundle import VERSION
-from accelerate_recipes.report.plots import div, plotted, title
+from accelerate_recipes.report.plots import axes, div, plotted, title
 from accelerate_recipes.report.runs import Run
 from accelerate_recipes.report.summary import best, differences, last, repeat, settings, throughput
 
@@ -71,7 +71,17 @@ def _plots(runs: Sequence[Run]) -> str:
     if not (metrics := plotted(runs)):
         return _section("Curves", '<p class="muted">There are no records yet.</p>')
     plots = "\n".join(_plot(runs, metric, number) for number, metric in enumerate(metrics))
-    return _section("Curves", f'<div class="plots">\n{plots}\n</div>')
+    return _section("Curves", f'{_switch(runs)}<div class="plots">\n{plots}\n</div>')
+
+
+def _switch(runs: Sequence[Run]) -> str:
+    """The choice of the horizontal axis, for all plots; nothing if there is only one."""
+    names = axes(runs)
+    options = [
+        f'<label><input type="radio" name="axis" value="{name}"{" checked" * (name == names[0])}> {name}</label>'
+        for name in names
+    ]
+    return f'<p class="switch">horizontal axis: {" ".join(options)}</p>\n' if len(names) > 1 else ""
 
 
 def _plot(runs: Sequence[Run], metric: str, number: int) -> str:

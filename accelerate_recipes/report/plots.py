@@ -58,9 +58,10 @@ def div(runs: Sequence[Run], metric: str, number: int) -> str:
 
 
 def figure(runs: Sequence[Run], metric: str) -> Figure:
-    """The plot of a metric, with a curve for each run that has it, and buttons for the horizontal axis.
+    """The plot of a metric, with a curve for each run that has it. Its `meta` has {axis: what changes} for the page's
+    switch of the horizontal axis.
 
-    Gaps and events are traces over an axis of their own from 0 to 1, so that a button only moves x.
+    Gaps and events are traces over an axis of their own from 0 to 1, so that the switch only moves x.
     """
     names = {index: _legend(runs, index, metric) for index, run in enumerate(runs) if metric in run.metrics}
     traces = {
@@ -73,7 +74,7 @@ def figure(runs: Sequence[Run], metric: str) -> Figure:
     layout = {
         "template": "none",
         "height": 320 + 20 * min(10, len(names)),
-        "margin": {"l": 10, "r": 30, "t": 40, "b": 10},
+        "margin": {"l": 10, "r": 30, "t": 30, "b": 10},
         "paper_bgcolor": _CLEAR,
         "plot_bgcolor": _CLEAR,
         "font": {"color": _FONT, "family": "system-ui, sans-serif"},
@@ -81,23 +82,12 @@ def figure(runs: Sequence[Run], metric: str) -> Figure:
         "modebar": {"bgcolor": _CLEAR, "color": _FONT, "activecolor": _FONT},
         "showlegend": True,
         "legend": {"orientation": "h", "x": 0, "y": -0.25, "yanchor": "top", "bgcolor": _CLEAR},
-        "updatemenus": _switch(traces) if len(traces) > 1 else [],
+        "meta": {axis: {"x": [trace["x"] for trace in moved], "title": AXES[axis]} for axis, moved in traces.items()},
         "xaxis": lines | {"title": {"text": AXES["steps"]}},
         "yaxis": lines | {"title": {"text": _text(metric)}, "type": scale, "rangemode": start},
         "yaxis2": {"overlaying": "y", "range": [0, 1], "fixedrange": True, "visible": False},
     }
     return Figure(traces["steps"], layout)
-
-
-def _switch(traces: dict[str, list[_Trace]]) -> list[dict[str, Any]]:
-    """A button for each horizontal axis."""
-    buttons = []
-    for axis, moved in traces.items():
-        changes = {"xaxis.title.text": AXES[axis], "xaxis.autorange": True}
-        buttons.append({"label": axis, "method": "update", "args": [{"x": [trace["x"] for trace in moved]}, changes]})
-    place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "pad": {"b": 28}}
-    look = {"type": "buttons", "direction": "right", "bgcolor": _CLEAR, "bordercolor": _GRID}
-    return [place | look | {"buttons": buttons}]
 
 
 def _traces(run: Run, index: int, name: str, metric: str, axis: str) -> list[_Trace]:
@@ -106,7 +96,8 @@ def _traces(run: Run, index: int, name: str, metric: str, axis: str) -> list[_Tr
     x, y = [run.position(axis, step) for step, _ in points], [value for _, value in points]
     # A line does not show a value between two gaps.
     alone = [one is not None and a is b is None for a, one, b in zip([None, *y], y, [*y[1:], None])]
-    sizes = [5 if is_alone or len(y) <= _MAX_DOTTED else 0 for is_alone in alone]
+    size = 9 if len(y) == 1 else 5  # a point alone in a plot
+    sizes = [size if is_alone or len(y) <= _MAX_DOTTED else 0 for is_alone in alone]
     is_dotted = any(sizes)
     common: _Trace = {"type": "scatter", "name": name, "legendgroup": str(index)}
     curve: _Trace = {

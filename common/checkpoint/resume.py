@@ -21,7 +21,7 @@ from ..records.output_dir import checkpoint_name, checkpoints, starts_over
 from ..records.unrecorded import Unrecorded
 from ..state import TrainState
 from .format import MANIFEST, DamagedError, check_same_model
-from .identity import curve, described, differences, own_flags
+from .identity import curve, described, differences, other_data, other_evaluation, other_flags
 from .reader import Reader
 
 Opened = TypeVar("Opened")
@@ -35,11 +35,13 @@ class Checkpoint:
         path: its folder.
         reader: reads its files.
         trained: names of the weights that the optimizer of this run was given.
+        other_evaluation: whether the run evaluated other samples.
     """
 
     path: Path
     reader: Reader
     trained: list[str]
+    other_evaluation: bool = False
 
     @property
     def state(self) -> TrainState:
@@ -81,9 +83,12 @@ class Checkpoint:
             accelerator.print(f"it has {self.state.step} steps, this run {engine.plan.num_steps}: it trains no more")
         if content["schedule"] != curve(engine.plan):
             accelerator.print("the learning rate follows another curve than in the checkpoint")
-        for name, value in own_flags(engine.plan).items():
-            if (before := content["own_flags"].get(name, value)) != value:
-                accelerator.print(f"the checkpoint's run had --{name} {before}, this run has {value}")
+        for name, before, value in other_flags(engine.plan, content):
+            accelerator.print(f"the checkpoint's run had --{name} {before}, this run has {value}")
+        if self.other_evaluation:
+            accelerator.print(
+                "the evaluation data are others than those of the checkpoint: do not compare their metrics"
+            )
         have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
         if have_state and anew:  # normal for a weight that no forward pass has used
@@ -135,7 +140,13 @@ def find_checkpoint(
             raise DamagedError(f"{MANIFEST} is that of {at}")
         for name, there, here in differences(identity, reader.content["identity"]):
             raise UsageError(f"{path} was made with {name} {there}, this run has {here}")
-        return Checkpoint(path, reader, trained)
+        if where := other_data(identity, reader.content["identity"]):
+            flags = [f"; --{name} was {there}, is {here}" for name, there, here in other_flags(plan, reader.content)]
+            raise UsageError(
+                f"the data are others than those of the checkpoint {path}: {where}{''.join(flags)}: resume with the "
+                "data and flags of that run, or type --overwrite_output_dir to start over"
+            )
+        return Checkpoint(path, reader, trained, other_evaluation(identity, reader.content["identity"]))
 
     if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
         if group.rank == 0:

@@ -1,6 +1,8 @@
 """What no layout can train, as far as it shows before a step, and what several kinds of parallelism refuse."""
 
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,12 +16,21 @@ from ..norms import LOW_PRECISION
 from ..plan import Plan
 from .parts import is_divided
 
+NEEDS_CLOSURE = "calls the model several times a step, which fit does not support: use another optimizer"
 
-def check_given(model: Any, optimizer: Any) -> None:
-    """Raises UsageError for what is no module or no optimizer, or one that something has wrapped: `fit` does so itself,
-    after the check of the first steps, which needs the recipe's own."""
+
+# Arguments of `fit`; the first two are needed.
+FUNCTIONS = ("forward_step", "summarize", "examples", "collate_fn", "sampler", "schedule", "export", "batch_loss")
+
+
+def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raises UsageError for what is no module, no optimizer or no function, or one that something has wrapped: `fit`
+    does so itself, after the check of the first steps, which needs the recipe's own. `given`: arguments of `fit`."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model is {_named(model)}: expected one torch.nn.Module, which holds all that is trained")
+    for name in FUNCTIONS:
+        if name in given and not callable(given[name]) and (given[name] is not None or name in FUNCTIONS[:2]):
+            raise UsageError(f"{name} is {_named(given[name])}: give fit the function itself, not what it returns")
     prepared = [part for part in (model, optimizer) if getattr(part, "_is_accelerate_prepared", False)]
     if prepared or isinstance(optimizer, AcceleratedOptimizer):
         name = type(prepared[0] if prepared else optimizer).__name__
@@ -99,26 +110,29 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     # gave them, in copies and relatives, too.
     in_halves = all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
     if "closure" in needed or in_halves:
-        raise UsageError(
-            f"{name} calls the model several times a step, which fit does not support: use another optimizer"
-        )
+        raise UsageError(f"{name} {NEEDS_CLOSURE}")
     if needed:
         raise UsageError(f"{name}.step needs {needed[0]}, and fit calls step() alone: use another optimizer")
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """A layer that cannot be trained, or not on this device."""
-    given = {weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
     for name, module in model.named_modules():
-        if getattr(module, "sparse", None) is True and given & set(module.parameters(recurse=False)):
-            raise UsageError(
-                f"{name} has sparse gradients, which fit does not support: type sparse=False in its constructor, and "
-                "torch.optim.Adam in place of SparseAdam"
-            )
         if isinstance(module, nn.SyncBatchNorm) and plan.layout.device == "cpu" and plan.layout.num_processes > 1:
             raise UsageError(
                 f"{name} is a SyncBatchNorm, which several processes compute on GPUs only: use GroupNorm or LayerNorm, "
                 "or BatchNorm on the CPU"
+            )
+
+
+def check_dense_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> None:
+    """Raises UsageError for a layer with sparse gradients, which FSDP2 and DeepSpeed cannot divide."""
+    given = {weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", None) is True and given & set(module.parameters(recurse=False)):
+            raise UsageError(
+                f"{name} has sparse gradients, which {kind} does not support: type --config_file "
+                "accelerate_configs/ddp.yaml, or sparse=False in its constructor, and Adam in place of SparseAdam"
             )
 
 

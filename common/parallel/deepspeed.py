@@ -23,7 +23,7 @@ from ..environment import check_compiler, is_true
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from .checks import check_divisible_weights
+from .checks import check_dense_gradients, check_divisible_weights
 from .deepspeed_engine import DeepSpeedEngine
 from .extensions import load_extensions
 from .kind import Kind
@@ -109,6 +109,7 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Weights that DeepSpeed cannot divide, or would silently cast."""
+    check_dense_gradients(model, optimizer, DeepSpeed.name)
     check_divisible_weights(model, DeepSpeed.name, casts=True, to_float32=plan.layout.precision == "float32")
     for name, weight in model.named_parameters():
         if weight.ndim == 0:  # it sends them as a view in bytes, which these have not

@@ -1,6 +1,7 @@
 """Takes optimizer steps: `Engine.step`, for one process, DDP, FSDP2 and tensor parallelism."""
 
 import math
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,9 +12,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from ..data.batches import Batch
+from ..errors import UsageError, line_of
 from ..norms import clip
 from ..seeds import UPDATE, seed_forward
 from .batch_loss import Share, first_pass, gathered
+from .checks import NEEDS_CLOSURE
 from .ema import EMA
 from .engine_state import EngineState
 from .optimizer_state import Numbers
@@ -202,14 +205,41 @@ def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float |
     """
     is_read = not isinstance(grad_norm, Tensor) or grad_norm.device.type == "cpu"
     if grad_norm is None or (is_read and math.isfinite(grad_norm)):
-        optimizer.step()
+        _step(optimizer)
     elif not is_read:
         looks: Any = optimizer if optimizer.defaults.get("fused") else None
         if looks is not None:
             looks.grad_scale, looks.found_inf = None, 1 - torch.as_tensor(grad_norm).isfinite().float()
-        optimizer.step()
+        _step(optimizer)
         if looks is not None:
             del looks.grad_scale, looks.found_inf
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """A step of an optimizer. Raises UsageError if it fails because it needs a closure, or gradients that are dense."""
+    sparse = [weight for group in optimizer.param_groups for weight in group["params"] if _has_sparse_gradient(weight)]
+    if sparse and type(optimizer) is torch.optim.SGD:  # its fused kernel takes none
+        for group in optimizer.param_groups:
+            group["fused"] = False
+    try:
+        optimizer.step()
+    except Exception as error:
+        name, lines = (
+            type(optimizer).__name__,
+            [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)],
+        )
+        if any("closure" in line for line in lines):
+            raise UsageError(f"{name} {NEEDS_CLOSURE} ({line_of(error)})") from None
+        if sparse:
+            raise UsageError(
+                f"{name} takes no sparse gradients ({line_of(error)}): type sparse=False in the constructor of the "
+                "embedding, or use torch.optim.SGD, Adagrad or SparseAdam"
+            ) from None
+        raise
+
+
+def _has_sparse_gradient(weight: Tensor) -> bool:
+    return weight.grad is not None and weight.grad.is_sparse
 
 
 def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:

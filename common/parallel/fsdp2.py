@@ -17,7 +17,7 @@ from ..environment import is_true, mesh_size, world_size
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from .checks import check_divisible_weights
+from .checks import check_dense_gradients, check_divisible_weights
 from .engine import Engine
 from .kind import Kind, rehearse_on_gloo
 from .on_disk import filled
@@ -50,6 +50,7 @@ def check_version(layout: Layout, config: RunConfig) -> None:
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Weights that FSDP2 cannot divide, or would silently cast, load apart, or hold in two kinds of memory."""
+    check_dense_gradients(model, optimizer, Fsdp2.name)
     check_divisible_weights(model, Fsdp2.name, casts=plan.layout.precision != "float32")
     names = {weight: name for name, weight in model.named_parameters(remove_duplicate=False)}
     for key in ("FSDP_OFFLOAD_PARAMS", "FSDP_CPU_RAM_EFFICIENT_LOADING"):

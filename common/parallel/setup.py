@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..data.batches import ForwardStep, NumberedStep
+from ..norms import LOW_PRECISION
 from ..plan import Plan
 from .batch_loss import BatchLoss, BatchLossFn
 from .guards import checked, knows_what_is_trained
@@ -59,7 +60,7 @@ def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimi
         not chosen
         and accelerator.scaler is None
         and _has_fused_kernel(optimizer)
-        and all(weight.is_floating_point() and _is_dense(weight) for weight in weights)
+        and all(weight.is_floating_point() and _is_dense(weight) and _is_exact(weight) for weight in weights)
     ):
         optimizer.defaults["fused"] = True
         for group in optimizer.param_groups:
@@ -74,6 +75,11 @@ def _has_fused_kernel(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     plain = not any(group.get("momentum") or any(map(is_divided, group["params"])) for group in groups)
     return type(optimizer) is torch.optim.SGD and plain
+
+
+def _is_exact(weight: Tensor) -> bool:
+    """The kernels of the CPU go wrong with 16-bit weights: SGD by whole updates from 16 elements on (torch 2.13)."""
+    return weight.device.type != "cpu" or weight.dtype not in LOW_PRECISION
 
 
 def _is_dense(weight: Tensor) -> bool:

@@ -48,12 +48,11 @@ def _panel(title: str, named: list[tuple[str, Points]]) -> str:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * height
 
     parts = [f'<text x="{LEFT}" y="16" fill="{GREY}" font-weight="bold">{title}{" (log)" * is_log}</text>']
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        value = 10 ** (low + span * share) if is_log else low + span * share
+    for value in _ticks(min(values), max(values), is_log):
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="{GREY}" '
             f'stroke-opacity="0.3"/><text x="{LEFT - 4}" y="{y(value) + 4:.1f}" text-anchor="end" fill="{GREY}">'
-            f"{value:.3g}</text>"
+            f"{value:.9g}</text>"
         )
     for step, anchor in ((0, "start"), (last, "end")):
         label = f"step {step:,}" if step else "0"
@@ -62,7 +61,23 @@ def _panel(title: str, named: list[tuple[str, Points]]) -> str:
         colour = COLOURS[name.partition("/")[0]]
         line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points if math.isfinite(value))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        if name.startswith("eval") and len(points) <= 40:
+        if len(points) == 1 or (name.startswith("eval") and len(points) <= 40):
             parts += [f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="2.5" fill="{colour}"/>' for s, v in points]
         parts.append(f'<text x="{WIDTH - RIGHT}" y="{16 + 13 * place}" text-anchor="end" fill="{colour}">{name}</text>')
     return "".join(parts)
+
+
+def _ticks(low: float, high: float, is_log: bool) -> list[float]:
+    """Round numbers from `low` to `high`: powers of ten on a logarithmic axis, or if there are too few also twice and
+    five times these; else multiples of one such number."""
+    if is_log:  # its values differ by more than a factor of 20
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        tens, finer = ([factor * 10.0**power for power in powers for factor in each] for each in ((1,), (1, 2, 5)))
+        ticks = [tick for tick in tens if low <= tick <= high]
+        return ticks if len(ticks) > 1 else [tick for tick in finer if low <= tick <= high]
+    size = 10.0 ** math.floor(math.log10(high - low)) if high > low else 0.0
+    for step in (5 * size, 2 * size, size, size / 2, size / 5):
+        ticks = [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)] if step else []
+        if len(ticks) > 2:
+            return ticks
+    return [low]

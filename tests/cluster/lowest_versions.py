@@ -25,7 +25,8 @@ def lowest(requirements: list[str]) -> list[str]:
 
 def main(folder: Path) -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = lowest([*project["dependencies"], *project["optional-dependencies"]["deepspeed"]])
+    extras = project["optional-dependencies"]
+    pins = lowest([*project["dependencies"], *extras["data"], *extras["deepspeed"]])
     assert {pin.partition("==")[0] for pin in pins} == set(TESTED)
     print("\n".join(pins), flush=True)
     python = folder / "bin" / "python"

@@ -69,3 +69,21 @@ def test_accuracy(tmp_path: Path) -> None:
 )
 def test_wrong_flags(tmp_path: Path, flags: str, line: str) -> None:
     assert line in refused(fork(tmp_path / "run", "single", SCRIPT, f"{ARGUMENTS} {flags}", succeeds=False))
+
+
+def test_resume_on_other_data(tmp_path: Path) -> None:
+    """The same rows go on from another path; the same number of other rows, under the same name, do not."""
+    rows = [f"{kind} day number {number},{kind}" for number in range(40) for kind in ("good", "bad")]
+    first, moved = tmp_path / "texts.csv", tmp_path / "moved.csv"
+    first.write_text("\n".join(["text,label", *rows]))
+    moved.write_text(first.read_text())
+    flags = "--batch_size 8 --num_layers 1 --vocabulary 64 --check_steps 0 --save_every 2"
+    fork(tmp_path / "run", "single", SCRIPT, f"{flags} --data {first} --max_steps 2")
+    latest = f"{flags} --resume_from_checkpoint latest"
+    run = fork(tmp_path / "run", "ddp", SCRIPT, f"{latest} --data {moved} --max_steps 4")
+    assert "resumed from" in run.stdout and run.checkpoints == [2, 4]
+    moved.write_text("\n".join(["text,label", *reversed(rows)]))
+    run = fork(tmp_path / "run", "ddp", SCRIPT, f"{latest} --data {moved} --max_steps 6", succeeds=False)
+    line = refused(run)
+    assert "the data are others than those of the checkpoint" in line and "of sample 0 differs" in line
+    assert "type --overwrite_output_dir to start over" in line and run.checkpoints == [2, 4]

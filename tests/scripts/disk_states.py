@@ -204,9 +204,10 @@ def resumed(folder: Path, config: Config) -> tuple[str, int, float]:
     config = replace(config, output_dir=folder, resume_from_checkpoint="latest", overwrite_output_dir=False)
     model, optimizer = built(config)
     plan, group = Plan.of(config, Layout(), 8), CpuGroup()
+    this_run = identity(plan, model, optimizer, Numbers(), {"": Numbers()}, group)
     try:
         with OutputDir(plan, group) as output_dir:
-            checkpoint = find_checkpoint(plan, identity(plan, model, optimizer), model, optimizer, group)
+            checkpoint = find_checkpoint(plan, this_run, model, optimizer, group)
             if output_dir.is_done(checkpoint.state):
                 return "done", checkpoint.state.step, 0.0
             checkpoint.load_weights(model)

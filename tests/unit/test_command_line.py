@@ -45,6 +45,34 @@ def test_command_line_takes_dashes_and_underscores() -> None:
     assert (config.batch_size, config.max_steps, config.overwrite_output_dir) == (8, 3, True)
 
 
+@pytest.mark.parametrize("arguments", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"]])
+def test_flag_that_old_launchers_add(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    """Of deepspeed and torch.distributed.launch, which also set the variable."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert parse(RunConfig, [*arguments, "--seed", "3"]) == parse(RunConfig, ["--seed", "3"])
+
+
+def test_flag_of_a_launcher_that_sets_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(UsageError, match="LOCAL_RANK is not set: start with accelerate launch or torchrun"):
+        parse(RunConfig, ["--local_rank=0"])
+    with pytest.raises(SystemExit) as silent:  # one process prints
+        parse(RunConfig, ["--local_rank=1"])
+    assert silent.value.code == 2
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UsageError, match="LOCAL_RANK is 1"):
+        parse(RunConfig, ["--local_rank=0"])
+
+
+@dataclass(kw_only=True)
+class WithOwnRank(RunConfig):
+    local_rank: int = -1
+
+
+def test_recipe_with_such_a_flag_of_its_own() -> None:
+    assert parse(WithOwnRank, ["--local_rank", "5"]).local_rank == 5
+
+
 def test_flag_that_is_on_can_be_taken_back() -> None:
     config = parse(RunConfig, ["--compile", "--async_save", "--no-compile"])
     assert (config.compile, config.async_save, config.tf32) == (False, True, False)

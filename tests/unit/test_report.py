@@ -2,12 +2,14 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accelerate_recipes.report import plots, summary
+from accelerate_recipes.report.page import page
 from accelerate_recipes.report.plots import axes
 from accelerate_recipes.report.runs import Event, Run, read_runs
 from common.config import RunConfig
@@ -69,12 +71,11 @@ def test_axes_of_samples_and_seconds(tmp_path: Path) -> None:
     assert summary.throughput(run) == pytest.approx(64 * 40 / 25)
     assert axes([run]) == ["steps", "samples", "seconds"]
     (curve,), layout = drawn([run], "eval/loss")
-    buttons = {button["label"]: button["args"] for button in layout["updatemenus"][0]["buttons"]}
     # The other evaluation came after the last training record.
     expected = {"steps": [15, 55], "samples": [960, 3520], "seconds": [12.5, None]}
-    assert {axis: arguments[0]["x"] for axis, arguments in buttons.items()} == {k: [v] for k, v in expected.items()}
+    assert {axis: changes["x"] for axis, changes in layout["meta"].items()} == {k: [v] for k, v in expected.items()}
     assert curve["x"] == expected["steps"] and layout["xaxis"]["title"]["text"] == "optimizer steps"
-    assert buttons["seconds"][1]["xaxis.title.text"] == "seconds of training"
+    assert layout["meta"]["seconds"]["title"] == "seconds of training"
 
 
 def test_seconds_begin_with_the_records(tmp_path: Path) -> None:
@@ -83,14 +84,19 @@ def test_seconds_begin_with_the_records(tmp_path: Path) -> None:
     assert [run.position("seconds", step) for step in (99, 100, 110, 120)] == [None, 0, 10, 20]
 
 
+def test_curve_of_one_point_is_a_large_dot(tmp_path: Path) -> None:
+    (curve,), _ = drawn([only(saved(tmp_path, records=[training(1, 2.0)]))])
+    assert curve["mode"] == "lines+markers" and curve["marker"]["size"] == [9]
+
+
 def test_run_without_throughput_is_shown_over_steps(tmp_path: Path) -> None:
     silent = saved(tmp_path, "silent", [{"step": 1, "train/loss": 1.0}])
     no_card = saved(tmp_path, "no_card", RECORDS, [])
     assert axes(read_runs([silent])) == ["steps", "samples"]
     assert axes(read_runs([no_card])) == ["steps"]
     assert axes(read_runs([saved(tmp_path), silent])) == ["steps", "samples"]
-    assert not drawn(read_runs([no_card]))[1].get("updatemenus")
-    assert [one["label"] for one in drawn(read_runs([silent]))[1]["updatemenus"][0]["buttons"]] == ["steps", "samples"]
+    assert 'name="axis"' not in page(read_runs([no_card]))
+    assert re.findall('name="axis" value="([a-z]+)"', page(read_runs([silent]))) == ["steps", "samples"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +157,7 @@ def test_value_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
     assert line["y"] == [1, 2, None, None, 5, 6, 7, None, 9] and not line.get("connectgaps")
     assert (stars["x"], stars["yaxis"], stars["marker"]["symbol"]) == ([30, 40, 80], "y2", "star")
     assert layout["yaxis2"]["range"] == [0, 1] and max(stars["y"]) < 0.1
-    moved = [one["args"][0]["x"] for one in layout["updatemenus"][0]["buttons"]]
+    moved = [changes["x"] for changes in layout["meta"].values()]
     assert [[len(x) for x in one] for one in moved] == [[9, 3]] * len(moved)
     curve = run.curve("train/loss")
     assert summary.last(curve) == (90, 9.0) and summary.best("train/loss", curve) == (10, 1.0)
@@ -186,7 +192,7 @@ def test_few_records(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     assert ("There are no records yet" in text) == (not records)
     metric = next(iter(only(folder).metrics), None)
     if metric:
-        assert drawn([only(folder)], metric)[0][0]["marker"]["size"] == [5] * len(records)
+        assert drawn([only(folder)], metric)[0][0]["marker"]["size"] == [9 if len(records) == 1 else 5] * len(records)
 
 
 def test_the_report_judges_as_the_loop_does() -> None:

@@ -71,7 +71,12 @@ def test_page_loads_nothing(tmp_path: Path) -> None:
     assert page_of(tmp_path / "first", tmp_path / "second") == text  # the same runs, the same page
     page = Page(text)
     assert not {"img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
-    assert [page.tags.count(tag) for tag in ("link", "style", "h1", "script")] == [1, 1, 1, 1 + 4]  # 4 plots
+    assert [page.tags.count(tag) for tag in ("link", "style", "h1", "script")] == [
+        1,
+        1,
+        1,
+        2 + 4,
+    ]  # plotly, the switch, 4 plots
     assert {value for name, value in page.attributes if name in ("href", "src", "xlink:href", "action")} == {"data:,"}
     assert "url(" not in text and "@import" not in text and "://" not in text
     assert any(value and value.startswith("default-src 'none'") for _, value in page.attributes)
@@ -94,9 +99,9 @@ def test_text_from_the_files_stays_text(tmp_path: Path) -> None:
     assert set(page.tags) <= {
         *("html", "head", "meta", "link", "title", "style", "body", "h1", "main", "section", "h2", "h3", "p", "ul"),
         *("li", "div", "figure", "table", "thead", "tbody", "tr", "th", "td", "pre", "code", "details", "summary"),
-        *("footer", "script"),
+        *("footer", "script", "input", "label"),
     }
-    assert page.tags.count("script") == 1 + len({metric for one in (records, RECORDS) for metric in _metrics(one)})
+    assert page.tags.count("script") == 2 + len({metric for one in (records, RECORDS) for metric in _metrics(one)})
     assert not [name for name, _ in page.attributes if name.startswith("on") or name == "src"]
     for metric in records[0].keys() - {"step"}:
         for text in _texts(plots.figure(read_runs([tmp_path / name]), metric).to_dict()):

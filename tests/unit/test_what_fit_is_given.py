@@ -20,10 +20,11 @@ from common.data.batches import Collated, MapDataset, checked_datasets, fetch
 from common.data.padding import pad_to_longest
 from common.errors import UsageError
 from common.layout import Layout
-from common.norms import norm_of
-from common.parallel.checks import check_given, check_model, check_optimizer
+from common.norms import clip, norm_of
+from common.parallel.checks import check_dense_gradients, check_given, check_model, check_optimizer
 from common.parallel.ddp import DDP
 from common.parallel.deepspeed import DEEPSPEED, check_weights
+from common.parallel.engine import step_if_finite
 from common.parallel.fsdp2 import FSDP2
 from common.parallel.guards import check_metrics
 from common.parallel.pipeline import PIPELINE
@@ -55,6 +56,14 @@ class WrapperByName(torch.optim.SGD):
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+class NeedsClosure(torch.optim.SGD):
+    """Says that its closure may be left out, and fails without it."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
 
 
 class Sam(torch.optim.SGD):
@@ -182,12 +191,49 @@ def test_adafactor_of_transformers_needs_a_rate() -> None:
     assert "relative_step=False" in refusal(check_optimizer, model, Adafactor(model.parameters()), plan)
 
 
-def test_sparse_gradients() -> None:
+def test_sparse_gradients_where_weights_are_divided() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.EmbeddingBag(4, 2, sparse=True))
-    plan = Plan.of(RunConfig(), Layout(), 99)
-    assert "1 has sparse gradients" in refusal(check_model, model, sgd(model), plan)
-    check_model(model, sgd(model[0]), plan)  # a frozen layer has no gradient
-    assert "type sparse=False" in refusal(norm_of, [torch.ones(2), torch.ones(2, 2).to_sparse()])
+    for name in ("FSDP2", "DeepSpeed"):
+        assert f"1 has sparse gradients, which {name}" in refusal(check_dense_gradients, model, sgd(model), name)
+        check_dense_gradients(model, sgd(model[0]), name)  # a frozen layer has no gradient
+
+
+def test_norm_of_sparse_gradients() -> None:
+    """An id that is there twice counts as its sum."""
+    gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([[3.0, 0.0], [1.0, 3.0]]), (4, 2))
+    dense = gradient.to_dense()
+    assert norm_of([torch.ones(2), gradient]) == pytest.approx(float(norm_of([torch.ones(2), dense])))
+    clip([gradient], norm_of([gradient]), 1.0)
+    assert torch.allclose(gradient.to_dense(), dense / dense.norm())
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (NeedsClosure, "NeedsClosure calls the model several times a step, which fit does not support"),
+        (torch.optim.AdamW, "AdamW takes no sparse gradients (RuntimeError: "),
+    ],
+)
+def test_optimizers_that_fail_in_their_step(make: Any, expected: str) -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    assert expected in refusal(step_if_finite, make(table.parameters(), lr=0.1), None)
+
+
+def test_own_errors_of_an_optimizer_stay() -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise TypeError("a bug")
+
+    with pytest.raises(TypeError, match="a bug"):
+        step_if_finite(Broken([WEIGHT], 0.1), None)
+
+
+@pytest.mark.parametrize("name", ["forward_step", "collate_fn", "schedule", "batch_loss"])
+def test_what_is_no_function(name: str) -> None:
+    model = nn.Linear(2, 2)
+    expected = f"{name} is of the type dict: give fit the function itself"
+    assert expected in refusal(check_given, model, sgd(model), {name: {"loss": 1}})
 
 
 def test_sync_batch_norm_on_a_cpu() -> None:

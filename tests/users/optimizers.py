@@ -154,6 +154,16 @@ class Sam(torch.optim.SGD):
         assert closure is not None, "SAM requires a closure"
 
 
+class NeedsClosure(torch.optim.SGD):
+    """Says that its closure may be left out, as LBFGS of many packages does, and fails without it."""
+
+    def step(self, closure: Any = None) -> float:
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return float(loss)
+
+
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al. 2023). The update of an element depends on the gradients of that element alone."""
 
@@ -225,6 +235,9 @@ HABITS: dict[str, Build] = {
     "hook_before_the_step": hooked_sgd,
     "lookahead": Lookahead,
     "lion": lambda weights: Lion(weights, lr=1e-2),
+    "plain_sgd": lambda weights: torch.optim.SGD(weights, lr=3e-2),
+    "sparse_adam": lambda weights: torch.optim.SparseAdam(weights, lr=3e-3),
+    "closure_or_nothing": lambda weights: NeedsClosure(weights, lr=3e-2),
 }
 OF_MODEL: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     one.__name__: one for one in (clips_gradients, clips_weights, rates_by_attribute)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import families
 import habits
+import kinds
 import optimizers
 import samples
 import steps
@@ -19,7 +20,7 @@ from common import RunConfig, fit, flag, run, start
 MODELS = families.ZOO | families.FAMILIES | {name: (build, steps.vector_step) for name, build in NETS.items()}
 MODELS |= {
     name: (build, steps.causal_step if name.startswith("causal") else steps.vector_step)
-    for name, build in habits.HABITS.items()
+    for name, build in (habits.HABITS | kinds.KINDS).items()
 }
 OPTIMIZERS = optimizers.ZOO | optimizers.HABITS | optimizers.OTHERS
 STEPS, SETS = steps.HABITS | steps.MISTAKES, samples.SETS | samples.MISTAKEN_SETS
@@ -30,6 +31,8 @@ HABITS = [
     *(f"step {name}" for name in steps.HABITS if not name.startswith("causal")),
     *(f"model tied --step {name}" for name in steps.HABITS if name.startswith("causal")),
     *(f"model {name}" for name in habits.HABITS),
+    *(f"model {name} --optimizer plain_sgd" for name in kinds.KINDS),
+    *("model sparse_tables --optimizer sparse_adam", "model sparse_table --optimizer Adagrad"),
     *(f"set {name}" for name in samples.SETS),
     *(f"sampler {name}" for name in samples.SAMPLERS),
     *(f"collate_fn {name}" for name in samples.COLLATE_FNS),
