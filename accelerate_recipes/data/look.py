@@ -63,7 +63,7 @@ def look(
         return {"refused": str(error)}
     is_mixture = isinstance(sources["training"], Mixture)
     names = sources["training"].names if is_mixture else []
-    tokenizer = getattr(keywords.get("export"), "__self__", None)
+    tokenizer = _tokenizer(keywords.get("export"))
     inner = getattr(train_set, "dataset", train_set)
     shown = [_sample(batch, row, _raw(inner, int(ids[row])), tokenizer, names) for row in range(min(number, len(ids)))]
     return {
@@ -73,6 +73,15 @@ def look(
         **_spread(inner, names),
         "samples": [{"id": int(ids[row]), "parts": parts} for row, parts in enumerate(shown)],
     }
+
+
+def _tokenizer(export: Any) -> Any:
+    """The tokenizer, or the processor that has one, whose files `export` writes: it is its method, or holds it."""
+    held = [cell.cell_contents for cell in getattr(export, "__closure__", None) or ()]
+    found = [getattr(export, "__self__", None), *held, *getattr(export, "args", ())]
+    return next(
+        (getattr(one, "tokenizer", one) for one in found if hasattr(getattr(one, "tokenizer", one), "decode")), None
+    )
 
 
 def _named(eval_set: Any) -> dict[str, Any]:
@@ -223,8 +232,7 @@ def _is_shifted(tokens: Tensor, labels: Tensor) -> bool:
 
 
 def _decoded(ids: Iterable[int], tokenizer: Any) -> str:
-    decode = getattr(getattr(tokenizer, "tokenizer", tokenizer), "decode", None)
-    return _visible(decode([*ids]) if decode else " ".join(map(str, ids)) + " ")
+    return _visible(tokenizer.decode([*ids]) if tokenizer else " ".join(map(str, ids)) + " ")
 
 
 def _visible(text: str) -> str:
