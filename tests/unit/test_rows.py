@@ -188,7 +188,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "line"), BROKEN)
+@pytest.mark.parametrize(("name", "content", "line"), BROKEN, ids=[line for *_, line in BROKEN])
 def test_broken_files(tmp_path: Path, name: str, content: bytes, line: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=re.escape(line)) as caught:
