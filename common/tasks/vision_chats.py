@@ -12,7 +12,8 @@ from PIL import Image, ImageDraw
 
 from ..environment import print_once
 from ..errors import UsageError
-from .chats import HELD_OUT, check_messages
+from .chats import HELD_OUT
+from .conversations import as_messages
 from .picture_files import on_white
 from .sources import check_columns, check_not_streamed, hold_out, load_splits
 
@@ -81,7 +82,7 @@ def load_vision_chats(
         parts = range(cut, len(chats)), range(cut)
         return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
     splits = [_Rows.of(data, split, messages_column, images_column) for split in load_splits(data, ADVICE, max_samples)]
-    numbers: list[Sequence[int]] = [range(len(split.rows)) for split in splits]
+    numbers: list[Sequence[int]] = [split.answered(data) for split in splits]
     if len(splits) == 1:
         if len(numbers[0]) < 2:
             raise UsageError(f"--data {data} has one conversation: expected 2 or more")
@@ -106,7 +107,7 @@ class _Rows:
 
     @classmethod
     def of(cls, data: str, split: Any, messages: str, images: str) -> Self:
-        """Raises UsageError for columns that are missing, or if no message is an answer."""
+        """Raises UsageError for columns that are missing."""
         import datasets  # not at the top: the import takes seconds
 
         path = Path(data).expanduser()
@@ -120,9 +121,18 @@ class _Rows:
             plain = datasets.Image(decode=False)
             kind = split.features[images]
             split = split.cast_column(images, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
-        if not any(_may_have_an_answer(row[messages]) for row in split.select_columns([messages])):
-            raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
         return cls(split, path.parent if path.is_file() else path, messages, images)
+
+    def answered(self, data: str) -> list[int]:
+        """The numbers of the conversations with an answer, from which something can be learnt; a line tells how many
+        have none. Raises UsageError if all have none."""
+        columns = enumerate(self.rows.select_columns([self.messages]))
+        found = [number for number, row in columns if _may_have_an_answer(row[self.messages])]
+        if not found:
+            raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
+        if missing := len(self.rows) - len(found):
+            print_once(f"--data {data}: {missing:,} of {len(self.rows):,} conversations have no answer: left out")
+        return found
 
     def __call__(self, number: int) -> tuple[Messages, Pictures]:
         row = self.rows[number]
@@ -133,9 +143,8 @@ class _Rows:
 
 
 def _may_have_an_answer(messages: Any) -> bool:
-    return not isinstance(messages, list) or any(
-        isinstance(one, dict) and one.get("role") == "assistant" for one in messages
-    )
+    names = [name for one in messages or () if isinstance(one, dict) for name in (one.get("role"), one.get("from"))]
+    return not names or any(name in ("assistant", "gpt") for name in names)
 
 
 def _item(kind: Any) -> Any:
@@ -153,7 +162,7 @@ def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]
     Raises:
         UsageError: no messages, or another number of pictures than the messages have places for.
     """
-    check_messages(messages)
+    messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not any(_is_image(part) for content in contents for part in content):
         contents = [[piece for part in content for piece in _split(part)] for content in contents]
@@ -162,8 +171,7 @@ def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]
         first = next((at for at, one in enumerate(messages) if one["role"] == "user"), 0)
         shown = [{"type": "image"} for _ in pictures]
         contents[first] = shown + contents[first]
-    kept = [{name: value for name, value in one.items() if value is not None} for one in messages]
-    given = [one | {"content": [_plain(part) for part in content]} for one, content in zip(kept, contents)]
+    given = [one | {"content": [_plain(part) for part in content]} for one, content in zip(messages, contents)]
     return given, _placed(shown, pictures)
 
 
