@@ -223,10 +223,18 @@ def load_chats(
         num_chats = len(parts[0])
         if num_chats < 2:
             raise UsageError(f"--data {data} has {num_chats} conversations: expected 2 or more")
-        divided = hold_out(num_chats, HELD_OUT)
-        parts = [parts[0].part(ids.sort().values.tolist()) for ids in divided]
+        parts = [parts[0].part(ids) for ids in divide([number > 0 for number in parts[0].num_trained])]
     train, evaluation = (part.trained(data, max_length, use) for part, use in zip(parts, ("training", "evaluation")))
     return train, evaluation
+
+
+def divide(useful: list[bool]) -> tuple[list[int], list[int]]:
+    """(numbers for training, those that are held out): one in twenty, of which one is useful."""
+    train, held = (ids.sort().values.tolist() for ids in hold_out(len(useful), HELD_OUT))
+    if not any(useful[number] for number in held) and any(useful):
+        held = [useful.index(True)]
+        train = [number for number in range(len(useful)) if number not in held]
+    return train, held
 
 
 def _of_list(chats: list[Conversation], tokenizer: Any, max_length: int) -> Chats:

@@ -22,10 +22,10 @@ from ..parallel.setup import Setup
 from ..plan import Plan
 from .cache import cache_folder, write_once
 from .causal_lm import IGNORED, trained_places
-from .chats import HELD_OUT, Chats, answers_by_rules, by_rules, encode, encoded_rows, say_unused, shifted
+from .chats import HELD_OUT, Chats, answers_by_rules, by_rules, divide, encode, encoded_rows, say_unused, shifted
 from .conversations import Conversation, as_messages, checked, num_shared, options_of
 from .lora import digest_of_weights
-from .sources import check_not_streamed, hold_out, load_splits
+from .sources import check_not_streamed, load_splits
 from .streams import rows_on_disk
 from .tokenization import digest_of
 
@@ -97,9 +97,9 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
         num_pairs = len(parts[0]) // 2
         if num_pairs < 2:
             raise UsageError(f"--data {data} has {num_pairs} pairs: expected 2 or more")
-        held = hold_out(num_pairs, HELD_OUT)
-        parts = [_pairs(parts[0], ids.sort().values.tolist()) for ids in held]
-    train, evaluation = (_useful(one, data, max_length, use) for one, use in zip(parts, ("training", "evaluation")))
+        kept = {*_useful(parts[0])[1]}
+        parts = [_pairs(parts[0], ids) for ids in divide([number in kept for number in range(num_pairs)])]
+    train, evaluation = (_kept(one, data, max_length, use) for one, use in zip(parts, ("training", "evaluation")))
     return train, evaluation
 
 
@@ -130,24 +130,28 @@ def _of_split(data: str, split: Any, tokenizer: Any, max_length: int) -> Chats:
     return Chats(found, lambda index: divided(split[index // 2])[index % 2])
 
 
-def _useful(pairs: Chats, data: str, max_length: int, use: str) -> Chats:
+def _useful(pairs: Chats) -> tuple[list[int], list[int]]:
+    """(numbers of the pairs whose answers both have a trained token, those of them whose answers differ)"""
+    trained, equal = pairs.num_trained, pairs.column("equal")
+    whole = [number for number in range(len(pairs) // 2) if trained[2 * number] and trained[2 * number + 1]]
+    return whole, [number for number in whole if not equal[2 * number]]
+
+
+def _kept(pairs: Chats, data: str, max_length: int, use: str) -> Chats:
     """The pairs from which a preference can be learnt; a line for each reason tells how many others there are. Raises
     UsageError if there are none."""
-    total = range(len(pairs) // 2)
-    trained, equal = pairs.num_trained, pairs.column("equal")
-    whole = [number for number in total if trained[2 * number] and trained[2 * number + 1]]
-    kept = [number for number in whole if not equal[2 * number]]
-    for num_left_out, reason in (
-        (len(total) - len(whole), "have an answer without a token"),
+    total, (whole, kept) = len(pairs) // 2, _useful(pairs)
+    for number, reason in (
+        (total - len(whole), "have an answer without a token"),
         (len(whole) - len(kept), "have two equal answers"),
     ):
-        if num_left_out:
-            print_once(
-                f"--data {data}: {num_left_out:,} of {len(total):,} {use} pairs {reason} within --max_length "
-                f"{max_length}: left out"
-            )
+        if number:
+            within = f"within --max_length {max_length}: left out"
+            print_once(f"--data {data}: {number:,} of {total:,} {use} pairs {reason} {within}")
+    if whole and not kept:
+        raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
     pairs.check_trained(data, kept)
-    return pairs if len(kept) == len(total) else _pairs(pairs, kept)
+    return pairs if len(kept) == total else _pairs(pairs, kept)
 
 
 def divided(row: dict[str, Any]) -> list[Conversation]:
