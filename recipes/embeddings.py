@@ -16,12 +16,12 @@ To train on your own pairs, or to continue from a pretrained encoder:
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -35,6 +35,7 @@ from common.tasks.encoder import (
     exported_tokenizer,
     freeze_key_biases,
     load_encoder,
+    with_tokens,
     word_tokenizer,
 )
 from common.tasks.mixture import Sources
@@ -140,7 +141,10 @@ def main(config: Config) -> None:
     accelerator = start(config)
     sources = Sources(config, lambda data: load_pairs(data, config.query_column, config.document_column))
     model, tokenizer = build(config, [pair for train, _ in sources.parts.values() for pair in train])
-    encoded = partial(EncodedPairs, tokenizer=tokenizer, max_length=config.max_length)
+
+    def encoded(pairs: list[Pair]) -> Dataset:
+        return with_tokens(EncodedPairs(pairs, tokenizer, config.max_length))
+
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     padding = pad_to_longest({"query": PADDING, "document": PADDING}, mask=None)
     data = accelerator, model, optimizer, forward_step, *sources.sets(encoded, encoded), config

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Subset
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -89,6 +90,19 @@ def freeze_key_biases(model: nn.Module, names: tuple[str, ...] = ("attention.sel
     for name, weight in model.named_parameters():
         if name.endswith(names):
             weight.requires_grad_(False)
+
+
+def with_tokens(pairs: Any) -> Any:
+    """The samples of a dataset all of whose texts have tokens; a line tells how many have not. Raises UsageError if
+    all have not."""
+    kept = [number for number in range(len(pairs)) if all(len(tokens) for tokens in pairs[number].values())]
+    if not kept:
+        raise UsageError("no pair has tokens in both of its texts: look at the columns that --query_column and "
+                         "--document_column name")  # fmt: skip
+    if len(kept) == len(pairs):
+        return pairs
+    print_once(f"{len(pairs) - len(kept):,} of {len(pairs):,} pairs have a text without tokens: left out")
+    return Subset(pairs, kept)
 
 
 class Embedder(nn.Module):

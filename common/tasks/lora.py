@@ -111,9 +111,8 @@ def _layers(model: PreTrainedModel, targets: str) -> list[str]:
     names = [name.strip() for name in targets.split(",") if name.strip()]
     unknown = [name for name in names if not any(path == name or path.endswith(f".{name}") for path in paths)]
     if unknown or not names:
-        raise UsageError(
-            f"--lora_targets {targets}: no layer {', '.join(unknown)} (the head does not count); {_advice(model)}"
-        )
+        missing = f"no layer {', '.join(unknown)} (the head does not count)"
+        raise UsageError(f"--lora_targets {targets}: {missing}; {_advice(model)}")
     return names
 
 

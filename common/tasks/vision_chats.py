@@ -86,7 +86,8 @@ def load_vision_chats(
     if len(splits) == 1:
         if len(numbers[0]) < 2:
             raise UsageError(f"--data {data} has one conversation: expected 2 or more")
-        numbers = [ids.sort().values.tolist() for ids in hold_out(len(numbers[0]), HELD_OUT)]
+        divided = (ids.sort().values.tolist() for ids in hold_out(len(numbers[0]), HELD_OUT))
+        numbers = [[numbers[0][place] for place in places] for places in divided]
     return VisionChats(numbers[0], splits[0], data), VisionChats(numbers[1], splits[-1], data)
 
 

@@ -50,7 +50,6 @@ def write_gpt2(folder: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
     ends = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
-    GPT2LMHeadModel(
-        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=257, n_positions=128, **ends)
-    ).save_pretrained(folder)
+    shape = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=257, n_positions=128, **ends)
+    GPT2LMHeadModel(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
