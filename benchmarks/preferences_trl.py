@@ -2,19 +2,23 @@
 
     python benchmarks/preferences_trl.py
 
-Each of eight pairs of the embedded data, a small model with random weights as reference, and a copy with noise.
+Eight pairs, of messages (the embedded data) or of texts without a prompt; a small model with random weights as
+reference, a Llama or a GPT-2, which has dropout; and a copy with noise. Both are in training mode.
 """
 
 import copy
+from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.data import pad_to_longest
-from common.tasks.causal_lm import IGNORED, with_losses
+from common.tasks.causal_lm import IGNORED, with_losses, without_dropout
 from common.tasks.chat_models import small_chat_model
-from common.tasks.preferences import PairDataset, load_pairs, log_probabilities, pairs_by_rules
+from common.tasks.chats import Chats, encode
+from common.tasks.preferences import PairDataset, divided, log_probabilities, pairs_by_rules
 from recipes import preferences as recipe
 
 NAMES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "ipo": "ipo"}
@@ -30,11 +34,27 @@ def changed(model: Any) -> Any:
     return policy
 
 
+def rows_of(form: str) -> list[dict[str, Any]]:
+    """The first pairs, as messages or as texts without a prompt."""
+    rows = pairs_by_rules()[:NUM_PAIRS]
+    if form == "messages":
+        return rows
+    prompts = ["".join(f"\n\n{one['role']}: {one['content']}" for one in row["prompt"]) for row in rows]
+    sides = ("chosen", "rejected")
+    return [
+        {side: f"{prompt}\n\nassistant: {row[side][0]['content']}" for side in sides}
+        for prompt, row in zip(prompts, rows)
+    ]
+
+
 @torch.no_grad()
-def own_loss(policy: Any, reference: Any, tokenizer: Any, kind: str) -> float:
-    """The mean loss of the recipe over the first training pairs."""
-    policy, reference = (with_losses(copy.deepcopy(one), longest=MAX_LENGTH) for one in (policy, reference))
-    pairs, _ = load_pairs("rules", tokenizer, MAX_LENGTH)
+def own_loss(policy: Any, reference: Any, tokenizer: Any, kind: str, rows: list[dict[str, Any]]) -> float:
+    """The mean loss of the recipe over these pairs."""
+    policy, reference = (
+        with_losses(without_dropout(copy.deepcopy(one)), longest=MAX_LENGTH).train() for one in (policy, reference)
+    )
+    chats = [chat for row in rows for chat in divided(row)]
+    pairs = Chats([encode(chat, tokenizer, MAX_LENGTH) for chat in chats], chats.__getitem__)
     collate = pad_to_longest({"labels": IGNORED, "places": -1}, None)
 
     def batch(values: Any = None) -> Any:
@@ -47,35 +67,39 @@ def own_loss(policy: Any, reference: Any, tokenizer: Any, kind: str) -> float:
     return recipe.make_forward_step(config)(policy, batch(values))["loss"].mean().item()
 
 
-def trl_loss(policy: Any, reference: Any, tokenizer: Any, kind: str) -> float:
+def trl_loss(policy: Any, reference: Any, tokenizer: Any, kind: str, rows: list[dict[str, Any]]) -> float:
     """The loss of TRL's trainer for the same pairs, before its first step."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.pad_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens([0, 3])  # bytes
-    held_out = len(pairs_by_rules()) // 20
-    rows = Dataset.from_list(pairs_by_rules()[held_out : held_out + NUM_PAIRS])
     with TemporaryDirectory() as folder:
         settings = {"per_device_train_batch_size": NUM_PAIRS, "report_to": "none", "use_cpu": True, "bf16": False}
         config = DPOConfig(folder, loss_type=NAMES[kind], beta=BETA, max_length=MAX_LENGTH, **settings)
         trainer = DPOTrainer(
-            copy.deepcopy(policy), copy.deepcopy(reference), config, train_dataset=rows, processing_class=tokenizer
+            copy.deepcopy(policy),
+            copy.deepcopy(reference),
+            config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=copy.deepcopy(tokenizer),
         )
         batch = next(iter(trainer.get_train_dataloader()))
-        trainer.model.eval()
+        trainer.model.train()
         with torch.no_grad():
             return trainer.compute_loss(trainer.model, batch).item()
 
 
 def main() -> None:
     torch.manual_seed(0)
-    reference, tokenizer = small_chat_model(MAX_LENGTH, "eager")
-    policy = changed(reference)
-    print("| loss | recipe | TRL | relative difference |\n| --- | --- | --- | --- |")
-    for kind in NAMES:
-        own, other = (loss(policy, reference, tokenizer, kind) for loss in (own_loss, trl_loss))
-        print(f"| {kind} | {own:.7f} | {other:.7f} | {abs(own - other) / abs(other):.0e} |")
+    llama, tokenizer = small_chat_model(MAX_LENGTH, "eager")
+    pad, end = tokenizer.convert_ids_to_tokens([0, 3])  # bytes
+    tokenizer.add_special_tokens({"pad_token": pad, "eos_token": end})
+    shape = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=MAX_LENGTH, eos_token_id=3)
+    print("| model | pairs | loss | recipe | TRL | relative difference |\n| --- | --- | --- | --- | --- | --- |")
+    for reference, form, kind in product((llama, GPT2LMHeadModel(shape)), ("messages", "texts"), NAMES):
+        data = changed(reference), reference, tokenizer, kind, rows_of(form)
+        own, other = own_loss(*data), trl_loss(*data)
+        difference = abs(own - other) / abs(other)
+        print(f"| {type(reference).__name__} | {form} | {kind} | {own:.7f} | {other:.7f} | {difference:.0e} |")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ To train on your own pairs, or to continue from a pretrained encoder:
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -29,15 +29,20 @@ from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups,
 from common.data import Batch, Examples, Metrics, pad_to_longest
 from common.tasks.encoder import (
     BERT_TP_PLAN,
+    PADDING,
     Embedder,
     always_mask,
     exported_tokenizer,
     freeze_key_biases,
     load_encoder,
+    with_tokens,
     word_tokenizer,
 )
 from common.tasks.mixture import Sources
 from common.tasks.pairs import EncodedPairs, Pair, load_pairs
+from common.tasks.pretrained import export_of
+
+ROUNDING = 1e-6  # of a similarity in float32
 
 
 @dataclass(kw_only=True)
@@ -46,7 +51,7 @@ class Config(RunConfig):
 
     data: str = "stdlib"
     epochs: int = 5
-    batch_size: int = 64
+    batch_size: int = flag(64, "pairs per step: each text has to find its partner among theirs", minimum=2)
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     lr_schedule: Schedule = "linear"
@@ -62,6 +67,7 @@ class Config(RunConfig):
     hidden_size: int = flag(64, "width of the model, and of the vectors", minimum=1)
     dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
     model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
+    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -79,18 +85,24 @@ def batch_loss(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def recall(examples: Examples) -> Metrics:
-    """The share of queries whose document is the nearest, or one of the ten nearest, of the whole evaluation set."""
-    ranks = []
+    """The share of queries whose document is the nearest, or one of the ten nearest, of the whole evaluation set. Where
+    documents are equally near, their order is random: the chance counts. What is not a number is never near."""
+    nearer, ties = [], []
     for start_at in range(0, len(examples["query"]), 1024):
         scores = examples["query"][start_at : start_at + 1024] @ examples["document"].T
-        ranks.append((scores > scores.diagonal(start_at)[:, None]).sum(1))
-    return {f"recall@{k}": float((torch.cat(ranks) < k).float().mean()) for k in (1, 10)}
+        over = scores - scores.diagonal(start_at)[:, None]
+        ties.append((over.abs() <= ROUNDING).sum(1))
+        nearer.append((~(over <= ROUNDING)).sum(1))
+    first, number = torch.cat(nearer), torch.cat(ties)
+    chances = {k: ((k - first) / number.clamp(min=1)).clamp(0, 1) * (number > 0) for k in (1, 10)}
+    return {f"recall@{k}": float(chance.mean()) for k, chance in chances.items()}
 
 
 def build(config: Config, pairs: list[Pair]) -> tuple[nn.Module, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
     if config.model_name_or_path is not None:
-        encoder, tokenizer = load_encoder(AutoModel, config.model_name_or_path, config.max_length)
+        trust = {"trust_remote_code": config.trust_remote_code}
+        encoder, tokenizer = load_encoder(AutoModel, config.model_name_or_path, config.max_length, **trust)
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler.requires_grad_(False)  # the mean does not use it
         return Embedder(encoder, tokenizer.pad_token_id, config.temperature), tokenizer
@@ -129,11 +141,14 @@ def main(config: Config) -> None:
     accelerator = start(config)
     sources = Sources(config, lambda data: load_pairs(data, config.query_column, config.document_column))
     model, tokenizer = build(config, [pair for train, _ in sources.parts.values() for pair in train])
-    encoded = partial(EncodedPairs, tokenizer=tokenizer, max_length=config.max_length)
+
+    def encoded(pairs: list[Pair]) -> Dataset:
+        return with_tokens(EncodedPairs(pairs, tokenizer, config.max_length))
+
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    padding = pad_to_longest({"query": tokenizer.pad_token_id, "document": tokenizer.pad_token_id}, mask=None)
+    padding = pad_to_longest({"query": PADDING, "document": PADDING}, mask=None)
     data = accelerator, model, optimizer, forward_step, *sources.sets(encoded, encoded), config
-    fit(*data, examples=recall, collate_fn=padding, export=tokenizer.save_pretrained, batch_loss=batch_loss)
+    fit(*data, examples=recall, collate_fn=padding, export=export_of(model, tokenizer), batch_loss=batch_loss)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/finetune.py
 
 Data: small conversations whose answers follow rules; or your own JSON-lines or parquet file, or a Hub id, with a column
-of messages, or with the columns prompt and completion.
+of messages, or with the columns prompt and completion; and perhaps tools.
 Expect: 50 of 50 held-out answers right, by the exported model of 0.8 M weights. Tokens are bytes.
 Time: a minute and a half on two CPU cores.
 
@@ -31,8 +31,10 @@ from common.environment import has_gpu
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
+from common.tasks.conversations import text_of
 from common.tasks.lora import add_lora, check_flags, write_merged
 from common.tasks.mixture import Sources
+from common.tasks.pretrained import export_of
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 
@@ -62,6 +64,7 @@ class Config(RunConfig):
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "fine-tune this causal model with its tokenizer (folder or Hub id)")
+    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
     num_answers: int | None = flag(
         None, "held-out questions for the exported model after training; default: 50, above 1e9 weights 5", minimum=0
     )
@@ -85,7 +88,9 @@ def build(config: Config) -> tuple[nn.Module, Any]:
     if path is None:
         model, tokenizer = small_chat_model(config.max_length, config.attention)
     else:
-        model, tokenizer = load_pretrained(path, config.max_length, config.attention, "max_length")
+        model, tokenizer = load_pretrained(
+            path, config.max_length, config.attention, "max_length", trust_remote_code=config.trust_remote_code
+        )
     if config.activation_checkpointing:
         checkpoint_activations(model)
     tokenizer = with_chat_template(tokenizer, model)
@@ -99,17 +104,15 @@ def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
     """Prints how many held-out questions the exported model answers right, and one answer."""
     folder = config.output_dir / "model"
     if config.merge:
-        write_merged(folder, config.output_dir / "merged")
+        write_merged(folder, config.output_dir / "merged", trust_remote_code=config.trust_remote_code)
     if config.num_answers == 0:
         return
-    model = load_trained(folder)
-    num_answers = config.num_answers or (5 if model.num_parameters() > 1e9 else 50)
-    asked = [chats.messages(index) for index in range(min(num_answers, len(chats)))]
-    asked = [messages for messages in asked if messages[-1]["role"] == "assistant"]
+    model = load_trained(folder, trust_remote_code=config.trust_remote_code)
+    asked = chats.asked(config.num_answers or (5 if model.num_parameters() > 1e9 else 50))
     if asked:
         answers = answer(model, tokenizer, asked, config.max_length)
         right = num_right(answers, asked)
-        print(f"{asked[0][-2]['content']} {answers[0]}\n{right} of {len(asked)} held-out answers are right")
+        print(f"{text_of(asked[0].messages[-2])} {answers[0]}\n{right} of {len(asked)} held-out answers are right")
 
 
 def main(config: Config) -> Any:
@@ -127,7 +130,7 @@ def main(config: Config) -> Any:
     make = packed if config.packing else partial(ChatDataset, places=not is_pipeline)
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
     data = accelerator, model, optimizer, forward_step, *sources.sets(make, make), config
-    fit(*data, summarize, collate_fn=collate_fn, export=tokenizer.save_pretrained)
+    fit(*data, summarize, collate_fn=collate_fn, export=export_of(model, tokenizer))
     return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)
 
 

@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/preferences.py
 
 Data: small conversations that end with the right answer, or with that to the opposite question; or your own JSON-lines
-or parquet file, or a Hub id, with the columns chosen and rejected, and perhaps prompt.
+or parquet file, or a Hub id, with the columns chosen and rejected, and perhaps prompt and tools.
 Expect: 98 % of held-out pairs have a margin in favour of the chosen answer, at first 50 %. The exported model of 0.8 M
 weights gives 42 of 50 held-out answers. It starts from scratch, and so also learns to write the chosen answers.
 Time: about two minutes on two CPU cores.
@@ -30,12 +30,21 @@ from common.data.batches import ForwardStep
 from common.data.mixture import parts_of
 from common.environment import has_gpu
 from common.seeds import CPU, kept_generators
-from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
+from common.tasks.causal_lm import (
+    IGNORED,
+    checkpoint_activations,
+    load_pretrained,
+    load_trained,
+    with_losses,
+    without_dropout,
+)
 from common.tasks.chat_models import answer, small_chat_model, with_chat_template
 from common.tasks.chats import Chats
+from common.tasks.conversations import text_of
 from common.tasks.lora import add_lora, check_flags
 from common.tasks.mixture import Sources
 from common.tasks.preferences import PairDataset, add_reference, load_pairs, log_probabilities, preference_loss
+from common.tasks.pretrained import export_of
 
 
 @dataclass(kw_only=True)
@@ -64,6 +73,7 @@ class Config(RunConfig):
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "train this causal model with its tokenizer (folder or Hub id)")
+    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
     num_answers: int = flag(50, "held-out questions for the exported model after training", minimum=0)
 
 
@@ -93,7 +103,10 @@ def build(config: Config) -> tuple[nn.Module, Any]:
     if path is None:
         model, tokenizer = small_chat_model(config.max_length, config.attention)
     else:
-        model, tokenizer = load_pretrained(path, config.max_length, config.attention, "max_length")
+        model, tokenizer = load_pretrained(
+            path, config.max_length, config.attention, "max_length", trust_remote_code=config.trust_remote_code
+        )
+        without_dropout(model)  # else the policy would differ from its reference, which is evaluated, before any step
     if config.activation_checkpointing:
         checkpoint_activations(model)
     tokenizer = with_chat_template(tokenizer, model)
@@ -105,11 +118,13 @@ def build(config: Config) -> tuple[nn.Module, Any]:
 
 def write_answers(config: Config, tokenizer: Any, pairs: Chats) -> None:
     """Prints how often the exported model gives the chosen answer, and one answer."""
-    asked = [pairs.messages(index) for index in range(0, min(2 * config.num_answers, len(pairs)), 2)]
+    asked = pairs.asked(config.num_answers, step=2)
     if asked:
-        answers = answer(load_trained(config.output_dir / "model"), tokenizer, asked, config.max_length)
-        num_chosen = sum(found == one[-1]["content"].strip() for found, one in zip(answers, asked))
-        print(f"{asked[0][-2]['content']} {answers[0]}\n{num_chosen} of {len(asked)} held-out answers are the chosen")
+        model = load_trained(config.output_dir / "model", trust_remote_code=config.trust_remote_code)
+        answers = answer(model, tokenizer, asked, config.max_length)
+        num_chosen = sum(found == text_of(one.messages[-1]).strip() for found, one in zip(answers, asked))
+        print(f"{text_of(asked[0].messages[-2])} {answers[0]}")
+        print(f"{num_chosen} of {len(asked)} held-out answers are the chosen")
 
 
 def main(config: Config) -> Any:
@@ -131,7 +146,7 @@ def main(config: Config) -> Any:
 
     add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, parts_of(*sets), config, padding)
     data = accelerator, model, optimizer_of(model), make_forward_step(config), *sets, config
-    fit(*data, collate_fn=padding, export=tokenizer.save_pretrained)
+    fit(*data, collate_fn=padding, export=export_of(model, tokenizer))
     return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)
 
 

@@ -38,6 +38,7 @@ from common.tasks.encoder import (
 from common.tasks.known_classes import config_of_classes, names_of, with_classes
 from common.tasks.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
 from common.tasks.mixture import Sources
+from common.tasks.pretrained import export_of
 
 
 @dataclass(kw_only=True)
@@ -62,6 +63,7 @@ class Config(RunConfig):
     hidden_size: int = flag(64, "width of the model", minimum=1)
     dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
     model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
+    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -90,9 +92,9 @@ def build(config: Config, train_texts: LabelledTexts) -> tuple[Any, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
     classes = train_texts.classes
     if path := config.model_name_or_path:
-        return with_classes(
-            partial(load_encoder, AutoModelForSequenceClassification, path, config.max_length), path, classes
-        )
+        options = {"trust_remote_code": config.trust_remote_code}
+        read = partial(load_encoder, AutoModelForSequenceClassification, path, config.max_length, **options)
+        return with_classes(read, path, classes)
     if config.hidden_size % config.num_heads:
         raise UsageError(
             f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: type "
@@ -135,7 +137,7 @@ def main(config: Config) -> None:
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     padding = pad_to_longest({"input_ids": tokenizer.pad_token_id})
     data = accelerator, model, optimizer, forward_step, *sources.sets(encoded, encoded), config
-    fit(*data, examples=macro_f1, collate_fn=padding, export=tokenizer.save_pretrained)
+    fit(*data, examples=macro_f1, collate_fn=padding, export=export_of(model, tokenizer))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from common.tasks.causal_lm import (
     with_losses,
 )
 from common.tasks.mixture import Sources
+from common.tasks.pretrained import export_of
 from common.tasks.routers import router_loss
 from common.tasks.text import load_tokens
 from common.tasks.tokenization import byte_tokenizer
@@ -60,6 +61,7 @@ class Config(RunConfig):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "continue from this causal model and its tokenizer (folder or Hub id)")
+    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
     max_samples: int | None = flag(None, "stream this many rows of a data set and keep them, not all", minimum=1)
     sample_tokens: int = flag(200, "tokens that the exported model generates after training", minimum=0)
 
@@ -97,19 +99,21 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
             **(experts if config.num_experts else {}),
         )
         return AutoModelForCausalLM.from_config(shape), byte_tokenizer()
-    return load_pretrained(config.model_name_or_path, config.context, config.attention)
+    sizes, trust = (config.context, config.attention), config.trust_remote_code
+    return load_pretrained(config.model_name_or_path, *sizes, trust_remote_code=trust)
 
 
 def print_sample(config: Config, prompt: Tensor) -> None:
     """Prints a sample that the exported model generates from `prompt`, shape (tokens,)."""
     folder = config.output_dir / "model"
-    model = load_trained(folder)
+    model = load_trained(folder, trust_remote_code=config.trust_remote_code)
     text = prompt.to(model.device)
     while len(text) < len(prompt) + config.sample_tokens:
         seen = text[-max(1, config.context // 2) :].unsqueeze(0)
         new = model.generate(seen, attention_mask=torch.ones_like(seen), max_length=config.context + 1, do_sample=True)
         text = torch.cat([text, new[0, seen.shape[1] :]])
-    print(AutoTokenizer.from_pretrained(folder).decode(text))
+    trust = {"trust_remote_code": config.trust_remote_code}
+    print(AutoTokenizer.from_pretrained(folder, **trust).decode(text))
 
 
 def main(config: Config) -> Any:
@@ -128,7 +132,7 @@ def main(config: Config) -> Any:
         summarize,
         tokens_per_sample=config.context,
         flops_per_sample=flops_per_sample(model, config.context),
-        export=tokenizer.save_pretrained,
+        export=export_of(model, tokenizer),
         batch_loss=partial(router_loss, config.router_loss) if config.router_loss else None,
     )
     prompt = sources.evaluation[0]["tokens"][: max(1, config.context // 2)]

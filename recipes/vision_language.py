@@ -31,9 +31,11 @@ from common import RunConfig, Schedule, fit, flag, parameter_groups, print_once,
 from common.data import Batch
 from common.environment import has_gpu
 from common.tasks.causal_lm import checkpoint_activations, load_pretrained, load_trained, with_losses
-from common.tasks.chat_models import answer, num_right, text_of, with_chat_template
+from common.tasks.chat_models import answer, num_right, with_chat_template
+from common.tasks.conversations import Conversation, text_of
 from common.tasks.lora import add_lora, check_flags, write_merged
 from common.tasks.mixture import Sources
+from common.tasks.pretrained import export_of
 from common.tasks.vision_batches import VisionDataset, VisionEncoder, unpadded
 from common.tasks.vision_chats import VisionChats, load_vision_chats
 from common.tasks.vision_models import freeze_named, freeze_picture_keys, freeze_unused, small_vision_model
@@ -62,6 +64,7 @@ class Config(RunConfig):
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "fine-tune this vision-language model (folder or Hub id)")
+    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
     num_answers: int = flag(50, "held-out questions for the exported model after training", minimum=0)
 
 
@@ -84,7 +87,7 @@ def build(config: Config) -> tuple[nn.Module, VisionEncoder]:
         model, processor = small_vision_model(config.max_length, config.attention)
     else:
         limits = config.max_length, config.attention, "max_length"
-        model, processor = load_pretrained(path, *limits, kind, "vision-language model")
+        model, processor = load_pretrained(path, *limits, kind, "vision-language model", config.trust_remote_code)
     freeze_picture_keys(model)
     if config.activation_checkpointing:
         checkpoint_activations(model)
@@ -103,14 +106,15 @@ def write_answers(config: Config, processor: Any, chats: VisionChats) -> None:
     """Prints how many held-out questions the exported model answers right, and one answer."""
     folder, kind = config.output_dir / "model", AutoModelForImageTextToText
     if config.merge:
-        write_merged(folder, config.output_dir / "merged", kind)
-    asked = [chats.read(index) for index in range(min(config.num_answers, len(chats)))]
-    asked = [(messages, pictures) for messages, pictures in asked if messages[-1]["role"] == "assistant"]
-    if asked:
-        messages, pictures = zip(*asked)
-        answers = answer(load_trained(folder, kind), processor, messages, config.max_length, pictures)
-        print(f"{text_of(messages[0][-2])} {answers[0]}")
-        print(f"{num_right(answers, messages)} of {len(asked)} held-out answers are right")
+        write_merged(folder, config.output_dir / "merged", kind, config.trust_remote_code)
+    read = [chats.read(index) for index in range(min(config.num_answers, len(chats)))]
+    kept = [(Conversation(messages), pictures) for messages, pictures in read if messages[-1]["role"] == "assistant"]
+    if kept:
+        asked, pictures = zip(*kept)
+        model = load_trained(folder, kind, config.trust_remote_code)
+        answers = answer(model, processor, asked, config.max_length, pictures)
+        print(f"{text_of(asked[0].messages[-2])} {answers[0]}")
+        print(f"{num_right(answers, asked)} of {len(asked)} held-out answers are right")
 
 
 def main(config: Config) -> Any:
@@ -124,7 +128,7 @@ def main(config: Config) -> Any:
     make = partial(VisionDataset, encoder=encoder)
     print_once(make(sources.train).facts())
     data = accelerator, model, optimizer, forward_step, *sources.sets(make, make), config
-    fit(*data, summarize, collate_fn=encoder.collate, export=encoder.processor.save_pretrained)
+    fit(*data, summarize, collate_fn=encoder.collate, export=export_of(model, encoder.processor))
     return None if config.evaluate_only else partial(write_answers, config, encoder.processor, sources.evaluation)
 
 

@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError
-from .tokenization import adds_special_tokens, byte_tokenizer, tokenizer_of
+from .conversations import Conversation, question, text_of
+from .tokenization import END, adds_special_tokens, byte_tokenizer, tokenizer_of
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
 TEMPLATE = (
@@ -21,7 +22,6 @@ SHORT_TEMPLATE = (  # for bytes: U question, A answer
 )
 ANSWER = "answer"
 MORE_TOKENS = 16
-END = "\x03"  # "end of text" in ASCII, for a tokenizer without an end mark
 
 
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
@@ -91,7 +91,7 @@ def small_chat_model(max_length: int, attention: str) -> tuple[PreTrainedModel, 
 def answer(
     model: Any,
     tokenizer: Any,
-    chats: Sequence[list[dict[str, Any]]],
+    chats: Sequence[Conversation],
     max_length: int,
     pictures: Sequence[list[Any]] | None = None,
 ) -> list[str]:
@@ -105,29 +105,23 @@ def answer(
         pictures: of each conversation, in order.
     """
     found, plain = [], tokenizer_of(tokenizer)
-    for number, messages in enumerate(chats):
-        text = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    for number, chat in enumerate(chats):
+        text = question(chat, tokenizer)
         images = {"images": [pictures[number]]} if pictures and pictures[number] else {}
-        options = {"add_special_tokens": adds_special_tokens(tokenizer, text), "return_tensors": "pt"}
-        given = tokenizer(text=[text], **images, **options).to(model.device)
+        adds = chat.is_plain or adds_special_tokens(tokenizer, text)
+        given = tokenizer(text=[text], **images, add_special_tokens=adds, return_tensors="pt").to(model.device)
         num_tokens = given["input_ids"].shape[1]
-        if num_tokens >= max_length:
+        if not 0 < num_tokens < max_length:
             found.append("")
             continue
-        expected = plain(text_of(messages[-1]), add_special_tokens=False)["input_ids"]
+        expected = plain(text_of(chat.messages[-1]), add_special_tokens=False)["input_ids"]
         longest = min(max_length, num_tokens + len(expected) + MORE_TOKENS)
         new = model.generate(**given, max_length=longest, do_sample=False)
         found.append(plain.decode(new[0, num_tokens:], skip_special_tokens=True).split(END)[0].strip())
     return found
 
 
-def text_of(message: dict[str, Any]) -> str:
-    """The text of a message, whose content may be a list of parts."""
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
-
-
-def num_right(answers: Sequence[str], chats: Sequence[list[dict[str, Any]]]) -> int:
+def num_right(answers: Sequence[str], chats: Sequence[Conversation]) -> int:
     """How many of these answers end as the conversations do."""
-    expected = [text_of(messages[-1]).strip() for messages in chats]
+    expected = [text_of(chat.messages[-1]).strip() for chat in chats]
     return sum(found.endswith(text) for found, text in zip(answers, expected) if text)

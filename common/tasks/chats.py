@@ -4,6 +4,7 @@ import itertools
 import random
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,17 +13,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..errors import UsageError, first_line
+from ..data.facts import say
+from ..errors import UsageError
 from .cache import cache_folder
 from .causal_lm import IGNORED, trained_places
+from .conversations import Conversation, Messages, as_text, text_of, unused
 from .rows import Table
 from .sources import check_not_streamed, hold_out, load_tables
 from .streams import rows_on_disk
 from .tokenization import digest_of
 
-Messages = list[dict[str, str]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
-VERSION = 1  # of what `encode` returns: another number makes it work anew
+VERSION = 2  # of what `encode` returns: another number makes it work anew
+NUM_LOOKED_AT = 16  # conversations, for what the template does not use
 ADVICE = "type --data rules for the embedded conversations, or the path of a .jsonl file"
 
 
@@ -34,45 +37,77 @@ class Chats:
         rows: for each, {"tokens": ids without those beyond the limit, "trained": for each of them whether the model
             learns to write it, "num_trained", "length": the number of ids before the cut}. A list, or a
             `datasets.Dataset` whose rows stay on disk.
-        messages: the messages of the conversation with an index.
+        chat: the conversation with an index.
     """
 
     rows: Any
-    messages: Callable[[int], Messages]
+    chat: Callable[[int], Conversation]
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def messages(self, index: int) -> Messages:
+        """The messages of the conversation with an index."""
+        return Conversation.of(self.chat(index)).messages
+
+    def asked(self, number: int, step: int = 1) -> list[Conversation]:
+        """Of each `step`-th of the conversations, at most so many, those that end with an answer that is a text."""
+        found = [Conversation.of(self.chat(index)) for index in range(0, min(number * step, len(self)), step)]
+        return [chat for chat in found if chat.messages[-1]["role"] == "assistant" and text_of(chat.messages[-1])]
+
     @cached_property
     def lengths(self) -> list[int]:
         """The number of tokens of each conversation, before the cut."""
-        return self._column("length")
+        return self.column("length")
 
     @cached_property
-    def _num_trained(self) -> list[int]:
-        return self._column("num_trained")
+    def num_trained(self) -> list[int]:
+        """The number of tokens of each conversation that the model learns to write."""
+        return self.column("num_trained")
 
-    def _column(self, name: str) -> list[int]:
+    def column(self, name: str) -> list[Any]:
+        """A value of each row."""
         rows = self.rows if isinstance(self.rows, list) else self.rows.select_columns([name])
         return [row[name] for row in rows]
 
-    def check_trained(self, data: str) -> "Chats":
-        """Returns itself. Raises UsageError if no token is trained."""
-        if not any(self._num_trained):
+    def part(self, indices: list[int]) -> "Chats":
+        """The conversations with these indices, which stay on disk."""
+        chosen = [self.rows[index] for index in indices] if isinstance(self.rows, list) else self.rows.select(indices)
+        return Chats(chosen, lambda index: self.chat(indices[index]))
+
+    def trained(self, data: str, max_length: int, use: str) -> "Chats":
+        """The conversations with a trained token; a line tells how many have none.
+
+        Args:
+            data: `--data`, for messages.
+            max_length: tokens beyond this number are cut.
+            use: "training" or "evaluation".
+
+        Raises:
+            UsageError: none has one.
+        """
+        kept = [index for index, number in enumerate(self.num_trained) if number]
+        self.check_trained(data, kept)
+        if len(kept) == len(self):
+            return self
+        say(
+            f"--data {data}: {len(self) - len(kept):,} of {len(self):,} {use} conversations have no trained token "
+            f"within --max_length {max_length}: left out"
+        )
+        return self.part(kept)
+
+    def check_trained(self, data: str, kept: list[int]) -> None:
+        """Raises UsageError if no conversation is kept."""
+        if not kept:
             roles = sorted({message["role"] for message in self.messages(0)})
             raise UsageError(
                 f"--data {data}: no token is trained: expected messages of the role assistant, found "
                 f"{', '.join(roles)}; or type a larger --max_length"
             )
-        return self
-
-    def part(self, indices: list[int]) -> "Chats":
-        """The conversations with these indices, which stay on disk."""
-        return Chats(self.rows.select(indices), lambda index: self.messages(indices[index]))
 
     def facts(self, max_length: int) -> str:
         """How much of it is trained, and what was cut, for the terminal."""
-        lengths, num_trained = self.lengths, sum(self._num_trained)
+        lengths, num_trained = self.lengths, sum(self.num_trained)
         num_tokens = sum(min(length, max_length) for length in lengths)
         num_cut = sum(length > max_length for length in lengths)
         return (
@@ -166,124 +201,110 @@ def load_chats(
         data: "rules" (questions with answers by rules); a .jsonl or .parquet file; or a Hub id.
         tokenizer: a fast tokenizer of transformers with a chat template.
         max_length: tokens beyond this number are cut.
-        column: name of the column with lists of messages. If there is none, the columns "prompt" and "completion".
+        column: name of the column with lists of messages. If there is none, the column "conversations", or the columns
+            "prompt" and "completion", of which the completion is learnt.
         max_samples: read so many conversations of each part as a stream.
 
     Returns:
-        (training conversations, evaluation conversations). If the source has only one part, one conversation in twenty
-        is held out.
+        (training conversations, evaluation conversations), those with a trained token. If the source has only one part,
+        one conversation in twenty is held out.
 
     Raises:
         UsageError: no data, no such column, messages or a template that cannot be used.
     """
     if data == "rules":
-        chats = by_rules()
         check_not_streamed(max_samples)
+        chats = [Conversation.of(messages) for messages in by_rules()]
         cut = len(chats) // HELD_OUT
-        return _of_list(chats[cut:], tokenizer, max_length), _of_list(chats[:cut], tokenizer, max_length)
-    parts = [_of_split(data, split, tokenizer, max_length, column) for split in load_tables(data, ADVICE, max_samples)]
+        parts = [_of_list(part, tokenizer, max_length) for part in (chats[cut:], chats[:cut])]
+    else:
+        splits = load_tables(data, ADVICE, max_samples)
+        parts = [_of_split(data, split, tokenizer, max_length, column) for split in splits]
     if len(parts) == 1:
         num_chats = len(parts[0])
         if num_chats < 2:
             raise UsageError(f"--data {data} has {num_chats} conversations: expected 2 or more")
-        divided = hold_out(num_chats, HELD_OUT)
-        parts = [parts[0].part(ids.sort().values.tolist()) for ids in divided]
-    return parts[0].check_trained(data), parts[1].check_trained(data)
+        parts = [parts[0].part(ids) for ids in divide([number > 0 for number in parts[0].num_trained])]
+    train, evaluation = (part.trained(data, max_length, use) for part, use in zip(parts, ("training", "evaluation")))
+    return train, evaluation
 
 
-def _of_list(chats: list[Messages], tokenizer: Any, max_length: int) -> Chats:
-    return Chats([encode(messages, tokenizer, max_length) for messages in chats], chats.__getitem__)
+def divide(useful: list[bool]) -> tuple[list[int], list[int]]:
+    """(numbers for training, those that are held out): one in twenty, of which one is useful."""
+    train, held = (ids.sort().values.tolist() for ids in hold_out(len(useful), HELD_OUT))
+    if not any(useful[number] for number in held) and any(useful):
+        held = [useful.index(True)]
+        train = [number for number in range(len(useful)) if number not in held]
+    return train, held
+
+
+def _of_list(chats: list[Conversation], tokenizer: Any, max_length: int) -> Chats:
+    return Chats([encode(chat, tokenizer, max_length) for chat in chats], chats.__getitem__)
 
 
 def _of_split(data: str, split: Table, tokenizer: Any, max_length: int, column: str) -> Chats:
     import datasets  # not at the top: the import takes seconds
 
     names = split.column_names
+    if column not in names and "conversations" in names:
+        column = "conversations"
     if column not in names and not {"prompt", "completion"} <= {*names}:
         raise UsageError(
             f"--data {data} has neither {column} nor prompt and completion: type --messages_column with one of "
             f"{', '.join(names)}"
         )
 
-    def messages(row: dict[str, Any]) -> Messages:
-        if column in row:
-            return row[column]
-        return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
-
-    def encoded() -> Iterator[dict[str, Any]]:
-        for number, row in enumerate(split, start=1):
-            try:
-                yield encode(messages(row), tokenizer, max_length)
-            except UsageError as error:
-                raise UsageError(f"--data {data}, conversation {number}: {error}") from None
+    def read(row: dict[str, Any]) -> list[Conversation]:
+        return [Conversation.of_row(row, column)]
 
     number = datasets.Value("int64")
     lists = {"tokens": datasets.List(number), "trained": datasets.List(datasets.Value("bool"))}
     features = datasets.Features({**lists, "num_trained": number, "length": number})
     folder = cache_folder("chats", VERSION, split.key, digest_of(tokenizer), max_length, column)
-    rows = rows_on_disk(folder, f"encoding {len(split):,} conversations", encoded(), features, len(split))
-    return Chats(rows, lambda index: messages(split[index]))
+    encoded = encoded_rows(data, split, lambda row: [encode(read(row)[0], tokenizer, max_length)], "conversation")
+    rows = rows_on_disk(folder, f"encoding {len(split):,} conversations", encoded, features, len(split))
+    say_unused(data, split, read, tokenizer)
+    return Chats(rows, lambda index: read(split[index])[0])
 
 
-def encode(messages: Messages, tokenizer: Any, max_length: int, first: int = 0) -> dict[str, Any]:
-    """Encodes a conversation: a row of `Chats`.
+Reader = Callable[[dict[str, Any]], list[Conversation]]  # the conversations in a row
+
+
+def encoded_rows(
+    data: str, split: Table, encoded: Callable[[dict[str, Any]], list[dict[str, Any]]], noun: str
+) -> Iterator[dict[str, Any]]:
+    """Rows of `Chats`, which `encoded` makes of each row. Raises UsageError, with the number of the row."""
+    for number, row in enumerate(split, start=1):
+        try:
+            yield from encoded(row)
+        except UsageError as error:
+            raise UsageError(f"--data {data}, {noun} {number}: {error}") from None
+
+
+def say_unused(data: str, split: Table, read: Reader, template: Any) -> None:
+    """Prints what the chat template does not use of the first rows."""
+    chats = []
+    for row in itertools.islice(split, NUM_LOOKED_AT):
+        with suppress(UsageError):  # `encoded_rows` says so
+            chats += read(row)
+    if names := unused([chat for chat in chats if not chat.is_plain], template):
+        say(f"--data {data}: the chat template does not use {', '.join(names)}")
+
+
+def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
+    """Encodes a conversation, or messages: a row of `Chats`.
 
     The model learns to write what the template puts after the beginning of each answer of the assistant, up to its end
-    mark, but not in messages before number `first`. Raises UsageError.
+    mark, but not in messages before the first that it learns. Raises UsageError.
     """
-    text, spans = answer_spans(messages, tokenizer, first)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    chat = Conversation.of(chat)
+    text, spans = as_text(chat, tokenizer)
+    encoded = tokenizer(text, add_special_tokens=chat.is_plain, return_offsets_mapping=True)
     tokens, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
     trained = [any(start in span for span in spans) for start in starts]
     trained[:1] = [False] * len(trained[:1])  # no token comes before it
-    if len(tokens) < 2:
-        raise UsageError("it has fewer than two tokens: remove it")
     trained = trained[:max_length]
     return {"tokens": tokens[:max_length], "trained": trained, "num_trained": sum(trained), "length": len(tokens)}
-
-
-def answer_spans(messages: Messages, template: Any, first: int = 0) -> tuple[str, list[range]]:
-    """(the text of a conversation, the places in it that the model learns to write).
-
-    Args:
-        messages: the conversation.
-        template: a tokenizer or a processor with a chat template.
-        first: number of the first message that may be learnt.
-
-    Raises:
-        UsageError: no messages, or a template that cannot be used.
-    """
-    check_messages(messages)
-    if messages and messages[0]["role"] == "assistant":
-        raise UsageError("it begins with an answer: remove it, or put a question before it")
-    text, spans = rendered(messages, template), []
-    for turn, message in enumerate(messages):
-        if message["role"] == "assistant" and turn >= first:
-            before = rendered(messages[:turn], template, add_generation_prompt=True)
-            after = rendered(messages[: turn + 1], template)
-            if not (text.startswith(before) and text.startswith(after)):
-                raise UsageError(
-                    "the chat template changes earlier turns when a turn follows, so that the tokens to train on are "
-                    "unknown: give the tokenizer another chat_template"
-                )
-            spans.append(range(len(before), len(after)))
-    return text, spans
-
-
-def check_messages(messages: Any) -> None:
-    """Raises UsageError unless these are messages with roles."""
-    if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
-        raise UsageError('expected a list of messages such as {"role": "user", "content": "Why?"}')
-
-
-def rendered(messages: Messages, template: Any, **options: bool) -> str:
-    """A conversation as a text. Raises UsageError if the template refuses it."""
-    if not messages:  # many templates need a message
-        return ""
-    try:
-        return template.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # templates are programs, and raise what they like
-        raise UsageError(f"the chat template refuses it ({first_line(error)})") from None
 
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Subset
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -31,6 +32,7 @@ BERT_TP_PLAN = {
     "bert.encoder.layer.*.intermediate.dense": "colwise",
     "bert.encoder.layer.*.output.dense": "rowwise",
 }
+PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
 PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
 
 
@@ -42,7 +44,7 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
             another number of classes, the head is new.
         name_or_path: folder or Hub id.
         max_length: tokens of the longest text.
-        options: for `from_pretrained`, such as `id2label` and `label2id` of the classes.
+        options: for `from_pretrained`, such as `id2label` and `label2id` of the classes, and `trust_remote_code`.
 
     Raises:
         UsageError: no encoder or tokenizer there, weights that do not fit, no token for padding, or too few positions.
@@ -90,6 +92,19 @@ def freeze_key_biases(model: nn.Module, names: tuple[str, ...] = ("attention.sel
             weight.requires_grad_(False)
 
 
+def with_tokens(pairs: Any) -> Any:
+    """The samples of a dataset all of whose texts have tokens; a line tells how many have not. Raises UsageError if
+    all have not."""
+    kept = [number for number in range(len(pairs)) if all(len(tokens) for tokens in pairs[number].values())]
+    if not kept:
+        raise UsageError("no pair has tokens in both of its texts: look at the columns that --query_column and "
+                         "--document_column name")  # fmt: skip
+    if len(kept) == len(pairs):
+        return pairs
+    print_once(f"{len(pairs) - len(kept):,} of {len(pairs):,} pairs have a text without tokens: left out")
+    return Subset(pairs, kept)
+
+
 class Embedder(nn.Module):
     """Vectors of length 1: the means of an encoder's last hidden states.
 
@@ -97,7 +112,7 @@ class Embedder(nn.Module):
 
     Args:
         encoder: a model of transformers.
-        pad: token that fills up texts.
+        pad: token that the encoder gets in the place of padding.
         temperature: at the start.
     """
 
@@ -113,9 +128,10 @@ class Embedder(nn.Module):
         return self.vectors(query), self.vectors(document), self.log_scale.exp().expand(len(query))
 
     def vectors(self, tokens: Tensor) -> Tensor:
-        """(batch, length) -> (batch, hidden)"""
-        mask = (tokens != self.pad).long()
-        hidden = self.get_submodule(self.name)(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
+        """(batch, length), filled up with `PADDING` -> (batch, hidden)"""
+        mask = (tokens != PADDING).long()
+        given = {"input_ids": tokens.masked_fill(tokens == PADDING, self.pad), "attention_mask": mask}
+        hidden = self.get_submodule(self.name)(**given).last_hidden_state.float()
         return F.normalize((hidden * mask[..., None]).sum(1), dim=-1)  # the mean's length does not matter
 
 
@@ -147,8 +163,8 @@ def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizer
 def exported_tokenizer(folder: Path, classes: list[str] | None = None) -> Any:
     """The tokenizer beside an exported encoder. Raises UsageError if there is none, or if its classes differ."""
     try:
-        found = AutoConfig.from_pretrained(folder).id2label
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=False).id2label
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):
         raise UsageError(f"no exported encoder in {folder}: train first, or type the --output_dir of a run") from None
     there = [found[number] for number in sorted(found)]

@@ -1,6 +1,8 @@
 """LoRA adapters (Hu et al. 2021) through PEFT: small trained matrices beside frozen weights."""
 
 import hashlib
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 
 from ..environment import print_once
-from ..errors import UsageError
+from ..errors import UsageError, first_line
 from ..parallel.on_disk import made_up, origin_of
 
 FILE = "adapter_model.safetensors"
@@ -50,7 +52,7 @@ class Adapter:
 
 def _without_name(weight: str) -> str:
     """A weight's name in PEFT's files, which leave out the adapter's name."""
-    return weight.replace(".default.", ".")
+    return re.sub(r"\.default(?=\.|$)", "", weight)
 
 
 def check_flags(model_name_or_path: str | None, rank: int, merge: bool = False) -> None:
@@ -62,7 +64,7 @@ def check_flags(model_name_or_path: str | None, rank: int, merge: bool = False) 
 
 
 def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.Module:
-    """Freezes a model and adds adapters to its linear layers.
+    """Freezes a model and adds adapters to layers: those that PEFT adapts, such as linear ones and GPT-2's Conv1D.
 
     Args:
         model: from `with_losses`.
@@ -75,7 +77,7 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
         The model with an attribute `peft_adapter`.
 
     Raises:
-        UsageError: PEFT is not installed, or no layer has such a name.
+        UsageError: PEFT is not installed, no layer has such a name, or PEFT does not adapt it.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -83,8 +85,13 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
         raise UsageError("--lora_rank needs PEFT: type pip install peft") from None
     digest = digest_of_weights(model)
     names = targets if targets == "all-linear" else _layers(model, targets)
-    with made_up(model):  # PEFT makes adapters on the device of the weights
-        adapted: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
+    with made_up(model), warnings.catch_warnings():  # PEFT makes adapters on the device of the weights
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # PEFT sets it for GPT-2's layers
+        try:
+            adapted: Any = get_peft_model(model, settings)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise UsageError(f"--lora_targets {targets}: {first_line(error)}; {_advice(model)}") from None
     settings = adapted.peft_config["default"]
     settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
     settings.target_modules = sorted(settings.target_modules)  # PEFT writes a set in a random order
@@ -97,18 +104,26 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
 
 
 def _layers(model: PreTrainedModel, targets: str) -> list[str]:
-    """The names of layers in `--lora_targets`. Raises UsageError for a name that is no linear layer but the head."""
+    """The names of layers in `--lora_targets`. Raises UsageError for a name that no layer has, or the head, which may
+    share its weights with an embedding."""
     head = model.get_output_embeddings()
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    paths = [name for name, module in model.named_modules() if module is not head]
     names = [name.strip() for name in targets.split(",") if name.strip()]
-    unknown = [name for name in names if not any(path == name or path.endswith(f".{name}") for path in linear)]
+    unknown = [name for name in names if not any(path == name or path.endswith(f".{name}") for path in paths)]
     if unknown or not names:
-        last = sorted({name.rpartition(".")[2] for name in linear})
-        raise UsageError(
-            f"--lora_targets {targets}: no linear layer {', '.join(unknown)}; type all-linear, or some of "
-            f"{','.join(last)}"
-        )
+        missing = f"no layer {', '.join(unknown)} (the head does not count)"
+        raise UsageError(f"--lora_targets {targets}: {missing}; {_advice(model)}")
     return names
+
+
+def _advice(model: PreTrainedModel) -> str:
+    head = model.get_output_embeddings()
+    last = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if module is not head and not [*module.children()] and any(weight.ndim > 1 for weight in module.parameters())
+    }
+    return f"type all-linear, or some of {','.join(sorted(last))}"
 
 
 def digest_of_weights(model: nn.Module) -> str:
@@ -122,11 +137,15 @@ def digest_of_weights(model: nn.Module) -> str:
     return found.hexdigest()[:16]
 
 
-def write_merged(adapters: Path, folder: Path, kind: Any = AutoModelForCausalLM) -> None:
+def write_merged(
+    adapters: Path, folder: Path, kind: Any = AutoModelForCausalLM, trust_remote_code: bool = False
+) -> None:
     """Adds exported adapters to the weights of their base, a model of this kind, and writes an ordinary model of
     transformers."""
     from peft import PeftConfig, PeftModel
 
-    base = kind.from_pretrained(PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path, dtype=torch.float32)
+    trust = {"trust_remote_code": trust_remote_code}
+    path = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
+    base = kind.from_pretrained(path, dtype=torch.float32, **trust)
     PeftModel.from_pretrained(base, str(adapters)).merge_and_unload().save_pretrained(folder)
-    AutoProcessor.from_pretrained(adapters).save_pretrained(folder)  # or its tokenizer, if it sees no pictures
+    AutoProcessor.from_pretrained(adapters, **trust).save_pretrained(folder)  # or its tokenizer, if it sees no pictures

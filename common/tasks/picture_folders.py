@@ -10,7 +10,7 @@ from PIL import Image
 from ..data.facts import say
 from ..errors import UsageError
 from .known_classes import printable
-from .rows import table_of, text_of
+from .rows import table_of, text_of_cell
 
 # A folder with one of these whole names is a part of the data, if all its siblings are, too; the first that is there.
 TRAIN = "train", "training"
@@ -132,11 +132,11 @@ def _described(folder: Path, below: str, files: list[str], left_out: LeftOut) ->
         if column is None or FILE_NAME not in rows[0]:
             continue
         for number, row in enumerate(rows, start=1):
-            if not all(text_of(row[key]) for key in (FILE_NAME, column)):
+            if not all(text_of_cell(row[key]) for key in (FILE_NAME, column)):
                 raise UsageError(f"{path}: row {number} lacks {FILE_NAME} or {column}: expected a text in each")
             if not (path.parent / row[FILE_NAME]).is_file():
                 raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
-        found = [(below + os.path.normpath(row[FILE_NAME]), str(text_of(row[column]))) for row in rows]
+        found = [(below + os.path.normpath(row[FILE_NAME]), str(text_of_cell(row[column]))) for row in rows]
         known = {below + name, *(file for file, _ in found)}
         left_out[NO_PICTURE] = [file for file in left_out[NO_PICTURE] if file not in known]
         rest = [file for file in files if file not in known]

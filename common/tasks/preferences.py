@@ -1,6 +1,6 @@
 """Pairs of answers, of which one is preferred, and the log-probabilities that a reference gives them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..data.batches import Batch, CollateFn, Examples, ForwardStep, MapDataset, checked_datasets
+from ..data.facts import say
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
@@ -22,16 +23,17 @@ from ..parallel.setup import Setup
 from ..plan import Plan
 from .cache import cache_folder, write_once
 from .causal_lm import IGNORED, trained_places
-from .chats import HELD_OUT, Chats, Messages, answers_by_rules, by_rules, encode, shifted
+from .chats import HELD_OUT, Chats, answers_by_rules, by_rules, divide, encode, encoded_rows, say_unused, shifted
+from .conversations import Conversation, as_messages, checked, num_shared, options_of
 from .lora import digest_of_weights
 from .rows import Table
-from .sources import check_not_streamed, hold_out, load_tables
+from .sources import check_not_streamed, load_tables
 from .streams import rows_on_disk
 from .tokenization import digest_of
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
 ADVICE = "type --data rules for the embedded pairs, or the path of a .jsonl file"
-VERSION = 2  # of what is kept on disk: another number makes it anew
+VERSION = 3  # of what is kept on disk: another number makes it anew
 
 
 class PairDataset(Dataset):
@@ -68,37 +70,53 @@ def _columns(tensors: Any, padding: int) -> Tensor:
 
 
 def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | None = None) -> tuple[Chats, Chats]:
-    """Loads pairs of conversations and encodes them with the tokenizer's chat template. Rows 2i and 2i + 1 are the
-    preferred and the other conversation of pair i. What both begin with is not trained.
+    """Loads pairs of conversations and encodes them. Rows 2i and 2i + 1 are the preferred and the other conversation of
+    pair i. What both begin with is not trained.
 
     Args:
         data: "rules" (the right answer, and that to the opposite question); a .jsonl or .parquet file; or a Hub id. Its
-            columns are "chosen" and "rejected", and perhaps "prompt", as in TRL: lists of messages, or texts.
+            columns are "chosen" and "rejected", and perhaps "prompt", as in TRL: lists of messages, of which the
+            tokenizer's chat template makes texts; or texts, which are taken as they stand.
         tokenizer: a fast tokenizer of transformers with a chat template.
         max_length: tokens beyond this number are cut.
         max_samples: read so many pairs of each part as a stream.
 
     Returns:
-        (training pairs, evaluation pairs). If the source has only one part, one pair in twenty is held out.
+        (training pairs, evaluation pairs), whose answers both have a token within the limit, and differ. If the source
+        has only one part, one pair in twenty is held out.
 
     Raises:
         UsageError: no data, no such columns, messages or a template that cannot be used.
     """
     if data == "rules":
         check_not_streamed(max_samples)
-        chats = [chat for pair in pairs_by_rules() for chat in divided(pair)]
-        rows = [encode(messages, tokenizer, max_length, first) for messages, first in chats]
-        cut = 2 * (len(chats) // 2 // HELD_OUT)
-        train = Chats(rows[cut:], lambda index: chats[cut + index][0])
-        return train, Chats(rows[:cut], lambda index: chats[index][0])
-    parts = [_of_split(data, split, tokenizer, max_length) for split in load_tables(data, ADVICE, max_samples)]
+        pairs = [divided(row) for row in pairs_by_rules()]
+        cut = len(pairs) // HELD_OUT
+        parts = [_of_list(part, tokenizer, max_length) for part in (pairs[cut:], pairs[:cut])]
+    else:
+        parts = [_of_split(data, split, tokenizer, max_length) for split in load_tables(data, ADVICE, max_samples)]
     if len(parts) == 1:
         num_pairs = len(parts[0]) // 2
         if num_pairs < 2:
             raise UsageError(f"--data {data} has {num_pairs} pairs: expected 2 or more")
-        held = [ids.sort().values.tolist() for ids in hold_out(num_pairs, HELD_OUT)]
-        parts = [parts[0].part([2 * index + side for index in ids for side in (0, 1)]) for ids in held]
-    return parts[0].check_trained(data), parts[1].check_trained(data)
+        kept = {*_useful(parts[0])[1]}
+        parts = [_pairs(parts[0], ids) for ids in divide([number in kept for number in range(num_pairs)])]
+    train, evaluation = (_kept(one, data, max_length, use) for one, use in zip(parts, ("training", "evaluation")))
+    return train, evaluation
+
+
+def _pairs(pairs: Chats, numbers: list[int]) -> Chats:
+    return pairs.part([2 * number + side for number in numbers for side in (0, 1)])
+
+
+def _of_list(pairs: list[list[Conversation]], tokenizer: Any, max_length: int) -> Chats:
+    rows = [row for pair in pairs for row in _encoded(pair, tokenizer, max_length)]
+    return Chats(rows, lambda index: pairs[index // 2][index % 2])
+
+
+def _encoded(pair: list[Conversation], tokenizer: Any, max_length: int) -> list[dict[str, Any]]:
+    chosen, rejected = (encode(chat, tokenizer, max_length) for chat in pair)
+    return [row | {"equal": chosen["tokens"] == rejected["tokens"]} for row in (chosen, rejected)]
 
 
 def _of_split(data: str, split: Table, tokenizer: Any, max_length: int) -> Chats:
@@ -107,41 +125,69 @@ def _of_split(data: str, split: Table, tokenizer: Any, max_length: int) -> Chats
             f"--data {data}: expected the columns chosen and rejected, and perhaps prompt, found "
             f"{', '.join(split.column_names)}"
         )
-
-    def encoded() -> Iterator[dict[str, Any]]:
-        for number, row in enumerate(split, start=1):
-            try:
-                for messages, first in divided(row):
-                    yield encode(messages, tokenizer, max_length, first)
-            except UsageError as error:
-                raise UsageError(f"--data {data}, pair {number}: {error}") from None
-
+    rows = encoded_rows(data, split, lambda row: _encoded(divided(row), tokenizer, max_length), "pair")
     folder = cache_folder("pairs", VERSION, split.key, digest_of(tokenizer), max_length)
-    rows = rows_on_disk(folder, f"encoding {len(split):,} pairs", encoded(), None, 2 * len(split))
-    return Chats(rows, lambda index: divided(split[index // 2])[index % 2][0])
+    found = rows_on_disk(folder, f"encoding {len(split):,} pairs", rows, None, 2 * len(split))
+    say_unused(data, split, divided, tokenizer)
+    return Chats(found, lambda index: divided(split[index // 2])[index % 2])
 
 
-def divided(row: dict[str, Any]) -> list[tuple[Messages, int]]:
-    """[(preferred conversation, number of its first messages that are the prompt), the same of the other one]
+def _useful(pairs: Chats) -> tuple[list[int], list[int]]:
+    """(numbers of the pairs whose answers both have a trained token, those of them whose answers differ)"""
+    trained, equal = pairs.num_trained, pairs.column("equal")
+    whole = [number for number in range(len(pairs) // 2) if trained[2 * number] and trained[2 * number + 1]]
+    return whole, [number for number in whole if not equal[2 * number]]
+
+
+def _kept(pairs: Chats, data: str, max_length: int, use: str) -> Chats:
+    """The pairs from which a preference can be learnt; a line for each reason tells how many others there are. Raises
+    UsageError if there are none."""
+    total, (whole, kept) = len(pairs) // 2, _useful(pairs)
+    for number, reason in (
+        (total - len(whole), "have an answer without a token"),
+        (len(whole) - len(kept), "have two equal answers"),
+    ):
+        if number:
+            within = f"within --max_length {max_length}: left out"
+            say(f"--data {data}: {number:,} of {total:,} {use} pairs {reason} {within}")
+    if whole and not kept:
+        raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
+    pairs.check_trained(data, kept)
+    return pairs if len(kept) == total else _pairs(pairs, kept)
+
+
+def divided(row: dict[str, Any]) -> list[Conversation]:
+    """[preferred conversation, the other one], as TRL reads a row: texts are taken as they stand, and if there is no
+    prompt, it is what both begin with.
 
     Raises:
-        UsageError: neither lists of messages nor a prompt with answers.
+        UsageError: neither lists of messages nor texts.
     """
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-        prompt = [{"role": "user", "content": prompt}]
-        chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+    if all(isinstance(text, str) for text in (prompt or "", chosen, rejected)):
+        if prompt is None:
+            shared = _num_asked(chosen, rejected)
+            if shared > 0 and chosen[shared] != rejected[shared] and chosen[shared - 1] == " ":
+                shared -= 1  # the space belongs to the word after it
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        asked = {"role": "user", "content": prompt}
+        return [
+            Conversation([asked, {"role": "assistant", "content": text}], 1, {}, True) for text in (chosen, rejected)
+        ]
     if not (isinstance(chosen, list) and isinstance(rejected, list) and chosen and rejected):
-        raise UsageError('expected lists of messages such as {"role": "user", "content": "Why?"}, or three texts')
-    if isinstance(prompt, list):
-        return [(prompt + chosen, len(prompt)), (prompt + rejected, len(prompt))]
-    num_shared, most = 0, min(len(chosen), len(rejected)) - 1  # a text as prompt repeats what both begin with
-    while num_shared < most and chosen[num_shared] == rejected[num_shared]:
-        num_shared += 1
-    return [(chosen, num_shared), (rejected, num_shared)]
+        raise UsageError('expected lists of messages such as {"role": "user", "content": "Why?"}, or texts')
+    options, both = options_of(row), [as_messages(chosen), as_messages(rejected)]
+    begins = as_messages(prompt) if isinstance(prompt, list) else []  # a text repeats what both begin with
+    first = len(begins) if isinstance(prompt, list) else _num_asked(*both)
+    return [Conversation(checked(begins + messages), first, options) for messages in both]
 
 
-def pairs_by_rules() -> list[dict[str, Messages]]:
+def _num_asked(chosen: Any, rejected: Any) -> int:
+    """How many characters or messages both begin with; one is left of each."""
+    return max(0, min(num_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
+
+
+def pairs_by_rules() -> list[dict[str, Any]]:
     """1,000 conversations whose last answer follows a rule, or the opposite rule."""
     answers, pairs = answers_by_rules(), []
     for messages in by_rules():

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from ..environment import print_once
@@ -33,7 +34,7 @@ def load(
         name_or_path: folder or Hub id.
         expected: what should be there, for the message.
         reads: `AutoTokenizer`, or `AutoProcessor` if the model sees pictures; None for no tokenizer.
-        options: for `from_pretrained`.
+        options: for `from_pretrained`. Code that the model brings runs if `trust_remote_code` is there and true.
 
     Returns:
         (model, tokenizer, names of the weights that are new: the files lack them, or have heads of another shape)
@@ -43,14 +44,18 @@ def load(
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
-    options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    has_flag, trust = "trust_remote_code" in options, {"trust_remote_code": options.pop("trust_remote_code", False)}
+    options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **trust}
     try:
-        tokenizer = reads.from_pretrained(name_or_path) if reads else None
-        dtype = AutoConfig.from_pretrained(name_or_path).dtype
+        tokenizer = reads.from_pretrained(name_or_path, **trust) if reads else None
+        dtype = AutoConfig.from_pretrained(name_or_path, **trust).dtype
         model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
         if not _left_on_disk(model, name_or_path):
             model, info = kind.from_pretrained(name_or_path, **options)
     except Exception as error:  # the library and its network stack raise dozens of types
+        if "trust_remote_code" in str(error):  # transformers would ask, in each process, if it were not told
+            advice = "read it, and type --trust_remote_code to run it" if has_flag else "this recipe does not run it"
+            raise UsageError(f"--model_name_or_path {name_or_path} brings Python code of its own: {advice}") from None
         is_video = "video processor" in str(error) and find_spec("torchvision") is None
         needs = "; type pip install torchvision" if is_video else ""
         raise UsageError(
@@ -68,7 +73,23 @@ def load(
         model.config.dtype = dtype  # that of the exported weights
         name = str(dtype).removeprefix("torch.")
         print_once(f"{name_or_path} is in {name}: trained in float32, exported in {name} again (--export_dtype)")
+    if type(model)._auto_class is not None:  # its code goes with the export, from where it is loaded
+        own = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
+        model.config.auto_map = (model.config.auto_map or {}) | {type(model)._auto_class: own}
     return model, tokenizer, sorted(info["missing_keys"]) + misfits
+
+
+def export_of(model: Any, processor: Any) -> Callable[[Path], None]:
+    """What `fit` calls to write files beside the exported weights: those of the tokenizer or processor, and the Python
+    code that the model brought."""
+
+    def export(folder: Path) -> None:
+        processor.save_pretrained(folder)
+        brought = [module for module in model.modules() if getattr(module, "_auto_class", None) is not None]
+        if brought and not hasattr(model, "peft_adapter"):  # adapters name their base, which has it
+            custom_object_save(brought[0], folder)
+
+    return export
 
 
 class Folder:

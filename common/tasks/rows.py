@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -54,6 +54,7 @@ class Table:
         column_names: of all rows.
         size: the number of rows.
         read: the row with a number, in which a cell may be missing.
+        column: the cells of a column, if there is a faster way than by rows.
         key: another table has another one.
         num_bytes: about.
         kinds: {column: its type in `datasets`} of a file that has types.
@@ -66,12 +67,15 @@ class Table:
     key: object
     num_bytes: int
     kinds: dict[str, Any]
+    column: Callable[[str], Iterable[Any]] | None = None
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Row:
-        return dict.fromkeys(self.column_names) | self.read(index)
+        """A row, whose cells are texts, or None, or lists, dicts and bytes as they are."""
+        cells = dict.fromkeys(self.column_names) | self.read(index)
+        return {name: _as_it_is_or_text(cell, self.kinds.get(name)) for name, cell in cells.items()}
 
     def __iter__(self) -> Iterator[Row]:
         return map(self.__getitem__, range(self.size))
@@ -83,12 +87,16 @@ class Table:
                 found = ", ".join(self.column_names)
                 raise UsageError(f"--data {self.name} has no column {name}: type {flag} with one of {found}")
 
+    def values(self, column: str) -> Iterable[Any]:
+        """The cells of a column."""
+        return self.column(column) if self.column else (self.read(number).get(column) for number in range(self.size))
+
     def texts(self, column: str) -> Iterator[str | None]:
         """The text that stands in each row of a column; None where there is none. Raises UsageError for lists."""
         kind = self.kinds.get(column)
-        for number, row in enumerate(self, start=1):
+        for number, cell in enumerate(self.values(column), start=1):
             try:
-                yield text_of(row[column], kind)
+                yield text_of_cell(cell, kind)
             except UsageError as error:
                 raise UsageError(f"--data {self.name}, row {number}, column {column}: {error}") from None
 
@@ -103,7 +111,9 @@ def typed_table(data: str, split: Any) -> Table:
             split = split.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
     name = f"{data}, {split.split}" if split.split else data
     key, num_bytes = split._fingerprint, split.data.nbytes
-    return Table(name, split.column_names, len(split), split.__getitem__, key, num_bytes, split.features)
+    return Table(
+        name, split.column_names, len(split), split.__getitem__, key, num_bytes, split.features, split.__getitem__
+    )
 
 
 def holds_pictures(kind: Any) -> bool:
@@ -124,7 +134,7 @@ def filled(table: Table, *columns: str) -> list[tuple[str, ...]]:
     return [row for number, row in enumerate(rows) if number not in empty]
 
 
-def text_of(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type
+def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type
     """The text of a cell; None if it has none.
 
     Args:
@@ -154,6 +164,10 @@ def text_of(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one 
         case int() | float() | date() | time() | Decimal():
             return str(value)
     raise UsageError(f"expected text, found {type(value).__name__} {str(value)[:40]}")
+
+
+def _as_it_is_or_text(cell: Any, kind: Any) -> Any:
+    return cell if isinstance(cell, list | dict | bytes) else text_of_cell(cell, kind)
 
 
 def table_of(data: str, split: str, places: Sequence[Place], max_rows: int | None, kinds: dict[str, Any]) -> Table:

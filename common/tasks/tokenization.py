@@ -8,6 +8,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+END = "\x03"  # "end of text" in ASCII, for a tokenizer without an end mark
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each byte of UTF-8; the token id is the byte."""

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ..data import Batch, pad_to_longest
 from ..errors import UsageError, first_line
 from .causal_lm import IGNORED, trained_places
-from .chats import answer_spans, rendered
+from .conversations import answer_spans, rendered
 from .tokenization import adds_special_tokens
 from .vision_chats import Messages, Pictures, VisionChats
 
@@ -75,7 +75,7 @@ class VisionEncoder:
             raise UsageError(f"{type(self.processor).__name__} refuses it ({first_line(error)})") from None
 
     def sample(self, messages: Messages, pictures: Pictures) -> dict[str, Any]:
-        """A sample of a conversation. Raises UsageError."""
+        """A sample of a conversation. Raises UsageError, also if none of its tokens is trained."""
         return self._sample(messages, pictures, self.max_length)
 
     def _sample(self, messages: Messages, pictures: Pictures, max_length: int | None = None) -> dict[str, Any]:
@@ -84,6 +84,10 @@ class VisionEncoder:
         if max_length is not None and (whole[max_length:] == self.picture_token).any():
             last = int((whole == self.picture_token).nonzero()[-1]) + 1
             raise UsageError(f"its pictures end at token {last}: type --max_length {last} or more, or smaller pictures")
+        if max_length is not None and not trained[kept].any():
+            first = int(trained.int().argmax()) + 1
+            advice = f"its first answer begins at token {first}: type --max_length {first} or more"
+            raise UsageError(advice if trained.any() else "it has no answer after its last picture")
         tokens = whole[kept]
         labels = tokens.roll(-1).masked_fill(~trained[kept].roll(-1), IGNORED)
         labels[-1] = IGNORED

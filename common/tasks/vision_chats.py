@@ -9,9 +9,10 @@ from typing import Any, Self
 
 from PIL import Image, ImageDraw
 
-from ..environment import print_once
+from ..data.facts import say
 from ..errors import UsageError
-from .chats import HELD_OUT, check_messages
+from .chats import HELD_OUT
+from .conversations import as_messages
 from .picture_files import Opener
 from .rows import Table, holds_pictures
 from .sources import check_not_streamed, hold_out, load_tables
@@ -82,11 +83,12 @@ def load_vision_chats(
         parts = range(cut, len(chats)), range(cut)
         return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
     splits = [_Rows.of(data, split, messages_column, images_column) for split in load_tables(data, ADVICE, max_samples)]
-    numbers: list[Sequence[int]] = [range(len(split.rows)) for split in splits]
+    numbers: list[Sequence[int]] = [split.answered(data) for split in splits]
     if len(splits) == 1:
         if len(numbers[0]) < 2:
             raise UsageError(f"--data {data} has one conversation: expected 2 or more")
-        numbers = [ids.sort().values.tolist() for ids in hold_out(len(numbers[0]), HELD_OUT)]
+        divided = (ids.sort().values.tolist() for ids in hold_out(len(numbers[0]), HELD_OUT))
+        numbers = [[numbers[0][place] for place in places] for places in divided]
     return VisionChats(numbers[0], splits[0], data), VisionChats(numbers[1], splits[-1], data)
 
 
@@ -109,7 +111,7 @@ class _Rows:
 
     @classmethod
     def of(cls, data: str, table: Table, messages: str, images: str) -> Self:
-        """Raises UsageError for columns that are missing, or if no message is an answer."""
+        """Raises UsageError for columns that are missing."""
         path = local_path(data)
         table.check_columns({"--messages_column": messages})
         if images not in table.column_names:
@@ -117,10 +119,18 @@ class _Rows:
                 raise UsageError(
                     f"--data {data} has no column {images}: type --images_column with one of {', '.join(of_images)}"
                 )
-            print_once(f"--data {data} has no column {images}: it has no pictures but those in parts of its messages")
-        if not any(_may_have_an_answer(row[messages]) for row in table):
-            raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
+            say(f"--data {data} has no column {images}: it has no pictures but those in parts of its messages")
         return cls(table, path.parent if path.is_file() else path, messages, images, Opener())
+
+    def answered(self, data: str) -> list[int]:
+        """The numbers of the conversations with an answer, from which something can be learnt; a line tells how many
+        have none. Raises UsageError if all have none."""
+        found = [number for number, value in enumerate(self.rows.values(self.messages)) if _may_have_an_answer(value)]
+        if not found:
+            raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
+        if missing := len(self.rows) - len(found):
+            say(f"--data {data}: {missing:,} of {len(self.rows):,} conversations have no answer: left out")
+        return found
 
     def __call__(self, number: int) -> tuple[Messages, Pictures]:
         row = self.rows[number]
@@ -138,9 +148,8 @@ class _Rows:
 
 
 def _may_have_an_answer(messages: Any) -> bool:
-    return not isinstance(messages, list) or any(
-        isinstance(one, dict) and one.get("role") == "assistant" for one in messages
-    )
+    names = [name for one in messages or () if isinstance(one, dict) for name in (one.get("role"), one.get("from"))]
+    return not names or any(name in ("assistant", "gpt") for name in names)
 
 
 def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]:
@@ -153,7 +162,7 @@ def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]
     Raises:
         UsageError: no messages, or another number of pictures than the messages have places for.
     """
-    check_messages(messages)
+    messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not any(_is_image(part) for content in contents for part in content):
         contents = [[piece for part in content for piece in _split(part)] for content in contents]
@@ -162,8 +171,7 @@ def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]
         first = next((at for at, one in enumerate(messages) if one["role"] == "user"), 0)
         shown = [{"type": "image"} for _ in pictures]
         contents[first] = shown + contents[first]
-    kept = [{name: value for name, value in one.items() if value is not None} for one in messages]
-    given = [one | {"content": [_plain(part) for part in content]} for one, content in zip(kept, contents)]
+    given = [one | {"content": [_plain(part) for part in content]} for one, content in zip(messages, contents)]
     return given, _placed(shown, pictures)
 
 

@@ -71,6 +71,7 @@ def test_recall(tmp_path: Path) -> None:
     ("flags", "line"),
     [
         ("--num_heads 5", "--hidden_size 32 does not divide into 5 heads: type --hidden_size 30"),
+        ("--batch_size 1", "--batch_size 1: expected 2 or more"),
         ("--query_column prompt", "has no column prompt: type --query_column with one of question, answer"),
     ],
 )

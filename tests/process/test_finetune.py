@@ -178,7 +178,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, adapted: Run) -> N
         ("--merge", "type --lora_rank, too"),
         (
             "--max_length 96 --lora_rank 4 --lora_targets q_proj,vproj --model_name_or_path BASE",
-            "no linear layer vproj; type all-linear, or some of down_proj,",
+            "no layer vproj (the head does not count); type all-linear, or some of down_proj,",
         ),
         ("--model_name_or_path BASE", "--max_length 256 exceeds the model's 96 positions: type --max_length 96"),
         ("--data nowhere.jsonl", "--data nowhere.jsonl: no such file"),
@@ -189,14 +189,47 @@ def test_flags_that_do_not_go_together(tmp_path: Path, base: Path, flags: str, l
     assert line in refused(run) and run.exit_code == 2
 
 
-def test_a_step_may_have_no_trained_token(tmp_path: Path) -> None:
+def test_each_step_has_a_trained_token(tmp_path: Path) -> None:
+    """What has none is left out before the steps are planned, also of packed blocks."""
     question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
     rows = [{"messages": [question, answer] if number % 4 == 0 else [question]} for number in range(40)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    run = fork(tmp_path / "run", "single", FINETUNE, f"{SHORT} --batch_size 2 --data {tmp_path}/chats.jsonl")
-    found = [record["train/loss"] for record in run.records if "train/loss" in record]
-    assert None in found and run.card["status"] == "done"
-    assert all(weight.isfinite().all() for weight in load_file(run.output_dir / "model" / "model.safetensors").values())
+    flags = f"{SHORT} --batch_size 1 --data {tmp_path}/chats.jsonl"
+    for more in ("", " --packing"):
+        run = fork(tmp_path / f"run{more}", "single", FINETUNE, flags + more)
+        found = [record["train/loss"] for record in run.records if "train/loss" in record]
+        assert len(found) == 6 and None not in found
+        assert "of 38 training conversations have no trained token within --max_length 96: left out" in run.stdout
+
+
+def write_custom(folder: Path, base: Path) -> None:
+    """A model whose class lies beside it, as Python code."""
+    shutil.copytree(base, folder)
+    settings = json.loads((base / "config.json").read_text())
+    code = {"AutoConfig": "own_config.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}
+    settings |= {"auto_map": code, "model_type": "own_llama", "architectures": ["OwnForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "own_config.py").write_text(
+        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n"
+    )
+    (folder / "own_model.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .own_config import OwnConfig\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+
+
+def test_code_that_a_model_brings_runs_with_a_flag_alone(tmp_path: Path, base: Path) -> None:
+    """No question is asked. The exported model has its code, and loads."""
+    write_custom(tmp_path / "custom", base)
+    env = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    flags = f"{SHORT} --max_steps 1 --model_name_or_path {tmp_path}/custom --num_answers 1"
+    run = fork(tmp_path / "refused", "ddp", FINETUNE, flags, env=env, succeeds=False)
+    assert "brings Python code of its own: read it, and type --trust_remote_code to run it" in refused(run)
+    assert run.exit_code == 2 and "[y/N]" not in run.stdout + run.stderr
+    run = fork(tmp_path / "run", "single", FINETUNE, f"{flags} --trust_remote_code", env=env)
+    assert "of 1 held-out answers are right" in run.stdout
+    for name in ("own_config.py", "own_model.py"):
+        assert (run.output_dir / "model" / name).read_text() == (tmp_path / "custom" / name).read_text()
 
 
 def test_pipelines_refuse_positions(tmp_path: Path) -> None:

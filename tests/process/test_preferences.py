@@ -10,6 +10,7 @@ import pytest
 from support.launching import fork
 from support.recipes import FLAGS, LATEST, PREFERENCES, RECIPES
 from support.runs import TOLERANCE, Run, assert_equal_to_the_last_bit, largest_difference, refused
+from support.small_model import write_gpt2
 
 SHORT = "--max_length 96 --batch_size 8 --max_steps 6 --log_every 1 --eval_every 6 --num_answers 0"
 
@@ -46,6 +47,24 @@ def test_reference_is_kept(tmp_path: Path, base: Path, pairs: Path) -> None:
     # Before the first step, the policy is the reference: without a difference, the loss is log 2.
     assert first.column("train/loss")[0] == pytest.approx(0.6931472, abs=1e-6)
     assert first.column("train/reward_accuracy")[0] == first.column("train/reward_margin")[0] == 0
+
+
+@pytest.mark.parametrize("config", ["ddp", pytest.param("deepspeed_zero3", marks=pytest.mark.full)])
+def test_the_policy_begins_as_its_reference(tmp_path: Path, pairs: Path, config: str) -> None:
+    """With a model that has dropout, GPT-2, and whose padding is its end token; also after a resume."""
+    write_gpt2(tmp_path / "gpt2")
+    flags = f"{SHORT} --data {pairs} --model_name_or_path {tmp_path}/gpt2 --learning_rate 1e-3 --save_every 3"
+    flags += " --keep_checkpoints 9"
+    env = {"HF_HOME": str(tmp_path / "cache")}
+    run = fork(tmp_path / "run", config, PREFERENCES, f"{flags} --micro_batch_size 2", env=env)
+    assert run.column("train/loss")[0] == pytest.approx(0.6931472, abs=1e-6)
+    assert run.column("train/reward_accuracy")[0] == 0
+    other = fork(tmp_path / "other", "single", PREFERENCES, flags, env=env)  # dropout's masks would differ
+    assert largest_difference(run.column("train/loss"), other.column("train/loss")) <= TOLERANCE
+    path = tmp_path / "run" / "checkpoints" / "step_00000003"
+    again = fork(tmp_path / "again", "single", PREFERENCES, f"{flags} --resume_from_checkpoint {path}", env=env)
+    assert largest_difference(again.column("train/loss"), other.column("train/loss")[3:]) <= TOLERANCE
+    assert json.loads((run.output_dir / "model" / "config.json").read_text())["resid_pdrop"] == 0.1
 
 
 @pytest.mark.full

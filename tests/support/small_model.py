@@ -37,3 +37,19 @@ def write_encoder(folder: Path) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertModel(BertConfig(vocab_size=16, **shape)).save_pretrained(folder)
     word_tokenizer(["good bad fair good bad fair"], 16).save_pretrained(folder)
+
+
+def write_gpt2(folder: Path) -> None:
+    """Writes a small GPT-2, which has dropout, and a tokenizer of bytes whose padding is its end token."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from common.tasks.tokenization import byte_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
+    ends = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
+    shape = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=257, n_positions=128, **ends)
+    GPT2LMHeadModel(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -2,17 +2,21 @@
 
 import copy
 import json
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+from common.data import pad_to_longest
 from common.errors import UsageError
 from common.tasks.causal_lm import with_losses
 from common.tasks.chat_models import small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, by_rules, encode, load_chats, packed
+from common.tasks.conversations import Conversation
 from common.tasks.text import IGNORED
 from common.tasks.tokenization import byte_tokenizer
 
@@ -112,9 +116,9 @@ def write(path: Path, *rows: dict) -> str:
     ("row", "line"),
     [
         ({"chat": [QUESTION, ANSWER]}, "has neither messages nor prompt and completion: type --messages_column with"),
-        ({"messages": [{"role": "user"}]}, "conversation 1: the chat template refuses it"),
+        ({"messages": [{"role": "user"}]}, r"conversation 1: message 1 \(user\) has no content"),
         ({"messages": None}, "conversation 1: expected a list of messages"),
-        ({"messages": [{"from": "user", "value": "Why?"}]}, "conversation 1: expected a list of messages"),
+        ({"messages": [{"from": "robot", "value": "Why?"}]}, "conversation 1: a message is from robot: expected human"),
         ({"messages": [ANSWER, QUESTION]}, "conversation 1: it begins with an answer"),
         ({"messages": [QUESTION, {"role": "bot", "content": "Yes."}]}, "no token is trained: expected messages of the"),
     ],
@@ -133,6 +137,206 @@ def test_files(tmp_path: Path) -> None:
         train, evaluation = load_chats(path, tokenizer, 64, "messages")
         assert len(train) == 2 and len(evaluation) == 1 and train.messages(0) == [QUESTION, ANSWER]
         assert trained_text(train.rows[0]) == "Because.\x03"
+
+
+# As those of Qwen, which knows parts, tools and calls; R1, which begins to think; and DeepSeek: a call has no content.
+TOOLS = (
+    "{% if tools %}S {{ tools | tojson }}|{% endif %}{% for one in messages %}{{ one.role[0].upper() }} "
+    "{% if one.content is string %}{{ one.content }}{% else %}"
+    "{% for part in one.content %}{{ part.text | upper if loop.first else part.text }}{% endfor %}{% endif %}"
+    "{% for call in one.tool_calls %}<{{ call.function.name }} {{ call.function.arguments | tojson }}>{% endfor %}|"
+    "{% endfor %}{% if add_generation_prompt %}A {% endif %}"
+)
+THINKS = (
+    "{% for one in messages %}{{ '<' + one.role + '>' }}"
+    "{% if one.role == 'assistant' and one.reasoning_content %}{{ '<think>' + one.reasoning_content + '</think>' }}"
+    "{% elif one.role == 'assistant' and no_think %}<think></think>{% endif %}{{ one.content + '|' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% if no_think %}</think>{% endif %}{% endif %}"
+)
+CALLS = (
+    "{% for one in messages %}{{ one.role[0].upper() + ' ' }}{% if one.content is none or one.content is undefined %}"
+    "{% for call in one.tool_calls %}{{ '<' + call.function.name + ' ' + call.function.arguments + '>' }}{% endfor %}"
+    "{% else %}{{ one.content }}{% endif %}|{% endfor %}{% if add_generation_prompt %}A {% endif %}"
+)
+
+
+def with_template(template: str) -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def decoded(row: dict) -> str:
+    return bytes(row["tokens"]).decode()
+
+
+LAMP = {"type": "function", "function": {"name": "lamp", "arguments": {"on": "é"}}}
+LAMP_IN_JSON = {"type": "function", "function": {"name": "lamp", "arguments": '{"on": "é"}'}, "id": None}
+SWITCHED = [{"role": "tool", "name": "lamp", "content": "Done."}, ANSWER]
+
+
+@pytest.mark.parametrize("call", [LAMP, LAMP_IN_JSON])
+@pytest.mark.parametrize("missing", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("template", [TOOLS, CALLS])
+def test_calls_are_written_as_the_template_does(call: dict, missing: dict, template: str) -> None:
+    """Arguments as a dict or as JSON, whatever the data have; one template knows a call by the content None."""
+    messages = [QUESTION, {"role": "assistant", **missing, "tool_calls": [call]}, *SWITCHED]
+    if missing.get("content") == "" and template is CALLS:
+        with pytest.raises(UsageError, match="the chat template does not write tool_calls"):
+            encode(messages, with_template(template), 1000)
+        return
+    row = encode(messages, with_template(template), 1000)
+    argument = '{"on": "é"}' if template is TOOLS or call is LAMP_IN_JSON else r'{"on": "\u00e9"}'
+    assert decoded(row) == f"U Why?|A <lamp {argument}>|T Done.|A Because.|"
+    assert trained_text(row) == f"<lamp {argument}>|Because.|"
+
+
+def test_calls_that_the_template_ignores_are_refused() -> None:
+    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [LAMP]}, *SWITCHED]
+    with pytest.raises(UsageError, match="the chat template does not write tool_calls"):
+        encode(messages, small_chat_model(64, "sdpa")[1], 1000)
+
+
+@pytest.mark.parametrize("printed", ["{{ one.content }}", "{{ one.content | trim }}", "{{ one.tool_calls }}"])
+def test_the_representation_of_a_python_object_is_never_trained(printed: str) -> None:
+    tokenizer = with_template("{% for one in messages %}{{ one.role[0] }} " + printed + "|{% endfor %}")
+    parts = [{"type": "text", "text": "It's "}, {"type": "text", "text": "so."}]
+    messages = [QUESTION, {"role": "assistant", "content": parts}]
+    if "content" in printed:
+        assert decoded(encode(messages, tokenizer, 1000)) == "u Why?|a It's so.|"
+        return
+    messages[1] |= {"content": "", "tool_calls": [LAMP]}
+    with pytest.raises(UsageError, match="the chat template writes a Python object of its messages"):
+        encode(messages, tokenizer, 1000)
+
+
+def test_parts_are_for_templates_that_know_them() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a", "image": None}, {"text": "b"}]}, ANSWER]
+    loop = TOOLS.replace(" | upper if loop.first else part.text", "+ '/'")
+    assert decoded(encode(messages, with_template(loop), 99)) == "U a/b/|A Because.|"
+    assert decoded(encode(messages, with_template(CALLS), 99)) == "U ab|A Because.|"
+    lost = with_template(
+        CALLS.replace("{% else %}{{ one.content }}", "{% elif one.content is string %}{{ one.content }}")
+    )
+    assert decoded(encode(messages, lost, 99)) == "U ab|A Because.|"
+
+
+def test_what_was_thought_is_given_to_the_template() -> None:
+    tokenizer, thought = with_template(THINKS), {**ANSWER, "reasoning_content": "Hm."}
+    for key in ("reasoning_content", "thinking"):
+        row = encode([QUESTION, {**ANSWER, key: "Hm."}], tokenizer, 1000)
+        assert trained_text(row) == "Hm.</think>Because.|"
+    with pytest.raises(UsageError, match="asks for an answer with '<think>', and an answer here does not begin so"):
+        encode([QUESTION, ANSWER], tokenizer, 1000)
+    with pytest.raises(UsageError, match="asks for an answer with '<think>', and an answer here does not begin so"):
+        encode([QUESTION, thought, QUESTION, ANSWER], tokenizer, 1000)
+    chat = Conversation([QUESTION, ANSWER], options={"no_think": True})
+    assert trained_text(encode(chat, tokenizer, 1000)) == "Because.|"
+
+
+def test_tools_and_options_of_the_template(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tool = {"type": "function", "function": {"name": "lamp", "parameters": {"type": "object"}}}
+    rows = [
+        {"messages": [QUESTION, ANSWER], "tools": given} for given in ([tool], json.dumps([tool]), [json.dumps(tool)])
+    ]
+    for number, row in enumerate(rows):
+        chat = Conversation.of_row(row, "messages")
+        assert decoded(encode(chat, with_template(TOOLS), 1000)).startswith(f"S {json.dumps([tool])}|U Why?"), number
+    path = write(tmp_path / "chats.jsonl", *[rows[1] | {"chat_template_kwargs": {"no_think": True}}] * 3)
+    train, _ = load_chats(path, with_template(TOOLS), 1000, "messages")
+    assert decoded(train.rows[0]).startswith("S [") and train.chat(0).options == {"tools": [tool], "no_think": True}
+    assert "the chat template does not use no_think\n" in capsys.readouterr().out
+    load_chats(path, with_template(THINKS), 1000, "messages")
+    assert "the chat template does not use tools\n" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="its tools are no JSON"):
+        Conversation.of_row({"messages": [QUESTION, ANSWER], "tools": "lamp("}, "messages")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [QUESTION], "completion": [ANSWER]},
+        {"prompt": "Why?", "completion": "Because."},
+        {"prompt": [QUESTION], "completion": "Because."},
+        {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because.", "weight": None}]},
+        {"conversations": [QUESTION, ANSWER]},
+        {"messages": [{**QUESTION, "tool_calls": None}, {**ANSWER, "tool_calls": []}]},
+    ],
+)
+def test_forms_of_conversations(tmp_path: Path, row: dict) -> None:
+    train, _ = load_chats(write(tmp_path / "chats.jsonl", row, row), small_chat_model(64, "sdpa")[1], 99, "messages")
+    assert train.messages(0) == [QUESTION, ANSWER]
+    assert decoded(train.rows[0]) == "U Why?\x03A Because.\x03" and trained_text(train.rows[0]) == "Because.\x03"
+
+
+def test_the_prompt_is_not_trained_and_a_conversation_may_end_with_a_question() -> None:
+    tokenizer = small_chat_model(64, "sdpa")[1]
+    whole = [{"role": "system", "content": "Short."}, QUESTION, ANSWER, QUESTION]
+    assert trained_text(encode(whole, tokenizer, 99)) == "Because.\x03"
+    chat = Conversation.of_row({"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]}, "messages")
+    row = encode(chat, tokenizer, 99)
+    assert trained_text(row) == "Because.\x03" and decoded(row).count("Because.") == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (5, r"the content of message 2 \(assistant\) is of the type int: expected a text"),
+        ({"a": 1}, r"the content of message 2 \(assistant\) is of the type dict: expected a text"),
+        (["Because."], r"message 2 \(assistant\) has a part of the type str: expected"),
+        ([{"type": "image"}], r"message 2 \(assistant\) has a part of the type image: expected"),
+        (None, r"message 2 \(assistant\) has no content"),
+    ],
+)
+def test_contents_that_are_no_text(content: Any, line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        encode([QUESTION, {"role": "assistant", "content": content}], small_chat_model(64, "sdpa")[1], 99)
+
+
+def test_values_that_json_does_not_have() -> None:
+    message = {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": {"day": date(2024, 1, 1)}}}]}
+    with pytest.raises(UsageError, match=r"has a value that JSON does not have .*date"):
+        encode([QUESTION, message], with_template(TOOLS), 99)
+
+
+def test_conversations_without_a_trained_token_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    long, cut = {"role": "user", "content": "very long question " * 8}, 40
+    rows = [{"messages": [long if number % 2 else QUESTION, ANSWER], "n": number} for number in range(60)]
+    train, evaluation = load_chats(
+        write(tmp_path / "chats.jsonl", *rows), small_chat_model(cut, "sdpa")[1], cut, "messages"
+    )
+    assert len(train) + len(evaluation) == 30 and min(train.num_trained + evaluation.num_trained) > 0
+    assert all(train.messages(index)[0] == QUESTION for index in range(len(train)))
+    line = f"{57 - len(train)} of 57 training conversations have no trained token within --max_length 40: left out"
+    assert line in capsys.readouterr().out
+    assert all(sample["weight"] > 0 for sample in (ChatDataset(train)[index] for index in range(len(train))))
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_loss_is_that_of_transformers(packs: bool) -> None:
+    """With the id of padding within a conversation, and -100 for what is not trained."""
+    torch.manual_seed(0)
+    tokenizer = small_chat_model(64, "sdpa")[1]
+    tokenizer.pad_token = tokenizer.eos_token = "."
+    conversations = [
+        [QUESTION, {"role": "assistant", "content": text}] for text in ("A. b. c", "No", "...", "Yes. Yes.")
+    ]
+    rows = [encode(messages, tokenizer, 64) for messages in conversations]
+    sizes = {"intermediate_size": 64, "pad_token_id": tokenizer.pad_token_id}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **sizes)).eval()
+    batch = tokenizer.pad({"input_ids": [row["tokens"] for row in rows]}, padding_side="right", return_tensors="pt")
+    labels = torch.full_like(batch["input_ids"], IGNORED)
+    for label, row in zip(labels, rows):
+        for place, (token, trained) in enumerate(zip(row["tokens"], row["trained"])):
+            label[place] = token if trained else IGNORED
+    expected = model(**batch, labels=labels).loss
+    some = Chats(rows, conversations.__getitem__)
+    dataset = PackedDataset(some, 64) if packs else ChatDataset(some, places=True)
+    given = pad_to_longest({"labels": IGNORED, "places": -1}, None)([dataset[index] for index in range(len(dataset))])
+    weight = given.pop("weight")
+    assert weight.sum() == sum(row["num_trained"] for row in rows)
+    found = with_losses(model, packs=packs, chunk=16, longest=64)(**given).detach()
+    assert abs(float((found * weight).sum() / weight.sum() / expected.detach()) - 1) <= 1e-6
 
 
 def test_template_that_changes_earlier_turns_is_refused() -> None:

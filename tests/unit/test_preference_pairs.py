@@ -1,19 +1,32 @@
 """Promise: the preference losses are those of the papers, over the tokens of the two answers alone."""
 
 import json
+import re
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from common.data import pad_to_longest
 from common.errors import UsageError
-from common.tasks.causal_lm import IGNORED, with_losses
+from common.tasks.causal_lm import IGNORED, with_losses, without_dropout
 from common.tasks.chat_models import small_chat_model
-from common.tasks.preferences import PairDataset, divided, load_pairs, pairs_by_rules
+from common.tasks.chats import Chats, encode
+from common.tasks.preferences import PairDataset, divided, load_pairs, log_probabilities, pairs_by_rules
+from common.tasks.tokenization import byte_tokenizer
 from recipes import preferences as recipe
 
 QUESTION = {"role": "user", "content": "Why?"}
@@ -67,23 +80,165 @@ def test_only_what_differs_is_trained() -> None:
         assert trained == pairs_by_rules()[0][side][0]["content"] + "\x03"
 
 
-def test_columns_as_in_trl() -> None:
-    expected = [([QUESTION, GOOD], 1), ([QUESTION, BAD], 1)]
-    assert divided({"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}) == expected
-    assert divided({"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}) == expected
-    assert divided({"prompt": "Why?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}) == expected
-    assert divided({"prompt": "Why?", "chosen": GOOD["content"], "rejected": "No."}) == expected
+def seen(row: dict) -> list[tuple[list[dict[str, str]], int, bool]]:
+    return [(chat.messages, chat.first, chat.is_plain) for chat in divided(row)]
+
+
+def test_messages_as_in_trl() -> None:
+    expected = [([QUESTION, GOOD], 1, False), ([QUESTION, BAD], 1, False)]
+    assert seen({"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}) == expected
+    assert seen({"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}) == expected
+    assert seen({"prompt": "Why?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}) == expected
     more = [QUESTION, GOOD, QUESTION, GOOD]
-    assert divided({"chosen": more, "rejected": [QUESTION, GOOD]}) == [(more, 1), ([QUESTION, GOOD], 1)]
+    assert seen({"chosen": more, "rejected": [QUESTION, GOOD]}) == [(more, 1, False), ([QUESTION, GOOD], 1, False)]
+
+
+# TRL 1.16.0's extract_prompt gives these for pairs without a prompt.
+HELPFUL = "\n\nHuman: Why?\n\nAssistant: "
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        (HELPFUL + "It is.", HELPFUL + "No.", HELPFUL[:-1]),  # a space belongs to the word after it
+        (HELPFUL + "Sure.", HELPFUL + "So.", HELPFUL + "S"),
+        ("yes, it is", "yes", "ye"),
+        ("no", "yes", ""),
+    ],
+)
+def test_texts_as_in_trl(chosen: str, rejected: str, prompt: str) -> None:
+    first, second = divided({"chosen": chosen, "rejected": rejected})
+    for chat, text in ((first, chosen), (second, rejected)):
+        assert chat.is_plain and [message["content"] for message in chat.messages] == [prompt, text[len(prompt) :]]
+
+
+def test_texts_are_taken_as_they_stand() -> None:
+    """As TRL does: prompt and answer joined, with the tokenizer's own first token, and its end mark once."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    for answer in (" blue.", " blue.</s>"):
+        row = encode(divided({"prompt": "The sky is", "chosen": answer, "rejected": " red."})[0], tokenizer, 99)
+        assert tokenizer.decode(row["tokens"]) == "<s>The sky is blue.</s>"
+        assert tokenizer.decode(list(compress(row["tokens"], row["trained"]))) == " blue.</s>"
+
+
+def test_pairs_from_which_nothing_can_be_learnt_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    useful = {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}
+    equal = useful | {"rejected": [GOOD]}
+    filled = useful | {"prompt": [{"role": "user", "content": "Why? " * 20}]}
+    later = {"prompt": [QUESTION], **{side: [{"role": "assistant", "content": "a" * 90 + side}]
+                                      for side in ("chosen", "rejected")}}  # fmt: skip
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join(map(json.dumps, [useful] * 20 + [equal] * 4 + [filled] * 2 + [later]))
+    )
+    train, evaluation = load_pairs(str(tmp_path / "train.jsonl"), small_chat_model(64, "sdpa")[1], 64)
+    kept = [part.messages(index) for part in (train, evaluation) for index in range(len(part))]
+    assert kept == [[QUESTION, GOOD], [QUESTION, BAD]] * 20
+    lines = re.findall(r"(\d+) of \d+ \w+ pairs (have .*): left out", capsys.readouterr().out)
+    numbers = {reason: sum(int(number) for number, other in lines if other == reason) for _, reason in lines}
+    assert numbers == {"have an answer without a token within --max_length 64": 2,
+                       "have two equal answers within --max_length 64": 5}  # fmt: skip
+
+
+def test_tools_are_given_to_the_template() -> None:
+    tool = {"type": "function", "function": {"name": "lamp"}}
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}|{% for one in messages %}{{ one.role[0] + one.content }}|{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    row = {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD], "tools": json.dumps([tool])}
+    assert bytes(encode(divided(row)[1], tokenizer, 999)["tokens"]).decode() == f"{json.dumps([tool])}|uWhy?|aNo.|"
+
+
+def test_dropout_is_off_in_the_policy() -> None:
+    """In modules, in attributes such as Llama's, and with layers that are left out; config.json keeps the numbers."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropped = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+    opt = {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.3, "layerdrop": 0.5}
+    for model in (
+        GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, **dropped)),
+        LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32, attention_dropout=0.5)),
+        OPTForCausalLM(OPTConfig(**sizes, **opt)),
+    ):
+        config, tokens = model.config.to_json_string(), torch.arange(40).unsqueeze(0)
+        without_dropout(model)
+        assert torch.equal(model.train()(tokens).logits, model.eval()(tokens).logits)
+        assert model.config.to_json_string() == config
+
+
+def test_other_random_numbers_are_refused() -> None:
+    class Noisy(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits + self.training * torch.rand_like(output.logits)
+            return output
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(UsageError, match="Noisy draws random numbers while it trains"):
+        without_dropout(Noisy(LlamaConfig(**sizes, intermediate_size=32)))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "dpo_norm", "ipo"])
+def test_losses_are_those_of_trl_with_dropout_in_the_model(kind: str) -> None:
+    """TRL's formulas (dpo_trainer.py: sigmoid, sigmoid_norm, ipo), of transformers' logits of a padded batch with its
+    mask. The padding token also stands in the texts."""
+    torch.manual_seed(0)
+    tokenizer = small_chat_model(128, "sdpa")[1]
+    tokenizer.pad_token = tokenizer.eos_token = "."
+    shape = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=256, n_positions=128, eos_token_id=46)
+    policy, reference = (without_dropout(GPT2LMHeadModel(shape)).train() for _ in range(2))
+    rows = [
+        {"prompt": "Why. ", "chosen": "So. It is.", "rejected": "."},
+        {"prompt": "a", "chosen": "b", "rejected": "cd."},
+    ]
+    pairs = [encode(chat, tokenizer, 99) for row in rows for chat in divided(row)]
+    batch = tokenizer.pad({"input_ids": [row["tokens"] for row in pairs]}, padding_side="right", return_tensors="pt")
+    trained = torch.zeros(batch["input_ids"].shape)
+    for line, row in zip(trained, pairs):
+        line[: len(row["tokens"])] = torch.tensor(row["trained"]).float()
+
+    def sums(model: Any) -> Tensor:
+        logits = model(**batch).logits[:, :-1].log_softmax(-1)
+        return (logits.gather(-1, batch["input_ids"][:, 1:, None])[..., 0] * trained[:, 1:]).sum(1)
+
+    beta, sizes = 0.3, trained.sum(1)
+    ratios = sums(policy) - sums(reference)
+    delta = (ratios if kind == "dpo" else ratios / sizes)[0::2] - (ratios if kind == "dpo" else ratios / sizes)[1::2]
+    expected = (delta - 1 / (2 * beta)) ** 2 if kind == "ipo" else -F.logsigmoid(beta * delta)
+
+    dataset = PairDataset(Chats(pairs, None), places=True)  # type: ignore[arg-type]  # not asked for messages
+    collate = pad_to_longest({"labels": IGNORED, "places": -1}, None)
+    given, losses = (
+        collate([dataset[0], dataset[1]]),
+        [with_losses(one, chunk=16, longest=99) for one in (policy, reference)],
+    )
+    values = log_probabilities(losses[1], given)[0].detach()
+    given |= {"reference_chosen": values[:, 0], "reference_rejected": values[:, 1]}
+    config = recipe.Config(loss=kind, beta=beta, sft_weight=0.0)
+    found = recipe.make_forward_step(config)(losses[0], given)
+    torch.testing.assert_close(found["loss"], expected, rtol=1e-5, atol=1e-6)
+    same = recipe.make_forward_step(config)(losses[1], given)  # the policy is the reference
+    first = {"ipo": 1 / (2 * beta) ** 2}.get(kind, 0.6931472)
+    assert same["loss"].tolist() == pytest.approx([first] * 2, rel=1e-5) and same["reward_accuracy"].sum() == 0
 
 
 @pytest.mark.parametrize(
     ("row", "line"),
     [
         ({"better": "a", "worse": "b"}, "expected the columns chosen and rejected, and perhaps prompt, found better"),
-        ({"chosen": "a", "rejected": "b"}, "pair 1: expected lists of messages"),
+        ({"chosen": "a", "rejected": [BAD]}, "pair 1: expected lists of messages"),
         ({"prompt": "Why?", "chosen": "a", "rejected": None}, "pair 1: expected lists of messages"),
-        ({"prompt": [QUESTION], "chosen": [{"role": "assistant"}], "rejected": [BAD]}, "pair 1: the chat template"),
+        (
+            {"prompt": [QUESTION], "chosen": [{"role": "assistant"}], "rejected": [BAD]},
+            "pair 1: message 2 .* no content",
+        ),
         ({"chosen": [GOOD], "rejected": [BAD]}, "pair 1: it begins with an answer"),
         ({"prompt": [QUESTION], "chosen": [QUESTION], "rejected": [QUESTION]}, "no token is trained"),
     ],

@@ -1,5 +1,6 @@
 """Promise: a conversation with pictures gives the loss that transformers itself computes, on the answers alone."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,32 @@ def test_tokens_are_cut_but_never_pictures() -> None:
     assert cut["labels"][-1] == IGNORED and len(cut["token_type_ids"]) == length - 10
     with pytest.raises(UsageError, match=f"its pictures end at token {shown}: type --max_length {shown} or more"):
         encoder_of("gemma3", shown - 1).sample(*CHATS[0])
+
+
+def test_answers_beyond_the_limit_are_named() -> None:
+    """They would give a step without a trained token, which has no loss."""
+    whole = encoder_of("gemma3").sample(*CHATS[0])
+    first = int((whole["labels"] != IGNORED).nonzero()[0]) + 2  # the number of the first trained token
+    shown = int((whole["token_type_ids"] == 1).nonzero()[-1]) + 1
+    assert shown < first - 1
+    with pytest.raises(UsageError, match=f"first answer begins at token {first}: type --max_length {first} or more"):
+        encoder_of("gemma3", first - 1).sample(*CHATS[0])
+    assert encoder_of("gemma3", first).sample(*CHATS[0])["weight"] == 1
+
+
+def test_conversations_without_an_answer_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """ShareGPT's form, as LLaVA's data have it."""
+    asked = {"from": "human", "value": "<image>What?"}
+    rows = [
+        {"chat": [asked, {"from": "gpt", "value": "Red."}][: 1 + number % 2], "image": "0.png"} for number in range(9)
+    ]
+    Image.new("RGB", (20, 30), "red").save(tmp_path / "0.png")
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train, evaluation = load_vision_chats(str(tmp_path / "chats.jsonl"), "chat", "image")
+    assert sorted([*train.rows, *evaluation.rows]) == [1, 3, 5, 7]
+    assert "5 of 9 conversations have no answer: left out" in capsys.readouterr().out
+    messages, pictures = train.read(0)
+    assert messages == turns("What?", "Red.", pictures=(1,)) and pictures[0].size == (20, 30)
 
 
 def test_a_picture_in_an_answer_is_refused() -> None:
