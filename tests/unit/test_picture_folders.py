@@ -152,6 +152,25 @@ def test_folders_without_a_meaning(tmp_path: Path, files: str, line: str) -> Non
             loader(str(tmp_path))
 
 
+def test_what_there_is_instead_of_pictures_is_named(
+    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cat").mkdir()
+    for name in ("data.zip", "cat/a.heic", "cat/b.heic"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        UsageError, match=r"no data there \(no pictures by their names: 3, such as cat/a.heic\); expected"
+    ):
+        load(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    write(tmp_path, "assets/figure.png")
+    (tmp_path / "train.parquet").write_bytes(b"damaged")
+    with pytest.raises(UsageError, match="files cannot be read"):
+        load(tmp_path)
+    line = "the parquet files are read; left out: pictures beside them: 1, such as assets/figure.png\n"
+    assert capsys.readouterr().out.endswith(line)
+
+
 def test_one_class(tmp_path: Path) -> None:
     write(tmp_path, "cat/0.png", "cat/1.png")
     with pytest.raises(
