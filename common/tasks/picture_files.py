@@ -57,7 +57,7 @@ class Opener:
         raw = _raw_mode(picture)
         picture.load()
         is_grey = ImageMode.getmode(picture.mode).basemode == "L" or raw.startswith("LA")  # LA of 16 bits opens as RGBA
-        turn = _orientation(picture) - 2
+        has_palette, turn = picture.mode.startswith("P"), _orientation(picture) - 2
         if picture.mode[0] in "IF":  # more than 8 bits; `convert` would cut them off at 255
             picture = Image.fromarray(self._levels(picture, raw, name))
         if picture.has_transparency_data:
@@ -66,18 +66,15 @@ class Opener:
             paper = Image.new("RGBA", picture.size, "white")
             picture = Image.alpha_composite(paper, picture.convert("RGBA"))
         picture = picture.convert("L" if is_grey else "RGB")
+        if has_palette:  # of greys, perhaps
+            red, green, blue = (band.tobytes() for band in picture.split())
+            picture = picture.convert("L") if red == green == blue else picture
         return picture.transpose(Image.Transpose[TURNS[turn]]) if 0 <= turn < len(TURNS) else picture
 
     def _levels(self, picture: Image.Image, raw: str, name: str) -> numpy.ndarray:
         """uint8 of shape (height, width) for one with more than 8 bits."""
         values, tags = numpy.asarray(picture), getattr(picture, "tag_v2", {})
-        white = (
-            2 ** tags.get(BITS, (16,))[0] - 1
-            if picture.mode.startswith("I;16")
-            else 65535
-            if "I" in picture.mode
-            else 1
-        )
+        white = {"I": 65535, "F": 1}.get(picture.mode) or 2 ** tags.get(BITS, (16,))[0] - 1
         if not (values.min() >= 0 and values.max() <= white):  # also NaN
             raise UsageError(
                 f"{name} has numbers from {values.min():g} to {values.max():g} for its brightness, and nobody defines "
