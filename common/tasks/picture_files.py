@@ -80,8 +80,8 @@ class Opener:
                 f"{name} has numbers from {values.min():g} to {values.max():g} for its brightness, and nobody defines "
                 f"which one is white: convert it to 8 or 16 bits (of numbers with 32 bits, 0 to {white} are read)"
             )
-        has_white = picture.mode.startswith("I;16") or (picture.mode == "I" and raw in ("I", "I;16B"))  # PNG, PGM
-        if not has_white:
+        says_white = picture.mode.startswith("I;16") or raw == "I;16B" or (picture.mode, picture.format) == ("I", "PPM")
+        if not says_white:
             self._say(LEVELS, f"{name} has numbers of 32 bits: 0 is taken for black and {white} for white")
         levels = numpy.rint(values.astype(numpy.float64) * (255 / white)).astype(numpy.uint8)
         if tags.get(PHOTOMETRIC) == 0:
