@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,9 @@ EXAMPLE = "type a source and its weight a line, such as chats.jsonl: 3"
 
 def weights_of(data: str) -> dict[str, float] | None:
     """{source: its weight}; None if `--data` names one source. Raises UsageError for weights that are none."""
+    with suppress(OSError):  # too long for a path
+        if Path(data).is_dir():
+            return None  # a folder may be called like a mixture
     words = [word.strip() for word in data.split(",")]
     given = [re.fullmatch(r"[^,:]+:[\d.]+", word) is not None for word in words]
     if len(words) > 1 and any(given):

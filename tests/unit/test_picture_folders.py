@@ -13,6 +13,7 @@ from PIL import Image
 from common.errors import UsageError
 from common.tasks.images import load_images
 from common.tasks.labelled_pictures import LabelledPictures, load_labelled_pictures
+from common.tasks.mixture import weights_of
 from common.tasks.photos import load_photos
 
 Out = pytest.CaptureFixture[str]
@@ -86,10 +87,23 @@ def test_names_of_folders_and_files_are_no_patterns(
     assert {*found(part)} == {(name.split("/")[0], number) for number, name in enumerate(names)}
     assert f"{len(names)} pictures" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
-    for name in ("[ab]*", "-data", "~", "a:1", "train", "x.parquet", "test.csv", "a,b", "日本.", " "):
+    for name in (
+        "[ab]*",
+        "-data",
+        "~",
+        "a:1",
+        "train",
+        "x.parquet",
+        "test.csv",
+        "a,b",
+        "a:1,b:2",
+        "a.yaml",
+        "日本.",
+        " ",
+    ):
         write(tmp_path / name, "cat/0.png", "dog/1.png")
         write(tmp_path / "a", "wrong/0.png", "other/0.png")  # what a pattern would find
-        assert found(load(name)[0]) == [("cat", 0), ("dog", 1)]
+        assert found(load(name)[0]) == [("cat", 0), ("dog", 1)] and weights_of(name) is None
 
 
 def test_split_names_within_names_split_nothing(tmp_path: Path) -> None:
