@@ -1,15 +1,14 @@
 """The classes of the data, and those that the head of a pretrained model knows by name."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..data.facts import say
-
-NUM_NAMED = 6  # classes of a long list
+from .lists import cut
 
 
 def names_of(config: Any) -> list[str]:
@@ -87,19 +86,3 @@ def renew_head(model: Any) -> None:
                 nn.init.normal_(weight, std=getattr(model.config, "initializer_range", 0.02))
             else:
                 nn.init.zeros_(weight)
-
-
-def counted(classes: Sequence[str], labels: Sequence[int]) -> str:
-    """How many samples each class has, for a line: "3 classes: bus 20, car 20, rail 20"; the first few of many."""
-    counts = Counter(labels)
-    return f"{len(classes):,} classes: {cut([f'{name} {counts[number]:,}' for number, name in enumerate(classes)])}"
-
-
-def cut(names: Sequence[str]) -> str:
-    """A list of names for a line, the first few of many."""
-    return printable(", ".join(names[:NUM_NAMED])) + (f", ... ({len(names):,} in all)" * (len(names) > NUM_NAMED))
-
-
-def printable(name: str) -> str:
-    """A name for a line, with a question mark for what no terminal shows, such as a line break."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 from ..data.facts import say
 from ..errors import UsageError
-from .known_classes import counted, cut
+from .lists import counted, cut
 from .picture_files import Opener
 from .picture_folders import FORM, LABELS, Labelled, read_folder
 from .sources import load_splits
@@ -87,10 +87,8 @@ def load_labelled_pictures(data: str, advice: str, max_samples: int | None = Non
     path = local_path(data)
     if path.is_file() and path.suffix.lower() != ".parquet":
         raise UsageError(f"--data {data} is a file: {FORM}, or parquet files; {advice}")
-    if path.is_dir() and (folders := read_folder(data, path)):
+    if path.is_dir() and (folders := read_folder(data, path, advice)):
         parts = [_of_folder(data, folder, max_samples) for folder in folders]
-    elif path.is_dir() and not any(path.rglob("*.parquet")):
-        raise UsageError(f"--data {data}: no data there; {FORM}, or parquet files; {advice}")
     else:
         parts = [_of_table(data, split) for split in load_splits(data, advice, max_samples)]
     train, evaluation = parts[0].classes, parts[-1].classes

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from ..data.facts import say
 from ..errors import UsageError
-from .known_classes import counted
+from .lists import counted
 from .rows import Table, filled
 from .sources import hold_out, load_tables
 

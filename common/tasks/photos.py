@@ -21,7 +21,7 @@ HELD_OUT = 5  # one picture in so many is for evaluation, if the source has no e
 NUM_DRAWN = 3000
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 SETTINGS = "preprocessor_config.json"  # of transformers, with the size and colours that a model expects
-ADVICE = "type --data shapes for the embedded pictures, or the path of a folder with a sub-folder for each class"
+ADVICE = "type --data shapes for the embedded pictures, or the path of a folder"
 
 
 @dataclass(frozen=True)

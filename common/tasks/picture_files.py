@@ -57,7 +57,7 @@ class Opener:
         raw = _raw_mode(picture)
         picture.load()
         is_grey = ImageMode.getmode(picture.mode).basemode == "L" or raw.startswith("LA")  # LA of 16 bits opens as RGBA
-        turn = _orientation(picture) - 2
+        has_palette, turn = picture.mode.startswith("P"), _orientation(picture) - 2
         if picture.mode[0] in "IF":  # more than 8 bits; `convert` would cut them off at 255
             picture = Image.fromarray(self._levels(picture, raw, name))
         if picture.has_transparency_data:
@@ -66,25 +66,22 @@ class Opener:
             paper = Image.new("RGBA", picture.size, "white")
             picture = Image.alpha_composite(paper, picture.convert("RGBA"))
         picture = picture.convert("L" if is_grey else "RGB")
+        if has_palette:  # of greys, perhaps
+            red, green, blue = (band.tobytes() for band in picture.split())
+            picture = picture.convert("L") if red == green == blue else picture
         return picture.transpose(Image.Transpose[TURNS[turn]]) if 0 <= turn < len(TURNS) else picture
 
     def _levels(self, picture: Image.Image, raw: str, name: str) -> numpy.ndarray:
         """uint8 of shape (height, width) for one with more than 8 bits."""
         values, tags = numpy.asarray(picture), getattr(picture, "tag_v2", {})
-        white = (
-            2 ** tags.get(BITS, (16,))[0] - 1
-            if picture.mode.startswith("I;16")
-            else 65535
-            if "I" in picture.mode
-            else 1
-        )
+        white = {"I": 65535, "F": 1}.get(picture.mode) or 2 ** tags.get(BITS, (16,))[0] - 1
         if not (values.min() >= 0 and values.max() <= white):  # also NaN
             raise UsageError(
                 f"{name} has numbers from {values.min():g} to {values.max():g} for its brightness, and nobody defines "
                 f"which one is white: convert it to 8 or 16 bits (of numbers with 32 bits, 0 to {white} are read)"
             )
-        has_white = picture.mode.startswith("I;16") or (picture.mode == "I" and raw in ("I", "I;16B"))  # PNG, PGM
-        if not has_white:
+        says_white = picture.mode.startswith("I;16") or raw == "I;16B" or (picture.mode, picture.format) == ("I", "PPM")
+        if not says_white:
             self._say(LEVELS, f"{name} has numbers of 32 bits: 0 is taken for black and {white} for white")
         levels = numpy.rint(values.astype(numpy.float64) * (255 / white)).astype(numpy.uint8)
         if tags.get(PHOTOMETRIC) == 0:

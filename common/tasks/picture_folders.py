@@ -9,7 +9,7 @@ from PIL import Image
 
 from ..data.facts import say
 from ..errors import UsageError
-from .known_classes import printable
+from .lists import printable
 from .rows import table_of, text_of_cell
 
 # A folder with one of these whole names is a part of the data, if all its siblings are, too; the first that is there.
@@ -24,33 +24,42 @@ Labelled = list[tuple[str, str]]  # (path, class)
 LeftOut = dict[str, list[str]]  # {why: paths}
 
 
-def read_folder(data: str, folder: Path) -> list[Labelled]:
+def read_folder(data: str, folder: Path, advice: str) -> list[Labelled]:
     """The pictures of a folder with their classes, in the order of their names: those for training and, if folders are
     called so, those for evaluation. A line says which folders are, and what is left out. No picture is opened.
 
     Returns:
-        an empty list if there is no picture.
+        an empty list if there are parquet files, which are the data then.
 
     Raises:
-        UsageError: pictures without classes, or a folder that cannot be read.
+        UsageError: no pictures, pictures without classes, or a folder that cannot be read.
     """
     left_out: LeftOut = {}
     try:
         files = list(_walk(str(folder), "", left_out, ()))
     except OSError as error:
         raise UsageError(f"--data {data}: {error.filename} cannot be read ({error.strerror})") from None
-    if not files:
+    if any(file.lower().endswith(".parquet") for file in left_out.get(NO_PICTURE, [])):
+        if files:
+            say(f"--data {data}: the parquet files are read; left out: {_counts({'pictures beside them': files})}")
         return []
+    if not files:
+        found = f" ({_counts(left_out)})" if left_out else ""
+        raise UsageError(f"--data {data}: no data there{found}; {FORM}, or parquet files; {advice}")
     parts = []
     for below in _parts(data, folder, files, left_out):
         own = [file for file in files if file.startswith(below)]
         parts.append(_described(folder, below, own, left_out) or _by_folder(below, own, left_out))
         if not parts[-1]:
             raise UsageError(f"--data {data}: the pictures in {folder / below} have no classes: {FORM}")
-    facts = [f"{why}: {len(paths):,}, such as {printable(paths[0])}" for why, paths in left_out.items() if paths]
-    if facts:
-        say(f"--data {data}: left out: {'; '.join(facts)}")
+    if facts := _counts(left_out):
+        say(f"--data {data}: left out: {facts}")
     return [[(str(folder / file), name) for file, name in part] for part in parts]
+
+
+def _counts(left_out: LeftOut) -> str:
+    facts = [f"{why}: {len(paths):,}, such as {printable(paths[0])}" for why, paths in left_out.items() if paths]
+    return "; ".join(facts)
 
 
 def _walk(top: str, below: str, left_out: LeftOut, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
@@ -79,7 +88,7 @@ def _walk(top: str, below: str, left_out: LeftOut, above: tuple[tuple[int, int],
             why = NO_PICTURE
         if why:
             left_out.setdefault(why, []).append(path)
-    if not entries:
+    if below and not entries:
         left_out.setdefault("empty folders", []).append(below)
 
 

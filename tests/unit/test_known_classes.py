@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageClassification, PretrainedConfig, ViTConfig, ViTForImageClassification
 
-from common.tasks.known_classes import counted, names_of, order_of_head, with_classes
+from common.tasks.known_classes import names_of, order_of_head, with_classes
+from common.tasks.lists import counted
 from common.tasks.pretrained import load
 
 Out = pytest.CaptureFixture[str]

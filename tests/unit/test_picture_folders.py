@@ -13,6 +13,7 @@ from PIL import Image
 from common.errors import UsageError
 from common.tasks.images import load_images
 from common.tasks.labelled_pictures import LabelledPictures, load_labelled_pictures
+from common.tasks.mixture import weights_of
 from common.tasks.photos import load_photos
 
 Out = pytest.CaptureFixture[str]
@@ -86,10 +87,23 @@ def test_names_of_folders_and_files_are_no_patterns(
     assert {*found(part)} == {(name.split("/")[0], number) for number, name in enumerate(names)}
     assert f"{len(names)} pictures" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
-    for name in ("[ab]*", "-data", "~", "a:1", "train", "x.parquet", "test.csv", "a,b", "日本.", " "):
+    for name in (
+        "[ab]*",
+        "-data",
+        "~",
+        "a:1",
+        "train",
+        "x.parquet",
+        "test.csv",
+        "a,b",
+        "a:1,b:2",
+        "a.yaml",
+        "日本.",
+        " ",
+    ):
         write(tmp_path / name, "cat/0.png", "dog/1.png")
         write(tmp_path / "a", "wrong/0.png", "other/0.png")  # what a pattern would find
-        assert found(load(name)[0]) == [("cat", 0), ("dog", 1)]
+        assert found(load(name)[0]) == [("cat", 0), ("dog", 1)] and weights_of(name) is None
 
 
 def test_split_names_within_names_split_nothing(tmp_path: Path) -> None:
@@ -150,6 +164,25 @@ def test_folders_without_a_meaning(tmp_path: Path, files: str, line: str) -> Non
     for loader in (load, load_photos, load_images):
         with pytest.raises(UsageError, match=re.escape(line)):
             loader(str(tmp_path))
+
+
+def test_what_there_is_instead_of_pictures_is_named(
+    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cat").mkdir()
+    for name in ("data.zip", "cat/a.heic", "cat/b.heic"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        UsageError, match=r"no data there \(no pictures by their names: 3, such as cat/a.heic\); expected"
+    ):
+        load(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    write(tmp_path, "assets/figure.png")
+    (tmp_path / "train.parquet").write_bytes(b"damaged")
+    with pytest.raises(UsageError, match="files cannot be read"):
+        load(tmp_path)
+    line = "the parquet files are read; left out: pictures beside them: 1, such as assets/figure.png\n"
+    assert capsys.readouterr().out.endswith(line)
 
 
 def test_one_class(tmp_path: Path) -> None:
