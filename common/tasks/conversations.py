@@ -36,6 +36,16 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
     is_plain: bool = False
 
+    @property
+    def question(self) -> str:
+        """The text of the last message but one."""
+        return text_of(self.messages[-2])
+
+    @property
+    def answer(self) -> str:
+        """The text of the last message."""
+        return text_of(self.messages[-1])
+
     @classmethod
     def of(cls, given: Any) -> Self:
         """A conversation of messages in any form; one that is a conversation stays as it is. Raises UsageError."""
