@@ -114,16 +114,19 @@ def checked(messages: Messages) -> Messages:
                 raise UsageError(f'{where} has a part of the type {kind}: expected {{"type": "text", "text": "Why?"}}')
         if not isinstance(content, str | list | None):
             raise UsageError(f"the content of {where} is of the type {type(content).__name__}: expected a text")
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise UsageError(f"the tool_calls of {where} are no list of dicts")
         _check_json(message, where)
     return messages
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Raises UsageError for a value that JSON does not have: templates get its name in its place."""
+    """Raises UsageError for a value that JSON does not have, of which templates get the name, or half a character."""
     try:
-        json.dumps(value)
+        json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{where} has a value that JSON does not have ({first_line(error)})") from None
+        raise UsageError(f"{where} has a value that a text cannot have ({first_line(error)})") from None
 
 
 def options_of(row: dict[str, Any]) -> dict[str, Any]:
