@@ -15,8 +15,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.data import pad_to_longest
-from common.tasks.causal_lm import IGNORED, with_losses, without_dropout
-from common.tasks.chat_models import small_chat_model
+from common.tasks.causal_lm import IGNORED, with_losses
+from common.tasks.chat_models import small_chat_model, without_dropout
 from common.tasks.chats import Chats, encode
 from common.tasks.preferences import PairDataset, divided, log_probabilities, pairs_by_rules
 from recipes import preferences as recipe

@@ -26,7 +26,7 @@ from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
-from common.data import Batch, Examples, Metrics, pad_to_longest
+from common.data import Batch, pad_to_longest
 from common.tasks.encoder import (
     BERT_TP_PLAN,
     PADDING,
@@ -35,14 +35,13 @@ from common.tasks.encoder import (
     exported_tokenizer,
     freeze_key_biases,
     load_encoder,
+    recall,
     with_tokens,
     word_tokenizer,
 )
 from common.tasks.mixture import Sources
 from common.tasks.pairs import EncodedPairs, Pair, load_pairs
 from common.tasks.pretrained import export_of
-
-ROUNDING = 1e-6  # of a similarity in float32
 
 
 @dataclass(kw_only=True)
@@ -82,20 +81,6 @@ def batch_loss(values: dict[str, Tensor]) -> dict[str, Tensor]:
     partner = torch.arange(len(scores), device=scores.device)
     losses = [F.cross_entropy(one, partner, reduction="none") for one in (scores, scores.T)]
     return {"loss": (losses[0] + losses[1]) / 2}
-
-
-def recall(examples: Examples) -> Metrics:
-    """The share of queries whose document is the nearest, or one of the ten nearest, of the whole evaluation set. Where
-    documents are equally near, their order is random: the chance counts. What is not a number is never near."""
-    nearer, ties = [], []
-    for start_at in range(0, len(examples["query"]), 1024):
-        scores = examples["query"][start_at : start_at + 1024] @ examples["document"].T
-        over = scores - scores.diagonal(start_at)[:, None]
-        ties.append((over.abs() <= ROUNDING).sum(1))
-        nearer.append((~(over <= ROUNDING)).sum(1))
-    first, number = torch.cat(nearer), torch.cat(ties)
-    chances = {k: ((k - first) / number.clamp(min=1)).clamp(0, 1) * (number > 0) for k in (1, 10)}
-    return {f"recall@{k}": float(chance.mean()) for k, chance in chances.items()}
 
 
 def build(config: Config, pairs: list[Pair]) -> tuple[nn.Module, Any]:

@@ -31,7 +31,6 @@ from common.environment import has_gpu
 from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
 from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
-from common.tasks.conversations import text_of
 from common.tasks.lora import add_lora, check_flags, write_merged
 from common.tasks.mixture import Sources
 from common.tasks.pretrained import export_of
@@ -88,9 +87,8 @@ def build(config: Config) -> tuple[nn.Module, Any]:
     if path is None:
         model, tokenizer = small_chat_model(config.max_length, config.attention)
     else:
-        model, tokenizer = load_pretrained(
-            path, config.max_length, config.attention, "max_length", trust_remote_code=config.trust_remote_code
-        )
+        limits = config.max_length, config.attention, "max_length"
+        model, tokenizer = load_pretrained(path, *limits, trust_remote_code=config.trust_remote_code)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     tokenizer = with_chat_template(tokenizer, model)
@@ -104,15 +102,15 @@ def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
     """Prints how many held-out questions the exported model answers right, and one answer."""
     folder = config.output_dir / "model"
     if config.merge:
-        write_merged(folder, config.output_dir / "merged", trust_remote_code=config.trust_remote_code)
+        write_merged(folder, config.output_dir / "merged")
     if config.num_answers == 0:
         return
-    model = load_trained(folder, trust_remote_code=config.trust_remote_code)
+    model = load_trained(folder)
     asked = chats.asked(config.num_answers or (5 if model.num_parameters() > 1e9 else 50))
     if asked:
         answers = answer(model, tokenizer, asked, config.max_length)
         right = num_right(answers, asked)
-        print(f"{text_of(asked[0].messages[-2])} {answers[0]}\n{right} of {len(asked)} held-out answers are right")
+        print(f"{asked[0].question} {answers[0]}\n{right} of {len(asked)} held-out answers are right")
 
 
 def main(config: Config) -> Any:

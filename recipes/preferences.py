@@ -30,17 +30,9 @@ from common.data.batches import ForwardStep
 from common.data.mixture import parts_of
 from common.environment import has_gpu
 from common.seeds import CPU, kept_generators
-from common.tasks.causal_lm import (
-    IGNORED,
-    checkpoint_activations,
-    load_pretrained,
-    load_trained,
-    with_losses,
-    without_dropout,
-)
-from common.tasks.chat_models import answer, small_chat_model, with_chat_template
+from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
+from common.tasks.chat_models import answer, small_chat_model, with_chat_template, without_dropout
 from common.tasks.chats import Chats
-from common.tasks.conversations import text_of
 from common.tasks.lora import add_lora, check_flags
 from common.tasks.mixture import Sources
 from common.tasks.preferences import PairDataset, add_reference, load_pairs, log_probabilities, preference_loss
@@ -58,13 +50,9 @@ class Config(RunConfig):
     warmup_steps: int = 50
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
-    loss: Literal["dpo", "dpo_norm", "ipo"] = flag(
-        "dpo", "Rafailov et al. 2023; per token, Lambert et al. 2024; per token, Azar et al. 2023"
-    )
+    loss: Literal["dpo", "dpo_norm", "ipo"] = flag("dpo", "Rafailov et al. 2023; the same per token; Azar et al. 2023")
     beta: float = flag(0.1, "how much it costs to leave the reference: large keeps the model near it", above=0)
-    sft_weight: float | None = flag(
-        None, "add the loss of the chosen answer times this (default: 1 from scratch, else 0)", minimum=0
-    )
+    sft_weight: float | None = flag(None, "weight of the chosen answer's loss (from scratch 1, else 0)", minimum=0)
     max_samples: int | None = flag(None, "stream this many pairs of a data set and keep them, not all", minimum=1)
     max_length: int = flag(256, "tokens of a conversation beyond this number are cut", minimum=2)
     lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
@@ -103,9 +91,8 @@ def build(config: Config) -> tuple[nn.Module, Any]:
     if path is None:
         model, tokenizer = small_chat_model(config.max_length, config.attention)
     else:
-        model, tokenizer = load_pretrained(
-            path, config.max_length, config.attention, "max_length", trust_remote_code=config.trust_remote_code
-        )
+        limits = config.max_length, config.attention, "max_length"
+        model, tokenizer = load_pretrained(path, *limits, trust_remote_code=config.trust_remote_code)
         without_dropout(model)  # else the policy would differ from its reference, which is evaluated, before any step
     if config.activation_checkpointing:
         checkpoint_activations(model)
@@ -120,11 +107,9 @@ def write_answers(config: Config, tokenizer: Any, pairs: Chats) -> None:
     """Prints how often the exported model gives the chosen answer, and one answer."""
     asked = pairs.asked(config.num_answers, step=2)
     if asked:
-        model = load_trained(config.output_dir / "model", trust_remote_code=config.trust_remote_code)
-        answers = answer(model, tokenizer, asked, config.max_length)
-        num_chosen = sum(found == text_of(one.messages[-1]).strip() for found, one in zip(answers, asked))
-        print(f"{text_of(asked[0].messages[-2])} {answers[0]}")
-        print(f"{num_chosen} of {len(asked)} held-out answers are the chosen")
+        answers = answer(load_trained(config.output_dir / "model"), tokenizer, asked, config.max_length)
+        num_chosen = sum(found == one.answer.strip() for found, one in zip(answers, asked))
+        print(f"{asked[0].question} {answers[0]}\n{num_chosen} of {len(asked)} held-out answers are the chosen")
 
 
 def main(config: Config) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
@@ -80,7 +80,7 @@ def summarize(means: dict[str, float]) -> dict[str, float]:
 def build(config: Config) -> tuple[PreTrainedModel, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
     check_attention(config.attention)
-    if config.model_name_or_path is None:
+    if (path := config.model_name_or_path) is None:
         if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
             raise UsageError(
                 f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads of even width: "
@@ -99,21 +99,18 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
             **(experts if config.num_experts else {}),
         )
         return AutoModelForCausalLM.from_config(shape), byte_tokenizer()
-    sizes, trust = (config.context, config.attention), config.trust_remote_code
-    return load_pretrained(config.model_name_or_path, *sizes, trust_remote_code=trust)
+    return load_pretrained(path, config.context, config.attention, trust_remote_code=config.trust_remote_code)
 
 
-def print_sample(config: Config, prompt: Tensor) -> None:
+def print_sample(config: Config, tokenizer: Any, prompt: Tensor) -> None:
     """Prints a sample that the exported model generates from `prompt`, shape (tokens,)."""
-    folder = config.output_dir / "model"
-    model = load_trained(folder, trust_remote_code=config.trust_remote_code)
+    model = load_trained(config.output_dir / "model")
     text = prompt.to(model.device)
     while len(text) < len(prompt) + config.sample_tokens:
         seen = text[-max(1, config.context // 2) :].unsqueeze(0)
         new = model.generate(seen, attention_mask=torch.ones_like(seen), max_length=config.context + 1, do_sample=True)
         text = torch.cat([text, new[0, seen.shape[1] :]])
-    trust = {"trust_remote_code": config.trust_remote_code}
-    print(AutoTokenizer.from_pretrained(folder, **trust).decode(text))
+    print(tokenizer.decode(text))
 
 
 def main(config: Config) -> Any:
@@ -135,8 +132,8 @@ def main(config: Config) -> Any:
         export=export_of(model, tokenizer),
         batch_loss=partial(router_loss, config.router_loss) if config.router_loss else None,
     )
-    prompt = sources.evaluation[0]["tokens"][: max(1, config.context // 2)]
-    return None if config.evaluate_only or not config.sample_tokens else partial(print_sample, config, prompt)
+    after = partial(print_sample, config, tokenizer, sources.evaluation[0]["tokens"][: max(1, config.context // 2)])
+    return None if config.evaluate_only or not config.sample_tokens else after
 
 
 if __name__ == "__main__":

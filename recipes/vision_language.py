@@ -32,7 +32,7 @@ from common.data import Batch
 from common.environment import has_gpu
 from common.tasks.causal_lm import checkpoint_activations, load_pretrained, load_trained, with_losses
 from common.tasks.chat_models import answer, num_right, with_chat_template
-from common.tasks.conversations import Conversation, text_of
+from common.tasks.conversations import Conversation
 from common.tasks.lora import add_lora, check_flags, write_merged
 from common.tasks.mixture import Sources
 from common.tasks.pretrained import export_of
@@ -106,14 +106,13 @@ def write_answers(config: Config, processor: Any, chats: VisionChats) -> None:
     """Prints how many held-out questions the exported model answers right, and one answer."""
     folder, kind = config.output_dir / "model", AutoModelForImageTextToText
     if config.merge:
-        write_merged(folder, config.output_dir / "merged", kind, config.trust_remote_code)
+        write_merged(folder, config.output_dir / "merged", kind)
     read = [chats.read(index) for index in range(min(config.num_answers, len(chats)))]
     kept = [(Conversation(messages), pictures) for messages, pictures in read if messages[-1]["role"] == "assistant"]
     if kept:
         asked, pictures = zip(*kept)
-        model = load_trained(folder, kind, config.trust_remote_code)
-        answers = answer(model, processor, asked, config.max_length, pictures)
-        print(f"{text_of(asked[0].messages[-2])} {answers[0]}")
+        answers = answer(load_trained(folder, kind), processor, asked, config.max_length, pictures)
+        print(f"{asked[0].question} {answers[0]}")
         print(f"{num_right(answers, asked)} of {len(asked)} held-out answers are right")
 
 

@@ -23,7 +23,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..environment import print_once
 from ..errors import UsageError
-from ..seeds import CPU, kept_generators
 from .long_sequences import LongSequences
 from .pretrained import load, runnable
 from .routers import experts_per_token, routes_of
@@ -88,11 +87,12 @@ def load_pretrained(
     return model, processor
 
 
-def load_trained(folder: Path, kind: Any = AutoModelForCausalLM, trust_remote_code: bool = False) -> Any:
-    """An exported causal model, or exported adapters on their base, on the run's device and in its precision."""
+def load_trained(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
+    """A causal model that this run has exported, or exported adapters on their base, on the run's device and in its
+    precision. If the model brings code, this run has run it."""
     state = AcceleratorState()
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision, torch.float32)
-    return kind.from_pretrained(folder, dtype=precision, trust_remote_code=trust_remote_code).to(state.device).eval()
+    return kind.from_pretrained(folder, dtype=precision, trust_remote_code=True).to(state.device).eval()
 
 
 def check_attention(attention: str) -> None:
@@ -267,32 +267,6 @@ def _check_documents_are_apart(model: PreTrainedModel) -> None:
         packed, alone, reason = torch.ones(1), torch.zeros(1), "takes no positions"
     if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-5):
         raise UsageError(f"--packing: {type(model).__name__} {reason}: leave out --packing")
-
-
-def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Switches off dropout in a model, so that it computes in training what it computes in evaluation; its config.json
-    keeps the probabilities. Not by `eval`: then it would not recompute activations.
-
-    Raises:
-        UsageError: the model draws random numbers in another way, too.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():  # such as attention_dropout, layerdrop
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-    tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
-    with runnable(model), torch.no_grad(), kept_generators(CPU):
-        expected = model(input_ids=tokens, use_cache=False).logits
-        model.train()
-        found = model(input_ids=tokens, use_cache=False).logits
-    if not torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
-        raise UsageError(
-            f"{type(model).__name__} draws random numbers while it trains, so that policy and reference differ: type "
-            "the path of a model that does not, or switch them off in its config.json"
-        )
-    return model
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError
-from .conversations import Conversation, question, text_of
+from ..seeds import CPU, kept_generators
+from .conversations import Conversation, question
+from .pretrained import runnable
 from .tokenization import END, adds_special_tokens, byte_tokenizer, tokenizer_of
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
@@ -67,6 +70,32 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
         model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends))
 
 
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Switches off dropout in a model, so that it computes in training what it computes in evaluation; its config.json
+    keeps the probabilities. Not by `eval`: then it would not recompute activations.
+
+    Raises:
+        UsageError: the model draws random numbers in another way, too.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():  # such as attention_dropout, layerdrop
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
+    with runnable(model), torch.no_grad(), kept_generators(CPU):
+        expected = model(input_ids=tokens, use_cache=False).logits
+        model.train()
+        found = model(input_ids=tokens, use_cache=False).logits
+    if not torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
+        raise UsageError(
+            f"{type(model).__name__} draws random numbers while it trains, so that policy and reference differ: type "
+            "the path of a model that does not, or switch them off in its config.json"
+        )
+    return model
+
+
 def small_chat_model(max_length: int, attention: str) -> tuple[PreTrainedModel, Any]:
     """Returns (a Llama of 0.8 M weights whose tokens are bytes, its tokenizer with a chat template)."""
     shape = LlamaConfig(
@@ -114,7 +143,7 @@ def answer(
         if not 0 < num_tokens < max_length:
             found.append("")
             continue
-        expected = plain(text_of(chat.messages[-1]), add_special_tokens=False)["input_ids"]
+        expected = plain(chat.answer, add_special_tokens=False)["input_ids"]
         longest = min(max_length, num_tokens + len(expected) + MORE_TOKENS)
         new = model.generate(**given, max_length=longest, do_sample=False)
         found.append(plain.decode(new[0, num_tokens:], skip_special_tokens=True).split(END)[0].strip())
@@ -123,5 +152,5 @@ def answer(
 
 def num_right(answers: Sequence[str], chats: Sequence[Conversation]) -> int:
     """How many of these answers end as the conversations do."""
-    expected = [text_of(chat.messages[-1]).strip() for chat in chats]
+    expected = [chat.answer.strip() for chat in chats]
     return sum(found.endswith(text) for found, text in zip(answers, expected) if text)

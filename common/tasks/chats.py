@@ -17,7 +17,7 @@ from ..data.facts import say
 from ..errors import UsageError
 from .cache import cache_folder
 from .causal_lm import IGNORED, trained_places
-from .conversations import Conversation, Messages, as_text, text_of, unused
+from .conversations import Conversation, Messages, as_text, unused
 from .rows import Table
 from .sources import check_not_streamed, hold_out, load_tables
 from .streams import rows_on_disk
@@ -53,7 +53,7 @@ class Chats:
     def asked(self, number: int, step: int = 1) -> list[Conversation]:
         """Of each `step`-th of the conversations, at most so many, those that end with an answer that is a text."""
         found = [Conversation.of(self.chat(index)) for index in range(0, min(number * step, len(self)), step)]
-        return [chat for chat in found if chat.messages[-1]["role"] == "assistant" and text_of(chat.messages[-1])]
+        return [chat for chat in found if chat.messages[-1]["role"] == "assistant" and chat.answer]
 
     @cached_property
     def lengths(self) -> list[int]:

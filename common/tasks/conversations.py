@@ -36,6 +36,16 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
     is_plain: bool = False
 
+    @property
+    def question(self) -> str:
+        """The text of the last message but one."""
+        return text_of(self.messages[-2])
+
+    @property
+    def answer(self) -> str:
+        """The text of the last message."""
+        return text_of(self.messages[-1])
+
     @classmethod
     def of(cls, given: Any) -> Self:
         """A conversation of messages in any form; one that is a conversation stays as it is. Raises UsageError."""
@@ -104,16 +114,19 @@ def checked(messages: Messages) -> Messages:
                 raise UsageError(f'{where} has a part of the type {kind}: expected {{"type": "text", "text": "Why?"}}')
         if not isinstance(content, str | list | None):
             raise UsageError(f"the content of {where} is of the type {type(content).__name__}: expected a text")
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise UsageError(f"the tool_calls of {where} are no list of dicts")
         _check_json(message, where)
     return messages
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Raises UsageError for a value that JSON does not have: templates get its name in its place."""
+    """Raises UsageError for a value that JSON does not have, of which templates get the name, or half a character."""
     try:
-        json.dumps(value)
+        json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{where} has a value that JSON does not have ({first_line(error)})") from None
+        raise UsageError(f"{where} has a value that a text cannot have ({first_line(error)})") from None
 
 
 def options_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..data import Examples, Metrics
 from ..environment import print_once
 from ..errors import UsageError
 from .pretrained import load
@@ -33,6 +34,7 @@ BERT_TP_PLAN = {
     "bert.encoder.layer.*.output.dense": "rowwise",
 }
 PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
+ROUNDING = 1e-6  # of a similarity in float32
 PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
 
 
@@ -133,6 +135,20 @@ class Embedder(nn.Module):
         given = {"input_ids": tokens.masked_fill(tokens == PADDING, self.pad), "attention_mask": mask}
         hidden = self.get_submodule(self.name)(**given).last_hidden_state.float()
         return F.normalize((hidden * mask[..., None]).sum(1), dim=-1)  # the mean's length does not matter
+
+
+def recall(examples: Examples) -> Metrics:
+    """The share of queries whose document is the nearest, or one of the ten nearest, of the whole evaluation set. Where
+    documents are equally near, their order is random: the chance counts. What is not a number is never near."""
+    nearer, ties = [], []
+    for start_at in range(0, len(examples["query"]), 1024):
+        scores = examples["query"][start_at : start_at + 1024] @ examples["document"].T
+        over = scores - scores.diagonal(start_at)[:, None]
+        ties.append((over.abs() <= ROUNDING).sum(1))
+        nearer.append((~(over <= ROUNDING)).sum(1))
+    first, number = torch.cat(nearer), torch.cat(ties)
+    chances = {k: ((k - first) / number.clamp(min=1)).clamp(0, 1) * (number > 0) for k in (1, 10)}
+    return {f"recall@{k}": float(chance.mean()) for k, chance in chances.items()}
 
 
 def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizerFast:

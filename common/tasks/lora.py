@@ -137,14 +137,12 @@ def digest_of_weights(model: nn.Module) -> str:
     return found.hexdigest()[:16]
 
 
-def write_merged(
-    adapters: Path, folder: Path, kind: Any = AutoModelForCausalLM, trust_remote_code: bool = False
-) -> None:
-    """Adds exported adapters to the weights of their base, a model of this kind, and writes an ordinary model of
-    transformers."""
+def write_merged(adapters: Path, folder: Path, kind: Any = AutoModelForCausalLM) -> None:
+    """Adds adapters that this run has exported to the weights of their base, a model of this kind, and writes an
+    ordinary model of transformers. If the base brings code, this run has run it."""
     from peft import PeftConfig, PeftModel
 
-    trust = {"trust_remote_code": trust_remote_code}
+    trust = {"trust_remote_code": True}
     path = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
     base = kind.from_pretrained(path, dtype=torch.float32, **trust)
     PeftModel.from_pretrained(base, str(adapters)).merge_and_unload().save_pretrained(folder)

@@ -170,10 +170,9 @@ def divided(row: dict[str, Any]) -> list[Conversation]:
             if shared > 0 and chosen[shared] != rejected[shared] and chosen[shared - 1] == " ":
                 shared -= 1  # the space belongs to the word after it
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        asked = {"role": "user", "content": prompt}
-        return [
-            Conversation([asked, {"role": "assistant", "content": text}], 1, {}, True) for text in (chosen, rejected)
-        ]
+        asked = as_messages(prompt, "user")
+        answers = [as_messages(text, "assistant") for text in (chosen, rejected)]
+        return [Conversation(checked(asked + answer), 1, is_plain=True) for answer in answers]
     if not (isinstance(chosen, list) and isinstance(rejected, list) and chosen and rejected):
         raise UsageError('expected lists of messages such as {"role": "user", "content": "Why?"}, or texts')
     options, both = options_of(row), [as_messages(chosen), as_messages(rejected)]

@@ -293,10 +293,16 @@ def test_contents_that_are_no_text(content: Any, line: str) -> None:
         encode([QUESTION, {"role": "assistant", "content": content}], small_chat_model(64, "sdpa")[1], 99)
 
 
-def test_values_that_json_does_not_have() -> None:
-    message = {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": {"day": date(2024, 1, 1)}}}]}
-    with pytest.raises(UsageError, match=r"has a value that JSON does not have .*date"):
-        encode([QUESTION, message], with_template(TOOLS), 99)
+def test_values_that_a_text_cannot_have() -> None:
+    tokenizer = with_template(TOOLS)
+    dated = {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": {"day": date(2024, 1, 1)}}}]}
+    for messages, line in (
+        ([QUESTION, dated], r"message 2 \(assistant\) has a value that a text cannot have .*date"),
+        ([{"role": "user", "content": "half \ud83d"}, ANSWER], r"message 1 \(user\) has a value .*surrogates"),
+        ([QUESTION, {"role": "assistant", "tool_calls": "[]"}], "the tool_calls of message 2 .* are no list of dicts"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            encode(messages, tokenizer, 99)
 
 
 def test_conversations_without_a_trained_token_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

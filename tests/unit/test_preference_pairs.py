@@ -22,8 +22,8 @@ from transformers import (
 
 from common.data import pad_to_longest
 from common.errors import UsageError
-from common.tasks.causal_lm import IGNORED, with_losses, without_dropout
-from common.tasks.chat_models import small_chat_model
+from common.tasks.causal_lm import IGNORED, with_losses
+from common.tasks.chat_models import small_chat_model, without_dropout
 from common.tasks.chats import Chats, encode
 from common.tasks.preferences import PairDataset, divided, load_pairs, log_probabilities, pairs_by_rules
 from common.tasks.tokenization import byte_tokenizer
