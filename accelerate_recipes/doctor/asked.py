@@ -74,7 +74,7 @@ def refusals(
     lines: list[str] = []
     if config is not None:
         try:
-            check_given(model, optimizer)
+            check_given(model, optimizer, keywords | {"forward_step": forward_step})
             checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
         except UsageError as error:  # what else is wrong cannot be asked
             return {"lines": [str(error)], "of_the_launcher": [], "facts": {}}
