@@ -74,8 +74,9 @@ def refusals(
     lines: list[str] = []
     if config is not None:
         try:
-            check_given(model, optimizer)
-            checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
+            check_given(model, optimizer, keywords)
+            samples, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
+            _give_sizes(accelerator, model, optimizer, forward_step, samples, config)
         except UsageError as error:  # what else is wrong cannot be asked
             return {"lines": [str(error)], "of_the_launcher": [], "facts": {}}
     facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
@@ -107,6 +108,18 @@ def refusals(
     except UsageError as error:
         lines.append(str(error))
     return {"lines": lines, "of_the_launcher": refused, "facts": facts}
+
+
+def _give_sizes(accelerator: Any, model: Any, optimizer: Any, forward_step: Any, samples: Any, config: Any) -> None:
+    """Gives the lazy layers of a model their sizes, as a run does."""
+    from common.layout import Layout
+    from common.parallel.lazy import with_sizes, without_size
+    from common.parallel.setup import Setup
+    from common.plan import Plan
+
+    if without_size(model):
+        plan = Plan.of(config, Layout(), len(samples))
+        with_sizes(Setup(accelerator, model, optimizer, forward_step, plan), samples)
 
 
 def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, list[str]]:

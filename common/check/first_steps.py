@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
@@ -139,6 +140,8 @@ class FirstSteps:
             except Exception as error:
                 samples = torch.cat(self.plan.own_samples(number)).tolist()
                 error.add_note(f"step {number + 1}, {listed(samples)}")
+                if number == self.first and (mixed := mixed_types(error, engine.module, micro_batches[0])):
+                    raise UsageError(mixed) from None
                 if number in self.numbers:
                     self._translate(error)
                 raise
@@ -252,3 +255,20 @@ class FirstSteps:
             steps = f"{len(self.numbers)} step{'s' * (len(self.numbers) > 1)}"
             self.accelerator.print(f"checked {steps} against one process in {self._seconds:.1f} s")
         self._reference = None  # frees its memory
+
+
+def mixed_types(error: Exception, model: nn.Module, batch: Batch) -> str | None:
+    """The line for an error because numbers of a batch are of another type than the weights; None for another error."""
+    if not isinstance(error, RuntimeError) or "type" not in str(error):
+        return None
+    weights = {weight.dtype: name for name, weight in model.named_parameters() if weight.is_floating_point()}
+    given = {name: value.dtype for name, value in batch.items() if isinstance(value, Tensor)}
+    for name, dtype in given.items():
+        if dtype.is_floating_point and weights and dtype not in weights:
+            kind, weight = next(iter(weights.items()))
+            kinds = [str(each).removeprefix("torch.") for each in (kind, dtype)]
+            return (
+                f'{line_of(error)}: {weight} is {kinds[0]}, "{name}" of the batch is {kinds[1]}: type '
+                f'batch["{name}"].to({kind}) in forward_step, or make the model {kinds[1]}'
+            )
+    return None

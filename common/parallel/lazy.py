@@ -19,14 +19,14 @@ def with_sizes(setup: Setup, train_set: MapDataset) -> Setup:
     Raises:
         UsageError: a weight has no size after it.
     """
-    if _without_size(setup.model) is None:
+    if without_size(setup.model) is None:
         return setup
     epoch, ids = next(setup.plan.global_micro_batches(0))
     with kept_generators(CPU):
         batch = fetch(train_set, ids.tolist(), setup.plan.config.seed, epoch)
     with evaluating(setup.model), torch.no_grad():
         numbered(setup.forward_step)(setup.model, batch, 0)
-    if name := _without_size(setup.model):
+    if name := without_size(setup.model):
         raise UsageError(
             f"{name} has no size yet, and forward_step does not use it when the model evaluates: run one forward pass "
             "of a few samples before fit, or give its layer its sizes, such as nn.Linear in place of nn.LazyLinear"
@@ -34,7 +34,7 @@ def with_sizes(setup: Setup, train_set: MapDataset) -> Setup:
     return setup
 
 
-def _without_size(model: nn.Module) -> str | None:
+def without_size(model: nn.Module) -> str | None:
     """The name of a weight or buffer of a lazy layer that has seen no samples; None if there is none."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return next((name for name, tensor in tensors if is_lazy(tensor)), None)

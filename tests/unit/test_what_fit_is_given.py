@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from accelerate_recipes.doctor import asked
+from common.check.first_steps import mixed_types
 from common.config import RunConfig
 from common.data.batches import Collated, MapDataset, checked_datasets, fetch
 from common.data.padding import pad_to_longest
@@ -227,6 +228,16 @@ def test_own_errors_of_an_optimizer_stay() -> None:
 
     with pytest.raises(TypeError, match="a bug"):
         step_if_finite(Broken([WEIGHT], 0.1), None)
+
+
+def test_weights_of_another_type_than_the_batch() -> None:
+    model, batch = nn.Linear(2, 2).bfloat16(), {"y": torch.ones(1).long(), "x": torch.ones(1, 2)}
+    with pytest.raises(RuntimeError) as caught:
+        model(batch["x"])
+    line = mixed_types(caught.value, model, batch)
+    assert line is not None and 'is bfloat16, "x" of the batch is float32: type batch["x"].to(torch.bfloat16)' in line
+    assert mixed_types(caught.value, nn.Linear(2, 2), batch) is None
+    assert mixed_types(ValueError("a type"), model, batch) is None
 
 
 @pytest.mark.parametrize("name", ["forward_step", "collate_fn", "schedule", "batch_loss"])
