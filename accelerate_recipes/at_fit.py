@@ -48,7 +48,7 @@ def at_fit(
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
             raise UsageError(f"{script or 'the loop'} does not get to its call of fit: {lines[-1]}")
-        return json.loads(result.read_text())
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def environment(script: Path | None) -> dict[str, str]:
@@ -62,7 +62,7 @@ def environment(script: Path | None) -> dict[str, str]:
 def _main(function: str, weights: str, result: str, script: str, *flags: str) -> None:
     module, name = function.split(":")
     if not script:
-        Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)()))
+        Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)()), encoding="utf-8")
         return
     sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
     common, loop = importlib.import_module("common"), importlib.import_module("common.loop")  # the recipe's own
@@ -71,7 +71,9 @@ def _main(function: str, weights: str, result: str, script: str, *flags: str) ->
 
     def answer(*arguments: Any, **keywords: Any) -> NoReturn:
         building.close()
-        Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)(*arguments, **keywords)))
+        Path(result).write_text(
+            json.dumps(getattr(importlib.import_module(module), name)(*arguments, **keywords)), encoding="utf-8"
+        )
         os._exit(0)
 
     def start(config: Any) -> Any:

@@ -103,8 +103,14 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
             shutil.copytree(files, aside, dirs_exist_ok=True)
         write_weights(_weights(reader), aside, getattr(torch, str(wanted), None), adapter)
         settings = aside / "config.json"
-        if dtype != "auto" and settings.exists() and "model_type" in (config := json.loads(settings.read_text())):
-            settings.write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
+        if (
+            dtype != "auto"
+            and settings.exists()
+            and "model_type" in (config := json.loads(settings.read_text(encoding="utf-8")))
+        ):
+            settings.write_text(
+                json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
     return files
 
 

@@ -34,7 +34,7 @@ class Watched:
     @cached_property
     def processes(self) -> list[dict[str, Any]]:
         """The records of each process."""
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("process_*.json"))]
+        return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob("process_*.json"))]
 
     @property
     def steps(self) -> list[tuple[dict[str, Any], ...]]:

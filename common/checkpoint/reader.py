@@ -25,7 +25,7 @@ class Reader:
     def __init__(self, folder: Path):
         self.folder = folder
         try:
-            self.content = json.loads((folder / MANIFEST).read_text())
+            self.content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             expected = self.content.pop("sha256")
         except OSError as error:
             raise _damage_or_failure(folder / MANIFEST, error) from None

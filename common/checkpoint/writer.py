@@ -163,7 +163,7 @@ def _publish(aside: Path, folder: Path, content: dict[str, Any], manifests: list
     # As a reader will load it.
     content = json.loads(json.dumps({"format": FORMAT, **content, "files": files, "tensors": tensors}))
     # Without an indent, which takes five times as long.
-    (aside / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of_json(content)}) + "\n")
+    (aside / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of_json(content)}) + "\n", encoding="utf-8")
     flush(aside / MANIFEST)
     flush(aside)
     if folder.exists():  # of an earlier run, or damaged

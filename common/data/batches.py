@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.queues import Queue
 from numbers import Number
 from os import PathLike
 from typing import Any, Protocol, Self, TypeGuard
@@ -13,6 +14,7 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from ..accidents import advice
 from ..config import RunConfig
 from ..errors import UsageError, WorkerError, line_of, listed, noted, trace_of
 from ..plan import Samples
@@ -186,6 +188,7 @@ def batches(
             sampler=wanted,
             num_workers=config.num_workers,
             collate_fn=_as_it_is,
+            worker_init_fn=_start_worker,
             pin_memory=device.type != "cpu",
         )
         fetched = _from_workers(iter(loader))
@@ -258,10 +261,8 @@ class _Fetching(Dataset):
         epoch, ids = wanted
         try:
             return fetch(self.dataset, ids, self.seed, epoch)
-        except UsageError as error:
-            return _Failed(str(error), None)
         except Exception as error:
-            return _Failed(line_of(error), trace_of(error))
+            return _failed(error)
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,23 @@ class _Failed:
 
     line: str
     trace: str | None
+
+
+def _failed(error: Exception) -> _Failed:
+    if (line := advice(error)) is not None or isinstance(error, UsageError):
+        return _Failed(line or str(error), None)
+    return _Failed(line_of(error), trace_of(error))
+
+
+def _start_worker(number: int) -> None:
+    """Runs first in a worker. Python's queue would drop a batch that it cannot send, for want of shared memory or open
+    files: the run would wait for it for ever."""
+    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
+
+
+def _send_failure(queue: Any, error: Exception, message: tuple[int, Any]) -> None:
+    """Sends in place of a batch why it could not be sent. The message of a worker is (number of the batch, batch)."""
+    queue.put((message[0], _failed(error)))
 
 
 def _as_it_is(batch: Any) -> Any:

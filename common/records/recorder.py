@@ -1,6 +1,7 @@
 """The records of a run: metrics.jsonl, the run card, trackers and the terminal's output."""
 
 import dataclasses
+import errno
 import math
 import os
 import sys
@@ -88,8 +89,9 @@ class Recorder:
                 self.output_dir.set_aside(self.state)
                 self._metrics = MetricsFile(self.output_dir.path, self._goes_on_after)
             except OSError as error:
+                advice = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "type another"
                 raise UsageError(
-                    f"--output_dir {self.output_dir.path} cannot be written ({error.strerror}): free disk space"
+                    f"--output_dir {self.output_dir.path} cannot be written ({error.strerror}): {advice}"
                 ) from None
             self.output_dir.write_card(self._card(None))
         self.accelerator.wait_for_everyone()  # so that a process that fails later finds the card
