@@ -44,7 +44,13 @@ def at_fit(
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", __spec__.name, function, "meta" * on_meta, str(result)]
         command += [str(script or ""), *flags, "--output_dir", str(Path(folder) / "run")]
-        run = subprocess.run(command, env=environment(script) | (variables or {}), capture_output=True, text=True)
+        run = subprocess.run(
+            command,
+            env=environment(script) | (variables or {}),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
             raise UsageError(f"{script or 'the loop'} does not get to its call of fit: {lines[-1]}")

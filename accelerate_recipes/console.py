@@ -21,8 +21,8 @@ class Output:
 
     def __init__(self, stream: TextIO | None):
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  # None: it is closed
-        if hasattr(self._stream, "reconfigure"):
-            self._stream.reconfigure(errors="replace")
+        with suppress(AttributeError, OSError):
+            self._stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
 
     def write(self, text: str) -> int:
         with suppress(OSError):

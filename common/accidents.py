@@ -26,7 +26,8 @@ NO_SHARED_MEMORY = re.compile(
 )
 
 # What a full disk, a quota, a read-only file system and a folder of somebody else say.
-REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ESTALE)  # only of an error that names the file
 FULL = re.compile(r"\d+ requested and \d+ written|Not enough disk space")  # of numpy, and of datasets
 # {part of the path of the code that writes: variable}; for errors that name no file.
 WRITERS = {
@@ -63,7 +64,7 @@ def advice(error: BaseException) -> str | None:
     """The line for an error that the machine caused, or for one that came from it: what it lacks, and what to type.
     None for any other error."""
     for each in chain(error):
-        if (line := _cache(each) or _worker(each) or _open_files(each)) is not None:
+        if (line := _cache(each) or _open_files(each) or _worker(each)) is not None:
             return line
     return None
 
@@ -80,22 +81,27 @@ def _cache(error: BaseException) -> str | None:
 
 
 def _worker(error: BaseException) -> str | None:
-    """The line for a worker of a loader that ended, or could not send a batch."""
+    """The line for a worker of a loader that could not send a batch, or that ended: of a loader of the recipe's own."""
     text = str(error)
+    if NO_SHARED_MEMORY.search(text):
+        return lost_worker("Bus error")
     ended = LOST_WORKER.search(text)
-    if (ended and ended[1] == "Bus error") or NO_SHARED_MEMORY.search(text):
+    return lost_worker(ended[1]) if ended else None
+
+
+def lost_worker(signal_name: str | None) -> str:
+    """The line for a worker of a loader that a signal ended, as the system describes the signal."""
+    if signal_name == "Bus error":
         size = f" of {shutil.disk_usage(SHARED).total / 1e6:,.0f} MB" if SHARED.exists() else ""
         return (
             f"{SHARED}{size}, through which workers of the loader send batches, is full: type --num_workers 0, or give "
             "it more (docker run --shm-size 8g)"
         )
-    if not ended:
-        return None
-    if ended[1] in (None, "Killed"):
+    if signal_name in (None, "Killed"):
         free = psutil.virtual_memory().available / 1e9
         how = f"was killed, mostly for want of memory ({free:,.1f} GB are free now)"
         return f"a worker of the loader {how}: type a smaller --num_workers, or 0"
-    return f"a worker of the loader ended ({ended[1]}): type --num_workers 0, which shows where"
+    return f"a worker of the loader ended ({signal_name}): type --num_workers 0, which shows where"
 
 
 def _open_files(error: BaseException) -> str | None:
@@ -108,6 +114,8 @@ def _open_files(error: BaseException) -> str | None:
 def _reason(error: BaseException) -> str | None:
     """What the file system says, from the number of an error or, where a library made a text of it, from its words."""
     text = str(error)
+    if getattr(error, "filename", None) and getattr(error, "errno", None) in NO_FOLDER:
+        return os.strerror(error.errno)  # type: ignore[attr-defined]
     for number in REFUSALS:
         if getattr(error, "errno", None) == number or os.strerror(number) in text:
             return os.strerror(number)

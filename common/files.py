@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
@@ -37,27 +36,12 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def folder_problem(path: Path) -> str | None:
-    """Why nothing can be written into a folder, which need not exist yet; None if it can. Leaves nothing behind."""
-    try:
-        if path.is_symlink() and not path.exists():
-            return "is a link that leads nowhere"
-        place = next(place for place in (path.absolute(), *path.absolute().parents) if _is_there(place))
-        if not place.is_dir():
-            return "is a file" if place == path.absolute() else f"cannot be made: {place} is a file"
-        with TemporaryFile(dir=place):  # tried, because not only modes forbid it
-            return None
-    except OSError as error:
-        return f"cannot be written ({error.strerror})"
-
-
-def _is_there(path: Path) -> bool:
-    """Whether there is such a path. Raises OSError if it cannot be one, such as a name of 300 letters."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+def read_file(path: Path) -> str:
+    """The text of a file in UTF-8. Raises OSError, also for what is no file, such as a pipe, on which a read would wait
+    for ever."""
+    if not path.is_file() and path.exists():
+        raise IsADirectoryError(errno.EISDIR, "Not a file", str(path))
+    return path.read_text(encoding="utf-8")
 
 
 @contextmanager

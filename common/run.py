@@ -88,8 +88,8 @@ class _Output:
 
     def __init__(self, stream: TextIO | None):
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
-        if hasattr(self._stream, "reconfigure"):  # not in a notebook
-            self._stream.reconfigure(errors="replace")
+        with contextlib.suppress(AttributeError, OSError):  # that of a notebook has none; one that is a pipe by now
+            self._stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):

@@ -70,6 +70,8 @@ def check_name(name: str) -> None:
 def _finished(output_dir: Path) -> dict[str, Any]:
     """The run card. Raises UsageError unless a finished run is there."""
     try:
+        if not (output_dir / "run.json").is_file():  # also a pipe, on which a read would wait
+            raise FileNotFoundError
         card = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
         is_done = card["status"] == "done" or card.get("trained", False)
         has_model = any((output_dir / "model").glob("*.safetensors"))

@@ -106,7 +106,7 @@ class Launch:
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             errors="replace",
         )
 

@@ -1,6 +1,8 @@
 """The interface of a dataset, and batches on the device."""
 
 import inspect
+import signal
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
@@ -14,7 +16,7 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ..accidents import advice
+from ..accidents import LOST_WORKER, advice, lost_worker
 from ..config import RunConfig
 from ..errors import UsageError, WorkerError, line_of, listed, noted, trace_of
 from ..plan import Samples
@@ -191,7 +193,7 @@ def batches(
             worker_init_fn=_start_worker,
             pin_memory=device.type != "cpu",
         )
-        fetched = _from_workers(iter(loader))
+        fetched = _from_workers(loader)
     else:
         fetched = (fetch(dataset, ids, config.seed, epoch) for epoch, ids in wanted)
     return (_moved(batch, device) for batch in fetched)
@@ -294,11 +296,25 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _from_workers(batches: Iterator[Any]) -> Iterator[Batch]:
-    for batch in batches:
-        if isinstance(batch, _Failed):
-            raise UsageError(batch.line) if batch.trace is None else WorkerError(batch.line, batch.trace)
-        yield batch
+def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
+    before = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    batches: Any = iter(loader)
+    if before is not None and threading.current_thread() is threading.main_thread():
+        # Torch's handler raises an error wherever this process is when a worker ends, also where others swallow it. The
+        # loader looks itself, every five seconds.
+        signal.signal(signal.SIGCHLD, before)
+    try:
+        for batch in batches:
+            if isinstance(batch, _Failed):
+                raise UsageError(batch.line) if batch.trace is None else WorkerError(batch.line, batch.trace)
+            yield batch
+    except RuntimeError as error:
+        codes = [worker.exitcode for worker in batches._workers if worker.exitcode]
+        if not codes or LOST_WORKER.search(str(error)) is None:
+            raise
+        raise UsageError(
+            lost_worker(signal.strsignal(-codes[0]) if codes[0] < 0 else f"exit code {codes[0]}")
+        ) from None
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

@@ -20,7 +20,7 @@ from ..cpu_group import CpuGroup
 from ..environment import num_machines, rank
 from ..errors import RunError, UsageError
 from ..failure import Failure, first_failure
-from ..files import flush, folder_problem
+from ..files import flush
 from ..plan import Plan
 from ..state import TrainState
 from .run_card import ending, read_card, replace_card
@@ -74,7 +74,7 @@ class OutputDir:
             except RunError as error:
                 problem = error
             except OSError as error:  # also of a listing, on a network disk
-                problem = UsageError(f"--output_dir {self.path} cannot be used ({error.strerror}): type another")
+                problem = UsageError(f"--output_dir {self.path} cannot be written ({error.strerror}): type another")
         problem = self.group.broadcast(problem)
         if problem is not None:
             raise problem
@@ -164,14 +164,14 @@ class OutputDir:
 
     def _own(self) -> str | None:
         """Locks the folder. Returns the problem, if there is one."""
-        if (problem := folder_problem(self.path)) is not None:
-            return f"--output_dir {self.path} {problem}: type another"
-        if not self.path.is_dir():
-            self.path.mkdir(parents=True, exist_ok=True)
-            flush(self.path.parent)
         try:
+            if not self.path.is_dir():
+                self.path.mkdir(parents=True, exist_ok=True)
+                flush(self.path.parent)
             self._lock = FileLock(self.path / ".lock")
             self._lock.acquire(timeout=0)
+        except FileExistsError:  # a file, or a link that leads nowhere
+            return f"--output_dir {self.path} is no folder: type another"
         except Timeout:
             return f"another run writes to {self.path}: wait for it, or type another --output_dir"
         if (problem := self._question()) is not None:

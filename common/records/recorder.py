@@ -97,6 +97,12 @@ class Recorder:
         self.accelerator.wait_for_everyone()  # so that a process that fails later finds the card
         if not self.accelerator.is_main_process:
             self.output_dir.card = read_card(self.output_dir.path)
+        warmup, num_steps = self.plan.config.warmup_steps, self.plan.num_steps
+        if warmup > num_steps and self.plan.schedule is None:
+            self.accelerator.print(
+                f"--warmup_steps {warmup} are more than the {num_steps} steps of this run: the learning rate stays "
+                "below its peak"
+            )
         terminal = self.accelerator.is_main_process and sys.stderr.isatty()
         self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step") if terminal else None
         return self

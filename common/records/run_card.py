@@ -13,6 +13,7 @@ import psutil
 
 from ..errors import StoppedError
 from ..failure import Failure
+from ..files import read_file
 
 MOST_OF_DIFF = 200_000  # characters
 
@@ -20,7 +21,7 @@ MOST_OF_DIFF = 200_000  # characters
 def read_card(output_dir: Path) -> dict[str, Any]:
     """The run card; an empty dict if the file is missing or is not a run card."""
     try:
-        card = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
+        card = json.loads(read_file(output_dir / "run.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return card if isinstance(card, dict) else {}
