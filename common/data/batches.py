@@ -3,6 +3,7 @@
 import inspect
 import signal
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
@@ -16,7 +17,7 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ..accidents import LOST_WORKER, advice, lost_worker
+from ..accidents import advice, lost_worker
 from ..config import RunConfig
 from ..errors import UsageError, WorkerError, line_of, listed, noted, trace_of
 from ..plan import Samples
@@ -308,13 +309,21 @@ def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
             if isinstance(batch, _Failed):
                 raise UsageError(batch.line) if batch.trace is None else WorkerError(batch.line, batch.trace)
             yield batch
-    except RuntimeError as error:
-        codes = [worker.exitcode for worker in batches._workers if worker.exitcode]
-        if not codes or LOST_WORKER.search(str(error)) is None:
+    except (RuntimeError, OSError, EOFError):  # torch's own; or of a connection to the worker, which sends files
+        if (code := _exit_code(batches._workers)) is None:
             raise
-        raise UsageError(
-            lost_worker(signal.strsignal(-codes[0]) if codes[0] < 0 else f"exit code {codes[0]}")
-        ) from None
+        raise UsageError(lost_worker(signal.strsignal(-code) if code < 0 else f"exit code {code}")) from None
+
+
+def _exit_code(workers: list[Any]) -> int | None:
+    """That of a worker that has failed, or does within a second; None if none has. Negative: the number of a signal."""
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        for worker in workers:
+            if worker.exitcode:
+                return int(worker.exitcode)
+        time.sleep(0.05)
+    return None
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
