@@ -44,11 +44,17 @@ def at_fit(
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", __spec__.name, function, "meta" * on_meta, str(result)]
         command += [str(script or ""), *flags, "--output_dir", str(Path(folder) / "run")]
-        run = subprocess.run(command, env=environment(script) | (variables or {}), capture_output=True, text=True)
+        run = subprocess.run(
+            command,
+            env=environment(script) | (variables or {}),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
             raise UsageError(f"{script or 'the loop'} does not get to its call of fit: {lines[-1]}")
-        return json.loads(result.read_text())
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def environment(script: Path | None) -> dict[str, str]:
@@ -62,7 +68,7 @@ def environment(script: Path | None) -> dict[str, str]:
 def _main(function: str, weights: str, result: str, script: str, *flags: str) -> None:
     module, name = function.split(":")
     if not script:
-        Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)()))
+        Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)()), encoding="utf-8")
         return
     sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
     common, loop = importlib.import_module("common"), importlib.import_module("common.loop")  # the recipe's own
@@ -71,7 +77,9 @@ def _main(function: str, weights: str, result: str, script: str, *flags: str) ->
 
     def answer(*arguments: Any, **keywords: Any) -> NoReturn:
         building.close()
-        Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)(*arguments, **keywords)))
+        Path(result).write_text(
+            json.dumps(getattr(importlib.import_module(module), name)(*arguments, **keywords)), encoding="utf-8"
+        )
         os._exit(0)
 
     def start(config: Any) -> Any:

@@ -13,6 +13,7 @@ import yaml
 from accelerate_recipes import bundle
 from accelerate_recipes.console import print_entry, print_json
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import is_path, text_of
 
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
 DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
@@ -115,8 +116,8 @@ def read_config(path: Path, num_gpus: int) -> Config:
 
 def runs_here(config: dict[str, Any], num_gpus: int) -> str:
     """How a config runs on a machine with so many GPUs: for real, as a rehearsal, or what it needs."""
-    num_processes, num_machines = config["num_processes"], config["num_machines"]
-    if config["distributed_type"] == "DEEPSPEED" and find_spec("deepspeed") is None:
+    num_processes, num_machines = config["num_processes"], config.get("num_machines", 1)
+    if config.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
         return "needs pip install deepspeed"
     if num_machines > 1:
         return f"needs {num_machines} machines"
@@ -126,7 +127,7 @@ def runs_here(config: dict[str, Any], num_gpus: int) -> str:
         return f"needs {num_processes} GPUs, or CUDA_VISIBLE_DEVICES= to rehearse on the CPU"
     if num_processes == 1:
         return "for real, on the CPU"
-    return "rehearsal on the CPU" + (", in float32" if config["mixed_precision"] == "fp16" else "")
+    return "rehearsal on the CPU" + (", in float32" if config.get("mixed_precision") == "fp16" else "")
 
 
 def may_have_gpus() -> bool:
@@ -144,13 +145,18 @@ def count_gpus() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def read_mapping(path: Path) -> dict[str, Any] | None:
-    """The content of a config file; None for a file that is none."""
+def mapping_in(path: Path) -> dict[str, Any]:
+    """The content of a config file. Raises UsageError for a file that is none."""
+    text = text_of(path, "", "type the path of a config file")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return content if isinstance(content, dict) else None
+        content = yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise UsageError(f"{path}{line} is not YAML: compare it with the files in accelerate_configs/") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} has no keys: compare it with the files in accelerate_configs/")
+    return content
 
 
 def find_recipe(name: str) -> Path:
@@ -163,7 +169,8 @@ def find_recipe(name: str) -> Path:
 
 def find_config(name: str) -> Path:
     """The path of a config by name or path. Raises UsageError for an unknown one."""
-    if Path(name).is_file():
+    if is_path(name):
+        mapping_in(Path(name))
         return Path(name)
     known = {path.stem: path for path in bundle.configs()}
     if (found := known.get(Path(name).stem)) is None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from accelerate_recipes.console import Output
 from accelerate_recipes.errors import UsageError
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ def _both(flag: str) -> tuple[str, str]:
 
 def main() -> None:
     """Runs the command line. A mistake gets one line and exit code 2."""
+    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     try:
         sys.exit(app(prog_name="accelerate-recipes", standalone_mode=False))
     except _Misuse as error:

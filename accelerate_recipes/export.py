@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate_recipes.bundle import ROOT
 from accelerate_recipes.console import print_json
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import check_new_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,15 +38,18 @@ def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
     import common.errors as errors  # takes a second, as it imports torch
 
     try:
-        _check_empty(folder)
+        check_new_folder(folder)
         with redirect_stdout(sys.stderr):  # lines about damaged ones
             reader = _opened(checkpoint)
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         files = _write(reader, folder.resolve(), dtype)
     except errors.UsageError as error:
         raise UsageError(str(error)) from None
     except errors.RunError as error:
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:
+        raise UsageError(f"{checkpoint} or {folder} cannot be used ({error.strerror}): type others") from None
     made = {"checkpoint": str(reader.folder), "step": reader.content["state"]["step"], "folder": str(folder)}
     if not files.is_dir():
         print(f"{files} is missing: {folder} has the weights alone", file=sys.stderr)
@@ -53,33 +57,33 @@ def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
     return 0
 
 
-def _check_empty(folder: Path) -> None:
-    """Makes the folder's parents. Raises UsageError unless the folder is empty or absent."""
-    try:
-        if folder.exists() and any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty: type another folder")
-        folder.resolve().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be used ({error.strerror}): type another folder") from None
-
-
 def _opened(checkpoint: Path) -> "Reader":
     """The verified checkpoint. Raises UsageError if it is damaged or none is there."""
     from common.checkpoint.format import MANIFEST, DamagedError
     from common.checkpoint.reader import Reader
-    from common.checkpoint.resume import newest
+    from common.checkpoint.resume import check_state, newest
     from common.cpu_group import CpuGroup
 
-    group = CpuGroup()
+    def opened(path: Path) -> "Reader":
+        reader = Reader.verified(path, CpuGroup())
+        check_state(reader.content)
+        return reader
+
     if (checkpoint / MANIFEST).exists():
         try:
-            return Reader.verified(checkpoint, group)
+            return opened(checkpoint)
         except DamagedError as error:
             raise UsageError(
                 f"{checkpoint} is not a complete checkpoint ({error}): type the run's output folder for its newest "
                 "complete one"
             ) from None
-    if reader := newest(checkpoint, lambda path: Reader.verified(path, group), group):
+    if not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint} is no folder: type the folder of a checkpoint or of a run")
+    try:
+        reader = newest(checkpoint, opened, CpuGroup())
+    except DamagedError as error:
+        raise UsageError(f"{error}: nothing can be exported from it") from None
+    if reader is not None:
         return reader
     raise UsageError(f"no checkpoint in {checkpoint}: type the folder of a run, or RUN/checkpoints/step_...")
 
@@ -103,8 +107,14 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
             shutil.copytree(files, aside, dirs_exist_ok=True)
         write_weights(_weights(reader), aside, getattr(torch, str(wanted), None), adapter)
         settings = aside / "config.json"
-        if dtype != "auto" and settings.exists() and "model_type" in (config := json.loads(settings.read_text())):
-            settings.write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
+        if (
+            dtype != "auto"
+            and settings.exists()
+            and "model_type" in (config := json.loads(settings.read_text(encoding="utf-8")))
+        ):
+            settings.write_text(
+                json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
     return files
 
 

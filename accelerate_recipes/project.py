@@ -5,6 +5,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import shutil
 from importlib.metadata import requires
 from pathlib import Path
@@ -17,6 +18,7 @@ from accelerate_recipes.catalog import FLAGS, SIZES, find_config, find_recipe
 from accelerate_recipes.console import print_json
 from accelerate_recipes.doctor.launched import set_variables
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import check_new_folder
 
 TABLE = bundle.COMMON / "parallel" / "kinds.py"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -66,13 +68,18 @@ def make(
         _check_pair(script, config)
         if minimal:
             _check_minimal(script, config)
-    _check_target(target)
+    if not str(target).isprintable():
+        raise UsageError(f"{str(target)!r} cannot be typed after cd: type another name")
+    check_new_folder(target)
     kinds = None if plain or minimal or configs is None else _kinds_of(script, chosen)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}_") as scratch:
-        _write(Path(scratch) / target.name, script, chosen, kinds, minimal)
-        (Path(scratch) / target.name).rename(target)  # as a whole, or not at all
-    commands = [f"cd {target}", "make train", "make test"]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=target.parent, prefix=".new_") as scratch:
+            _write(Path(scratch) / target.name, script, chosen, kinds, minimal)
+            (Path(scratch) / target.name).rename(target)  # as a whole, or not at all
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written ({error.strerror}): type another folder") from None
+    commands = [f"cd {shlex.quote(str(target))}", "make train", "make test"]
     if as_json:
         files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
         print_json({"folder": str(target), "files": files, "commands": commands})
@@ -99,11 +106,6 @@ def _check_minimal(script: Path, config: Path) -> None:
             f"--config {config.stem}: the minimal loop holds the whole model in each process: type one of "
             f"{', '.join(MINIMAL_CONFIGS)}, or leave out --minimal"
         )
-
-
-def _check_target(target: Path) -> None:
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise UsageError(f"{target} is not empty: type the name of a new folder")
 
 
 def _kinds_of(script: Path, configs: list[Path]) -> set[str]:

@@ -44,7 +44,9 @@ class RunConfig:
     output_dir: Path = flag(None, "folder for records, checkpoints and model/ (default: outputs/<recipe>)")
     epochs: int = flag(1, "passes over the training data", minimum=1)
     max_steps: int | None = flag(None, "optimizer steps; overrides --epochs", minimum=1)
-    batch_size: int = flag(64, "samples per optimizer step, over all processes and accumulation", minimum=1)
+    batch_size: int = flag(
+        64, "samples per optimizer step, over all processes and accumulation", minimum=1, below=2**31
+    )
     micro_batch_size: int | None = flag(
         None, "samples per forward pass per process; lower it to save memory (more accumulation)", minimum=1
     )
@@ -120,6 +122,11 @@ class RunConfig:
             _check(type(self), field.name, getattr(self, field.name))
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             raise UsageError("--early_stopping_patience needs a metric: type --metric_for_best_model loss")
+        if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would begin anew
+            raise UsageError(
+                "--overwrite_output_dir starts over, --resume_from_checkpoint latest goes on: type one of them; in a "
+                "job that may be restarted the latter, which starts afresh where there is no checkpoint"
+            )
 
 
 def script_name() -> str:

@@ -50,6 +50,17 @@ class WorkerError(Exception):
         self.trace = trace  # the traceback, as text
 
 
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that it came from, also where `from None` hides them."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        if (each := waiting.pop()) is not None and each not in seen:
+            seen.append(each)
+            yield each
+            waiting += [each.__context__, each.__cause__]
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; the name of its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

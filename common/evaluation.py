@@ -164,7 +164,7 @@ def evaluate_exported(
     if accelerator.is_main_process:
         print("  ".join(f"eval/{name} {value:.6g}" for name, value in metrics.items()), flush=True)
         text = json.dumps({"metrics": for_json(metrics), "config": asdict(config)}, indent=2, default=str)
-        (config.output_dir / "evaluation.json").write_text(text + "\n")
+        (config.output_dir / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     return metrics
 
 

@@ -46,12 +46,12 @@ def first_failure(error: BaseException) -> Failure:
     claim = Path(error_file).parents[1] / "first_failure.json"
     own = claim.with_name(f"failure_{os.getpid()}.json")
     try:
-        own.write_text(json.dumps(asdict(mine)))
+        own.write_text(json.dumps(asdict(mine)), encoding="utf-8")
         os.link(own, claim)  # unlike a rename, fails if another process was first
         return mine
     except FileExistsError:
         with suppress(OSError, ValueError):
-            return Failure(**json.loads(claim.read_text()))
+            return Failure(**json.loads(claim.read_text(encoding="utf-8")))
     except OSError:
         pass
     # If another process fails, the launcher removes this folder, and then stops this process.

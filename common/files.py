@@ -36,6 +36,14 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def read_file(path: Path) -> str:
+    """The text of a file in UTF-8. Raises OSError, also for what is no file, such as a pipe, on which a read would wait
+    for ever."""
+    if not path.is_file() and path.exists():
+        raise IsADirectoryError(errno.EISDIR, "Not a file", str(path))
+    return path.read_text(encoding="utf-8")
+
+
 @contextmanager
 def flushing(path: Path) -> Iterator[None]:
     """Flushes a file while the `with` block does other work. Raises OSError."""

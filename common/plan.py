@@ -1,5 +1,6 @@
 """The arithmetic of a run: which samples in which step, and when to log, evaluate and save."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -37,12 +38,11 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
         )
     own_samples = batch_size // data_parallel_size
     if micro_batch_size is None:
-        micro_batch_size = max(
-            size for size in range(1, max(1, own_samples // num_stages) + 1) if own_samples % size == 0
-        )
+        micro_batch_size = next_smaller_divisor(own_samples, max(1, own_samples // num_stages) + 1)
+        assert micro_batch_size is not None  # 1 divides all
     if own_samples % micro_batch_size:
         below = next_smaller_divisor(own_samples, micro_batch_size)
-        above = next((size for size in range(micro_batch_size + 1, own_samples + 1) if own_samples % size == 0), None)
+        above = min((size for size in _divisors(own_samples) if size > micro_batch_size), default=None)
         choices = " or ".join(str(size) for size in (below, above) if size is not None)
         raise UsageError(
             f"--micro_batch_size {micro_batch_size} does not divide the {own_samples} samples per process of "
@@ -59,7 +59,13 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
 
 def next_smaller_divisor(number: int, than: int) -> int | None:
     """The largest divisor of `number` that is less than `than`; None if there is none."""
-    return max((value for value in range(1, min(than, number + 1)) if number % value == 0), default=None)
+    return max((value for value in _divisors(number) if value < than), default=None)
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors of a number, in the time of its root: a number may be mistyped, with too many zeros."""
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return [*small, *(number // value for value in small)]
 
 
 def _nearest_multiples(size: int, divisor: int) -> str:

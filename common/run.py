@@ -12,10 +12,12 @@ from typing import Any, NoReturn, TextIO
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from .accidents import advice
 from .command_line import ConfigT, parse
 from .environment import CODE_FILE, num_machines, num_restarts, rank
-from .errors import StoppedError, UsageError
-from .records.output_dir import checkpoints
+from .errors import StoppedError, UsageError, line_of, needs_no_traceback, trace_of
+from .failure import Failure, first_failure
+from .records.output_dir import checkpoints, fail_after_run
 from .records.run_card import read_card
 from .stopping import signals
 from .stopping.exit import ReportedErrors, end
@@ -38,32 +40,56 @@ def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn
     try:
         record(lambda: _train(main, config_class), error_handler=ReportedErrors())()
     except (Exception, KeyboardInterrupt) as error:
+        fail_after_run(first_failure(error))
         end(error)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            code = error.code if isinstance(error.code, int) else 1
+            fail_after_run(Failure(os.getpid(), code, f"error: the recipe called sys.exit({error.code!r})"))
+        raise
     sys.exit(0)
 
 
 def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
     try:
         afterwards = main(_after_restart(parse(config_class)))
-    except ModuleNotFoundError as error:
-        if error.name not in ("datasets", "pandas"):  # of the extra `data`: only some data needs them
+    except Exception as error:
+        if (line := advice(error) or _missing_package(error)) is None:
             raise
-        raise UsageError(f"this data needs {error.name}: type pip install {error.name}") from None
+        raise UsageError(line) from None
     gc.collect()  # a DDP model that outlives its process group may abort the process
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if callable(afterwards) and rank() == 0:
-        try:
-            afterwards()
-        except torch.OutOfMemoryError:
-            print("the exported model does not fit into the memory of one GPU: it generates nothing", flush=True)
+        _call(afterwards)
+
+
+def _missing_package(error: Exception) -> str | None:
+    """The line for a missing package of the extra `data`, which only some data needs."""
+    missing = isinstance(error, ModuleNotFoundError) and error.name in ("datasets", "pandas")
+    return f"this data needs {error.name}: type pip install {error.name}" if missing else None  # type: ignore[attr-defined]
+
+
+def _call(afterwards: Callable[[], Any]) -> None:
+    """Calls what a recipe does after a run. The run is done, whatever happens here: the exit code stays 0."""
+    try:
+        afterwards()
+    except torch.OutOfMemoryError:
+        print("the exported model does not fit into the memory of one GPU: it generates nothing", flush=True)
+    except (Exception, KeyboardInterrupt) as error:
+        trace = "" if needs_no_traceback(error) else trace_of(error)
+        reason = advice(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else line_of(error))
+        sys.stderr.write(f"the run is done, what the recipe does after it failed: {reason}\n{trace}")
 
 
 class _Output:
-    """A stream that ignores write errors: after the loss of its ssh connection a run goes on, and saves."""
+    """A stream that ignores write errors: after the loss of its ssh connection a run goes on, and saves. What the
+    terminal cannot show is replaced. Closed streams are None."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, stream: TextIO | None):
+        self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+        with contextlib.suppress(AttributeError, OSError):  # that of a notebook has none; one that is a pipe by now
+            self._stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):

@@ -104,7 +104,9 @@ def check(options: argparse.Namespace) -> None:
     for file in (config, *words[script : script + 1]):
         if file is not None and not Path(file).is_file():
             raise UsageError(f"{file}: no such file on {socket.gethostname()} in {Path.cwd()}")
-    in_config = re.search(r"^num_processes: *(\d+)", Path(config).read_text() if config else "", re.MULTILINE)
+    in_config = re.search(
+        r"^num_processes: *(\d+)", Path(config).read_text(encoding="utf-8") if config else "", re.MULTILINE
+    )
     value = flags.get("--num_processes", in_config[1] if in_config else "")
     if not value.isdigit() or int(value) < 1 or int(value) % options.num_machines:
         raise UsageError(
@@ -167,7 +169,7 @@ def launch(options: argparse.Namespace) -> int:
         code = process.returncode
         if received:
             wait_for_orphans()
-        known = code_file.read_text() if code_file.exists() else None
+        known = code_file.read_text(encoding="utf-8") if code_file.exists() else None
         if code and known:
             return int(known)
         if code and received and known is None:  # the recipe had not started

@@ -34,7 +34,7 @@ from common.tasks.causal_lm import (
 )
 from common.tasks.mixture import Sources
 from common.tasks.pretrained import export_of
-from common.tasks.routers import router_loss
+from common.tasks.routers import check_experts, router_loss
 from common.tasks.text import load_tokens
 from common.tasks.tokenization import byte_tokenizer
 
@@ -80,6 +80,7 @@ def summarize(means: dict[str, float]) -> dict[str, float]:
 def build(config: Config) -> tuple[PreTrainedModel, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
     check_attention(config.attention)
+    check_experts(config.num_experts)
     if (path := config.model_name_or_path) is None:
         if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
             raise UsageError(

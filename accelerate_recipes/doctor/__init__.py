@@ -14,6 +14,7 @@ from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import Finding, findings, words
 from accelerate_recipes.doctor.fix import fix, path_of_copy, write
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import check_file, check_new_file, is_path, text_of
 
 
 def check(
@@ -37,11 +38,13 @@ def check(
     """
     config = _existing(config, find_config)
     script = _existing(script, find_recipe)
-    if script is not None and not re.search(r"\bfit\(", script.read_text(encoding="utf-8")):
+    if script is not None and not re.search(r"\bfit\(", text_of(script, "", "type the path of a recipe")):
         raise UsageError(f"{script} does not call fit, where doctor looks at a recipe: leave it out")
     if fixes and config is None:
         raise UsageError("--fix needs a config file: type its path")
     copy = path_of_copy(config) if fixes and config else None
+    if copy is not None:
+        check_new_file(copy, "")
     here = machine.look()
     given = read(config, here) if config else None
     if not as_json:
@@ -65,11 +68,11 @@ def check(
 
 def _existing(path: Path | None, find: Callable[[str], Path]) -> Path | None:
     """A path that exists; a word without a suffix is a name. Raises UsageError."""
-    if path is None or path.is_file():
-        return path
-    if len(path.parts) == 1 and not path.suffix:
+    if path is not None and len(path.parts) == 1 and not path.suffix and not is_path(str(path)):
         return find(path.name)
-    raise UsageError(f"{path}: no such file; type the path of a file, or accelerate-recipes list for the names of ours")
+    if path is not None:
+        check_file(path, "", "type the path of a file, or accelerate-recipes list for the names of ours")
+    return path
 
 
 def of_config(
@@ -84,7 +87,7 @@ def of_config(
     try:
         answer = ask(config, script, flags)
     except UsageError as error:
-        command = " ".join(["python", str(script), *flags])
+        command = " ".join(["python", str(script or "YOUR_RECIPE.py"), *flags])
         why = "doctor runs a recipe up to this call to look at its model and data; a run would end there, too"
         yield Finding(str(error), why, f"{command}, to see all of its output")
         return

@@ -7,16 +7,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from accelerate_recipes.catalog import mapping_in
 from accelerate_recipes.doctor.finding import Edit
 from accelerate_recipes.doctor.machine import Machine
-from accelerate_recipes.errors import UsageError
 
 KINDS = (
     *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED"),
     *("FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON"),
 )
+MOST = 10**6  # processes
 # Accelerate starts a single process for these, the processes of all other types through torchrun.
 ONE_PROCESS = ("NO", "MULTI_CPU")
 # {section: prefix that Accelerate adds to keys that lack it}
@@ -116,17 +115,7 @@ class Config:
 
 def read(path: Path, machine: Machine) -> Config:
     """Reads a config file. Raises UsageError for a file that is no mapping."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}: type the path of a config file") from None
-    except (ValueError, yaml.YAMLError) as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        raise UsageError(f"{path}{line} is not YAML: compare it with the files in accelerate_configs/") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} has no keys: compare it with the files in accelerate_configs/")
-    return Config(path, values, machine)
+    return Config(path, mapping_in(path), machine)
 
 
 def _full(section: str, key: Any) -> str:
@@ -136,8 +125,8 @@ def _full(section: str, key: Any) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """Whether this is a whole number above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    """Whether this is a whole number above 0, and not more than any machines have."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
 
 
 def is_true(value: Any) -> bool:

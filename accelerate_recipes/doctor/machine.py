@@ -5,6 +5,7 @@ import platform
 import resource
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import psutil
 
 from accelerate_recipes.bundle import ROOT, versions
-from accelerate_recipes.catalog import may_have_gpus, read_mapping
+from accelerate_recipes.catalog import mapping_in, may_have_gpus
+from accelerate_recipes.errors import UsageError
 
 GIB = 2**30
 # The packages that a run uses, and those of which Accelerate needs one for fp8.
@@ -104,8 +106,15 @@ def look() -> Machine:
         mpirun=shutil.which("mpirun") or shutil.which("mpiexec"),
         versions=versions(*PACKAGES),
         default_config=default_config,
-        default_values=(read_mapping(default_config) if default_config else None) or {},
+        default_values=_values(default_config),
     )
+
+
+def _values(config: Path | None) -> dict[str, Any]:
+    """The content of a config file; nothing if it is none."""
+    with suppress(UsageError):
+        return {} if config is None else mapping_in(config)
+    return {}
 
 
 def _gib(size: int) -> str:

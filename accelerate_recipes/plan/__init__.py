@@ -9,6 +9,7 @@ from accelerate_recipes import bundle
 from accelerate_recipes.catalog import find_config, find_recipe
 from accelerate_recipes.console import print_json
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import check_file, check_number, is_path
 from accelerate_recipes.plan import plot, show
 from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scaled
 from accelerate_recipes.plan.facts import NoPlan, Plan
@@ -49,7 +50,9 @@ def plan(
         UsageError: no such recipe or config, the only config is refused, or no plot can be written.
     """
     plot.check(page, scaling)
-    script = script if script.is_file() else find_recipe(str(script))
+    check_number(hours, "--hours")
+    script = script if is_path(str(script)) else find_recipe(str(script))
+    check_file(script, "", "type the path of a recipe")
     flags, stages = _without_stages(flags)
     changes = dict(_setting(text) for text in settings)
     paths = [find_config(name) for name in configs] or _of_one_machine()

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from accelerate_recipes.at_fit import QUESTION, at_fit
-from accelerate_recipes.catalog import find_config, read_mapping
+from accelerate_recipes.catalog import find_config, mapping_in
 from accelerate_recipes.errors import UsageError
 from accelerate_recipes.plan.clock import grown, num_sent, step_seconds
 from accelerate_recipes.plan.facts import Facts, NoPlan, Plan, Question, Run, Sent, Speed, Step
@@ -45,11 +45,7 @@ class Case:
     def written(self, folder: Path) -> tuple[Path, dict[str, int]]:
         """(a config file for this case, what it has other than the file given, beside the number of processes). Raises
         UsageError if the file given is none, or the processes do not divide."""
-        content = read_mapping(self.config)
-        if content is None:
-            raise UsageError(
-                f"{self.config} is no config file of Accelerate: type the path of one, or a name such as ddp"
-            )
+        content = mapping_in(self.config)
         number = self.num_processes or content.get("num_processes") or 1
         machines = self.num_machines or content.get("num_machines") or 1
         if number % machines:

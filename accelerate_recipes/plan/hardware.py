@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import check_number, text_of
 
 TABLE = Path(__file__).parent / "hardware.json"
 
@@ -72,8 +73,9 @@ def read(name: str, memory_gb: float | None = None, table: Path | None = None) -
     Raises:
         UsageError: no such GPU or file, or too little memory.
     """
+    text = text_of(table or TABLE, "--hardware", f"copy {TABLE}")
     try:
-        content: dict[str, Any] = json.loads((table or TABLE).read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(text)
         gpus, reached = content["gpus"], content["reached"]
         row = gpus.get(name.lower().replace(" ", ""))
         if row is None:
@@ -82,8 +84,9 @@ def read(name: str, memory_gb: float | None = None, table: Path | None = None) -
         shares = {key: value for key, value in reached.items() if key != "about"}
         shares |= {f"reached_{key}": shares.pop(key) for key in ("link", "network")}
         gpu = Gpu(name=name, **rates, **shares)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--hardware {table}: {error}: copy the form of {TABLE}") from None
-    if memory_gb is not None and memory_gb <= gpu.reserved_gb:
-        raise UsageError(f"--memory {memory_gb:g}: {gpu.reserved_gb:g} GB of a GPU are not for tensors: type more")
+        for key, value in (rates | shares).items():
+            check_number(float(value), f"--hardware {table}: {key}")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UsageError(f"--hardware {table} has another form than {TABLE}: copy that file and change it") from None
+    check_number(memory_gb, "--memory", gpu.reserved_gb, ": so many GB of a GPU are not for tensors")
     return gpu if memory_gb is None else replace(gpu, memory_gb=memory_gb)

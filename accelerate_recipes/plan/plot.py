@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import check_new_file
 from accelerate_recipes.plan.facts import Speed
 
 
@@ -11,6 +12,8 @@ def check(path: Path | None, scaling: bool) -> None:
     """Raises UsageError if no plot can be written."""
     if path is not None and not scaling:
         raise UsageError("--plot draws scaling curves: type --scaling, too")
+    if path is not None:
+        check_new_file(path, "--plot")
     if path is not None and find_spec("plotly") is None:
         raise UsageError("--plot needs plotly: type pip install 'accelerate-recipes[report]'")
 

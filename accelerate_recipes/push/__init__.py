@@ -70,12 +70,20 @@ def check_name(name: str) -> None:
 def _finished(output_dir: Path) -> dict[str, Any]:
     """The run card. Raises UsageError unless a finished run is there."""
     try:
-        card = json.loads((output_dir / "run.json").read_text())
-        is_done = card["status"] == "done" and any((output_dir / "model").glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError):
+        if not (output_dir / "run.json").is_file():  # also a pipe, on which a read would wait
+            raise FileNotFoundError
+        card = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
+        is_done = card["status"] == "done" or card.get("trained", False)
+        has_model = any((output_dir / "model").glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{output_dir} holds no run: type the --output_dir of one that is done") from None
     if not is_done:
         raise UsageError(f"the run in {output_dir} is not done: type its command with --resume_from_checkpoint latest")
+    if not has_model:
+        raise UsageError(
+            f"{output_dir / 'model'} has no weights, though the run is done: if it has checkpoints, type "
+            f"accelerate-recipes export {output_dir} {output_dir / 'model'}"
+        )
     return card
 
 

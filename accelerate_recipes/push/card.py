@@ -39,9 +39,9 @@ def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
         f"```yaml\n{_flags(config)}```",
         "## How it ran",
         _how_it_ran(card),
-        certificate.read_text() if certificate.exists() else "",
+        certificate.read_text(encoding="utf-8") if certificate.exists() else "",
     ]
-    (model / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n")
+    (model / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
 def _front_matter(model: Path, config: dict[str, Any], metrics: list[str]) -> ModelCardData:
@@ -64,7 +64,7 @@ def _is_adapter(model: Path) -> bool:
 def _architectures(model: Path) -> list[str]:
     """The classes of transformers that load the model; none for other models."""
     try:
-        return json.loads((model / "config.json").read_text()).get("architectures") or []
+        return json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except FileNotFoundError:
         return []
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from accelerate_recipes.console import print_json
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import check_new_file
 from accelerate_recipes.report import summary
 from accelerate_recipes.report.runs import read_runs
 
@@ -26,25 +27,13 @@ def write(runs: list[Path], output: Path, as_json: bool) -> None:
         raise UsageError("report draws with plotly: type pip install 'accelerate-recipes[report]'")
     from accelerate_recipes.report.page import page
 
-    _check_target(output)
+    check_new_file(output, "--output")
     found = read_runs(runs)
     _replace(output, page(found).encode(errors="replace"))
     if as_json:
         print_json({"files": [str(output)], **summary.as_json(found)})
     else:
         print(f"written: {output}")
-
-
-def _check_target(path: Path) -> None:
-    try:
-        if path.is_dir():
-            raise UsageError(f"--output {path} is a folder: type {path / 'report.html'}")
-        if path.exists() and not path.is_file():  # a device must not be replaced by a file
-            raise UsageError(f"--output {path} is not a file: type the name of a file")
-        if not path.parent.is_dir():
-            raise UsageError(f"--output {path}: there is no folder {path.parent}; create it, or type another path")
-    except OSError as error:
-        raise UsageError(f"--output {path} cannot be written ({error.strerror}): type another path") from None
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -238,6 +238,8 @@ def _read(folder: Path, name: str) -> Run:
 
 def _read_card(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
+        if not (folder / CARD).is_file():  # a pipe would be waited for
+            return {}
         card = json.loads((folder / CARD).read_bytes())
         # Halves of characters, which JSON may hold, cannot be written to a page or a terminal.
         whole = json.loads(json.dumps(card, ensure_ascii=False).encode(errors="replace"))

@@ -8,12 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
-
 from accelerate_recipes import bundle
 from accelerate_recipes.at_fit import at_fit
-from accelerate_recipes.catalog import SIZES, count_gpus, find_config, runs_here
+from accelerate_recipes.catalog import SIZES, count_gpus, find_config, mapping_in, runs_here
+from accelerate_recipes.doctor.config import is_count
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import check_file, check_folder
 from accelerate_recipes.verify.against import kept
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import CHECKED, Row, Table, write
@@ -49,17 +49,17 @@ def run(
     Raises:
         UsageError: no such script or config, or the recipe does not run in one process.
     """
+    check_folder(output or Path("verified") / script.stem, "--output" if output else "")
     if accelerate:
         from accelerate_recipes.verify.watch import verify_watched
 
         return verify_watched(script, flags, steps, output, as_json)
-    if not script.is_file():
-        raise UsageError(f"{script}: no such file; type the path of a recipe")
+    check_file(script, "", "type the path of a recipe")
     folder = output or Path("verified") / script.stem
-    table = Table(sys.stderr if as_json else sys.stdout)
+    chosen, table = _chosen(configs), Table(sys.stderr if as_json else sys.stdout)
     with TemporaryDirectory(prefix="verify_") as scratch:
         verification = _Verification(script, flags, steps, Path(scratch), table)
-        verification.verify_all(_chosen(configs))
+        verification.verify_all(chosen)
         cause, reference = verification.cause(), verification.kept()
     write(folder, script, flags, steps, table.rows, cause, as_json, configs, verification.gap, reference)
     return int(any(row.is_bad for row in table.rows))
@@ -68,7 +68,11 @@ def run(
 def _chosen(names: list[str] | None) -> list[Path]:
     """The configs to verify under, without single.yaml: the reference is one process anyway."""
     if names:
-        return [find_config(name) for name in names]
+        paths = [find_config(name) for name in names]
+        for path in paths:
+            if not is_count(mapping_in(path).get("num_processes")):
+                raise UsageError(f"{path} has no num_processes above 0, which verify needs: type it into the file")
+        return paths
     return [path for path in bundle.configs() if path.stem != "single" and not path.stem.startswith("multi_node")]
 
 
@@ -104,7 +108,7 @@ class _Verification:
         divided = None
         for config in configs:
             launch = Launch(self.script, config, self._all_flags(config))
-            settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+            settings = mapping_in(config)
             here = runs_here(settings, count_gpus())
             if here.startswith("needs"):
                 self.table.add(Row(config.stem, settings["num_processes"], note=f"not run: {here}"))
@@ -144,7 +148,7 @@ class _Verification:
         numbers, which depend on it."""
         samples, size = self.reference.card["config"]["batch_size"], 1
         for config in configs:
-            processes = yaml.safe_load(config.read_text(encoding="utf-8"))["num_processes"]
+            processes = mapping_in(config)["num_processes"]
             size = math.lcm(size, processes)
         micro = max(1, samples // size)
         self.flags = [*self.flags, "--micro_batch_size", str(micro)]

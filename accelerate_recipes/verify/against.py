@@ -11,6 +11,7 @@ from typing import Any
 from accelerate_recipes.catalog import find_config
 from accelerate_recipes.console import print_json
 from accelerate_recipes.errors import UsageError
+from accelerate_recipes.paths import check_file, check_new_file, text_of
 from accelerate_recipes.verify.certificate import versions
 from accelerate_recipes.verify.compare import TIMES_FLOOR, TOLERANCE, load, relative
 from accelerate_recipes.verify.runs import Finished, Launch
@@ -69,6 +70,7 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
     Raises:
         UsageError: the script does not run, or the file cannot be written.
     """
+    check_new_file(file, "--record")
     with TemporaryDirectory(prefix="verify_") as scratch:
         if accelerate:
             taken = _watched(script, flags, steps, Path(scratch) / "single")
@@ -170,8 +172,7 @@ def _floor(taken: Steps, moved: Steps) -> dict[str, float]:
 
 
 def _recipe(script: Path, flags: list[str], folder: Path, *more: str) -> Steps:
-    if not script.is_file():
-        raise UsageError(f"{script}: no such file; type the path of a recipe")
+    check_file(script, "", "type the path of a recipe")
     run = Launch(script, find_config("single"), flags).run(folder, *more)
     if not run.is_done:
         raise UsageError(f"{script} does not run in one process: {run.refusal or run.failure}")
@@ -219,15 +220,12 @@ def _distances(then: dict[str, list[float]], now: dict[str, list[float]]) -> dic
 
 
 def _read(certificate: Path) -> dict[str, Any]:
+    text = text_of(certificate, "--against", "type the path of a record, or of a certificate.json")
     try:
-        content = json.loads(certificate.read_text(encoding="utf-8"))
+        content = json.loads(text)
         then = content["reference"]
         then["flags"], then["records"][0]["step"]
-    except OSError:
-        raise UsageError(
-            f"--against {certificate}: no such file; type the path of a record, or of a certificate.json"
-        ) from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise UsageError(
             f"--against {certificate} holds no losses: make it again with accelerate-recipes verify --record"
         ) from None

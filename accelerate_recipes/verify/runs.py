@@ -46,7 +46,7 @@ class Finished:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The records of metrics.jsonl."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Launch:
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             errors="replace",
         )
 
@@ -126,7 +126,7 @@ def _finished(folder: Path, exit_code: int, output: str) -> Finished:
 
 def _card(folder: Path) -> dict[str, Any]:
     try:
-        card = json.loads((folder / "run.json").read_text())
+        card = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return card if isinstance(card, dict) else {}
@@ -135,7 +135,7 @@ def _card(folder: Path) -> dict[str, Any]:
 def _last_step(folder: Path) -> int:
     """The step of the last training record; 0 if there is none."""
     try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return max((json.loads(line)["step"] for line in lines), default=0)
     except (OSError, ValueError, KeyError):
         return 0

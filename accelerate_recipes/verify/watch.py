@@ -34,7 +34,7 @@ class Watched:
     @cached_property
     def processes(self) -> list[dict[str, Any]]:
         """The records of each process."""
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("process_*.json"))]
+        return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob("process_*.json"))]
 
     @property
     def steps(self) -> list[tuple[dict[str, Any], ...]]:
@@ -155,7 +155,8 @@ def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path,
     # Without a GPU, Accelerate would run each process of the config alone.
     rehearsal = {} if count_gpus() else {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     environment = os.environ | rehearsal
-    run = subprocess.run([*command, str(script), *flags], env=environment, capture_output=True, text=True)
+    command += [str(script), *flags]
+    run = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", errors="replace")
     watched = Watched(folder)
     if not watched.processes or not watched.steps:
         found = _ERROR.search(run.stderr) or _ERROR.search(run.stdout)

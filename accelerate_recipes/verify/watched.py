@@ -101,7 +101,7 @@ class Watcher:
             tensors = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
             save_file({name: value.contiguous() for name, value in tensors.items()}, self.folder / "model.safetensors")
         content = self.facts | {"steps": self.steps}
-        (self.folder / f"process_{rank}.json").write_text(json.dumps(content))
+        (self.folder / f"process_{rank}.json").write_text(json.dumps(content), encoding="utf-8")
 
     def _prepare(self, original: Callable[..., Any], accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
         for thing in objects:

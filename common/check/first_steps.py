@@ -164,7 +164,7 @@ class FirstSteps:
         if not self.numbers or self._error is not None or needs_no_traceback(error):
             return
         path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
-        path.write_text("".join(traceback.format_exception(error)))
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         raise UsageError(
             f"{self.layout} cannot train this: {line_of(error)}; one "
             f"process can: type {wrapper_of(self.layout).elsewhere}; the traceback is in {path}"

@@ -164,7 +164,9 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
         (folder / str(number)).rename(folder / path)
     if total > 1:
         placed = {name: path for names, path in zip(files, paths) for name in names}
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2))
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2), encoding="utf-8"
+        )
 
 
 def _digests(weights: Mapping[str, Tensor]) -> list[int]:
@@ -214,6 +216,9 @@ def _files(folder: Path) -> list[Path]:
     if not (folder / INDEX).exists():
         return [folder / WHOLE]
     try:
-        return [folder / name for name in sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})]
+        return [
+            folder / name
+            for name in sorted({*json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()})
+        ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise OSError(f"{INDEX} is not valid") from None

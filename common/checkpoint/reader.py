@@ -1,16 +1,18 @@
 """Verifies and reads the files of a checkpoint."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..cpu_group import CpuGroup
-from ..errors import RunError
+from ..errors import RunError, first_line
+from ..files import read_file
 from .format import FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json
 
 
@@ -25,7 +27,7 @@ class Reader:
     def __init__(self, folder: Path):
         self.folder = folder
         try:
-            self.content = json.loads((folder / MANIFEST).read_text())
+            self.content = json.loads(read_file(folder / MANIFEST))
             expected = self.content.pop("sha256")
         except OSError as error:
             raise _damage_or_failure(folder / MANIFEST, error) from None
@@ -35,6 +37,10 @@ class Reader:
             raise DamagedError(f"{MANIFEST} was altered")
         if (known := self.content.get("format")) != FORMAT:
             raise DamagedError(f"{MANIFEST} has the format {known}, expected {FORMAT}: resume with what wrote it")
+        try:
+            _check(self.content)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DamagedError(f"{MANIFEST} is not that of a checkpoint ({first_line(error)})") from None
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
         self._files: dict[str, Any] = {}
 
@@ -107,9 +113,36 @@ class Reader:
             if reads:
                 if digest_of_file(path) != expected["xxh3_128"]:
                     raise DamagedError(f"{name} was altered")
-                self._opened(name)
+                self._check_shapes(name)
         except OSError as error:
             raise _damage_or_failure(path, error) from None
+        except SafetensorError as error:
+            raise DamagedError(f"{name} is no safetensors file of these tensors ({first_line(error)})") from None
+
+    def _check_shapes(self, name: str) -> None:
+        """Raises DamagedError unless a file has the parts of tensors that the manifest says."""
+        file = self._opened(name)
+        for tensor, entry in self.tensors.items():
+            for part in entry["parts"]:
+                if part["file"] == name and file.get_slice(tensor).get_shape() != part["sizes"]:
+                    raise DamagedError(f"{name} has another shape of {tensor} than the manifest")
+
+
+def _check(content: dict[str, Any]) -> None:
+    """Raises one of many errors unless a manifest names files in its folder, and tensors that parts in them cover."""
+    files, tensors = content["files"], content["tensors"]
+    if not files or not tensors:
+        raise ValueError("it names no files")
+    for name, file in files.items():
+        if Path(name).name != name or not isinstance(file["size"], int) or not isinstance(file["xxh3_128"], str):
+            raise ValueError(f"{name} is no file of it")
+    for name, tensor in tensors.items():
+        if not isinstance(getattr(torch, tensor["dtype"]), torch.dtype):
+            raise TypeError(f"{name} has no type")
+        for part in tensor["parts"]:
+            if part["file"] not in files or not len(part["offsets"]) == len(part["sizes"]) == len(tensor["shape"]):
+                raise ValueError(f"a part of {name} is in no file of it")
+        check_coverage(name, tensor)
 
 
 def _damage_or_failure(path: Path, error: OSError) -> Exception:
@@ -119,6 +152,27 @@ def _damage_or_failure(path: Path, error: OSError) -> Exception:
             f"{path.name} cannot be read" if path.name == MANIFEST else f"{path.name}: {error.strerror}"
         )
     return RunError(f"{path} cannot be read ({error.strerror}): nothing was changed; try again")
+
+
+def check_coverage(name: str, tensor: dict[str, Any]) -> None:
+    """Raises ValueError unless the parts of a tensor cover its shape without overlap."""
+    shape, parts = tensor["shape"], tensor["parts"]
+    for part in parts:
+        ends = [offset + size for offset, size in zip(part["offsets"], part["sizes"])]
+        if not all(offset >= 0 and end <= size for offset, end, size in zip(part["offsets"], ends, shape)):
+            raise ValueError(f"{name} has a part outside its shape")
+    # A sweep along the dimension with the most distinct offsets compares the fewest parts.
+    along = max(range(len(shape)), key=lambda axis: len({part["offsets"][axis] for part in parts}), default=None)
+    reaching: list[dict[str, Any]] = []
+    for part in sorted(parts, key=lambda part: part["offsets"][along]) if along is not None else []:
+        start = part["offsets"][along]
+        reaching = [other for other in reaching if other["offsets"][along] + other["sizes"][along] > start]
+        for other in reaching:
+            if overlap(other["offsets"], other["sizes"], part["offsets"], part["sizes"]) is not None:
+                raise ValueError(f"{name} has parts that overlap")
+        reaching.append(part)
+    if sum(math.prod(part["sizes"]) for part in parts) != math.prod(shape) or not parts:
+        raise ValueError(f"{name} is not complete")
 
 
 def overlap(

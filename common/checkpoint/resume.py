@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..cpu_group import CpuGroup
-from ..errors import UsageError
+from ..errors import RunError, UsageError
 from ..parallel.engine import Engine
 from ..parallel.engine_state import load_optimizer
 from ..parallel.on_disk import leave_on_disk
@@ -98,6 +98,20 @@ class Checkpoint:
         self.reader.close()
 
 
+def check_state(content: dict[str, Any]) -> None:
+    """Raises DamagedError unless a manifest holds all that a run goes on with."""
+    kinds = {"state": dict, "identity": dict, "unrecorded": dict, "trainer": dict, "own_flags": dict, "schedule": str}
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name), kind):
+            raise DamagedError(f"{MANIFEST} has no {name}")
+    state, unrecorded = content["state"], content["unrecorded"]
+    numbers = [state.get("step"), state.get("num_skipped"), unrecorded.get("num_taken")]
+    if any(not isinstance(number, int) or number < 0 for number in numbers):
+        raise DamagedError(f"{MANIFEST} has no number of steps")
+    if not isinstance(unrecorded.get("sums"), dict) or not state.keys() <= asdict(TrainState()).keys():
+        raise DamagedError(f"{MANIFEST} has no state of a run")
+
+
 class FreshStart:
     """Takes the place of a checkpoint if a run starts at step 0."""
 
@@ -135,6 +149,7 @@ def find_checkpoint(
 
     def open_checked(path: Path) -> Checkpoint:
         reader = Reader.verified(path, group)
+        check_state(reader.content)
         at = checkpoint_name(reader.content["state"]["step"])
         if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:
             raise DamagedError(f"{MANIFEST} is that of {at}")
@@ -153,7 +168,12 @@ def find_checkpoint(
             print(f"an interrupted run was to replace what is in {plan.config.output_dir}: a fresh start", flush=True)
         return FreshStart()
     if wanted == "latest":
-        found = newest(plan.config.output_dir, open_checked, group)
+        try:
+            found = newest(plan.config.output_dir, open_checked, group)
+        except DamagedError:
+            raise UsageError(
+                f"no checkpoint in {plan.config.output_dir} is complete: type --overwrite_output_dir to start over"
+            ) from None
         if found is None and group.rank == 0:
             print(f"no checkpoint in {plan.config.output_dir}: a fresh start", flush=True)
         return found or FreshStart()
@@ -170,15 +190,22 @@ def newest(output_dir: Path, open_checked: Callable[[Path], Opened], group: CpuG
     """The newest complete checkpoint of a run, as `open_checked` opens it; None if there is no checkpoint.
 
     Raises:
-        UsageError: none is complete.
+        DamagedError: none is complete.
+        RunError: the file system cannot read those that may be.
     """
+    unread: RunError | None = None
     paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(output_dir)])]
     for path in reversed(paths):
         try:
             return open_checked(path)
-        except DamagedError as error:
+        except UsageError:
+            raise
+        except (DamagedError, RunError) as error:
+            unread = unread or (error if isinstance(error, RunError) else None)
             if group.rank == 0:
                 print(f"{path} is not a complete checkpoint ({error}): taking the one before it", flush=True)
+    if unread is not None:
+        raise unread
     if paths:
-        raise UsageError(f"no checkpoint in {output_dir} is complete: type --overwrite_output_dir to start over")
+        raise DamagedError(f"no checkpoint in {output_dir} is complete")
     return None

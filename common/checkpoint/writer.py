@@ -15,7 +15,7 @@ from ..cpu_group import CpuGroup
 from ..files import flush, flushing
 from ..parallel.parts import Part
 from .format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json, write_tensors
-from .reader import overlap
+from .reader import check_coverage
 
 UNFINISHED = "unfinished_"
 
@@ -163,31 +163,10 @@ def _publish(aside: Path, folder: Path, content: dict[str, Any], manifests: list
     # As a reader will load it.
     content = json.loads(json.dumps({"format": FORMAT, **content, "files": files, "tensors": tensors}))
     # Without an indent, which takes five times as long.
-    (aside / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of_json(content)}) + "\n")
+    (aside / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of_json(content)}) + "\n", encoding="utf-8")
     flush(aside / MANIFEST)
     flush(aside)
     if folder.exists():  # of an earlier run, or damaged
         remove(folder)
     aside.rename(folder)
     flush(folder.parent)
-
-
-def check_coverage(name: str, tensor: dict[str, Any]) -> None:
-    """Raises ValueError unless the parts of a tensor cover its shape without overlap."""
-    shape, parts = tensor["shape"], tensor["parts"]
-    for part in parts:
-        ends = [offset + size for offset, size in zip(part["offsets"], part["sizes"])]
-        if not all(offset >= 0 and end <= size for offset, end, size in zip(part["offsets"], ends, shape)):
-            raise ValueError(f"{name} has a part outside its shape")
-    # A sweep along the dimension with the most distinct offsets compares the fewest parts.
-    along = max(range(len(shape)), key=lambda axis: len({part["offsets"][axis] for part in parts}), default=None)
-    reaching: list[dict[str, Any]] = []
-    for part in sorted(parts, key=lambda part: part["offsets"][along]) if along is not None else []:
-        start = part["offsets"][along]
-        reaching = [other for other in reaching if other["offsets"][along] + other["sizes"][along] > start]
-        for other in reaching:
-            if overlap(other["offsets"], other["sizes"], part["offsets"], part["sizes"]) is not None:
-                raise ValueError(f"{name} has parts that overlap")
-        reaching.append(part)
-    if sum(math.prod(part["sizes"]) for part in parts) != math.prod(shape) or not parts:
-        raise ValueError(f"{name} is not complete")

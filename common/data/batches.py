@@ -1,11 +1,15 @@
 """The interface of a dataset, and batches on the device."""
 
 import inspect
+import signal
+import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.queues import Queue
 from numbers import Number
 from os import PathLike
 from typing import Any, Protocol, Self, TypeGuard
@@ -13,6 +17,7 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from ..accidents import advice, lost_worker
 from ..config import RunConfig
 from ..errors import UsageError, WorkerError, line_of, listed, noted, trace_of
 from ..plan import Samples
@@ -186,9 +191,10 @@ def batches(
             sampler=wanted,
             num_workers=config.num_workers,
             collate_fn=_as_it_is,
+            worker_init_fn=_start_worker,
             pin_memory=device.type != "cpu",
         )
-        fetched = _from_workers(iter(loader))
+        fetched = _from_workers(loader)
     else:
         fetched = (fetch(dataset, ids, config.seed, epoch) for epoch, ids in wanted)
     return (_moved(batch, device) for batch in fetched)
@@ -258,10 +264,8 @@ class _Fetching(Dataset):
         epoch, ids = wanted
         try:
             return fetch(self.dataset, ids, self.seed, epoch)
-        except UsageError as error:
-            return _Failed(str(error), None)
         except Exception as error:
-            return _Failed(line_of(error), trace_of(error))
+            return _failed(error)
 
 
 @dataclass(frozen=True)
@@ -272,15 +276,54 @@ class _Failed:
     trace: str | None
 
 
+def _failed(error: Exception) -> _Failed:
+    if (line := advice(error)) is not None or isinstance(error, UsageError):
+        return _Failed(line or str(error), None)
+    return _Failed(line_of(error), trace_of(error))
+
+
+def _start_worker(number: int) -> None:
+    """Runs first in a worker. Python's queue would drop a batch that it cannot send, for want of shared memory or open
+    files: the run would wait for it for ever."""
+    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
+
+
+def _send_failure(queue: Any, error: Exception, message: tuple[int, Any]) -> None:
+    """Sends in place of a batch why it could not be sent. The message of a worker is (number of the batch, batch)."""
+    queue.put((message[0], _failed(error)))
+
+
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _from_workers(batches: Iterator[Any]) -> Iterator[Batch]:
-    for batch in batches:
-        if isinstance(batch, _Failed):
-            raise UsageError(batch.line) if batch.trace is None else WorkerError(batch.line, batch.trace)
-        yield batch
+def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
+    before = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    batches: Any = iter(loader)
+    if before is not None and threading.current_thread() is threading.main_thread():
+        # Torch's handler raises an error wherever this process is when a worker ends, also where others swallow it. The
+        # loader looks itself, every five seconds.
+        signal.signal(signal.SIGCHLD, before)
+    try:
+        for batch in batches:
+            if isinstance(batch, _Failed):
+                raise UsageError(batch.line) if batch.trace is None else WorkerError(batch.line, batch.trace)
+            yield batch
+    except (RuntimeError, OSError, EOFError):  # torch's own; or of a connection to the worker, which sends files
+        if (code := _exit_code(batches._workers)) is None:
+            raise
+        raise UsageError(lost_worker(signal.strsignal(-code) if code < 0 else f"exit code {code}")) from None
+
+
+def _exit_code(workers: list[Any]) -> int | None:
+    """That of a worker that has failed, or does within a second; None if none has. Negative: the number of a signal."""
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        for worker in workers:
+            if worker.exitcode:
+                return int(worker.exitcode)
+        time.sleep(0.05)
+    return None
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

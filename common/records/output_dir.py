@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
-from ..environment import num_machines
+from ..environment import num_machines, rank
 from ..errors import RunError, UsageError
 from ..failure import Failure, first_failure
 from ..files import flush
@@ -27,6 +27,8 @@ from .run_card import ending, read_card, replace_card
 
 PREVIOUS = "previous"  # keeps what this run replaces until this run is done
 SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file
+TRAINED = "trained"  # in the card of a run that is done, but whose recipe failed after it
+_over: list[Path] = []  # the folders of the runs of this process that are done
 STARTS_OVER = "starts_over"  # this file says that all in the folder is an earlier run's, which a new run replaces
 
 
@@ -39,7 +41,7 @@ class OutputDir:
     | --- | --- | --- |
     | neither checkpoints nor a model | any | starts; a path to resume from must exist |
     | checkpoints or a model | none, or a path elsewhere to resume from | is refused, with what to type |
-    | checkpoints or a model | `--overwrite_output_dir` | marks it with `starts_over`, moves them to `previous/` |
+    | checkpoints or a model | `--overwrite_output_dir` | marks it with `starts_over`, moves each to a `previous/` |
     | checkpoints | `latest` | goes on; later ones are damaged: they are renamed |
     | checkpoints | a path in the folder | goes on from there; later ones move to `previous/` |
     | `starts_over`, of an interrupted run | `latest` | starts anew |
@@ -71,6 +73,8 @@ class OutputDir:
                 problem = None if line is None else UsageError(line)
             except RunError as error:
                 problem = error
+            except OSError as error:  # also of a listing, on a network disk
+                problem = UsageError(f"--output_dir {self.path} cannot be written ({error.strerror}): type another")
         problem = self.group.broadcast(problem)
         if problem is not None:
             raise problem
@@ -83,6 +87,8 @@ class OutputDir:
     ) -> None:
         if error is not None:
             self._write_ending(first_failure(error), is_refused=isinstance(error, UsageError))
+        else:
+            _over.append(self.path)
         if self.group.rank == 0:
             if self._is_marked and not self.card:  # nothing has moved
                 self._unmark()
@@ -117,11 +123,14 @@ class OutputDir:
             return False
         done = self.group.broadcast(_is_done(self.plan, state))
         if done and self.group.rank == 0:
+            if (card := read_card(self.path)).pop(TRAINED, False):  # what failed comes again
+                replace_card(self.path, card | {"status": "done", "exit_code": 0, "error": None})
             print(f"nothing to do: the run in {self.path} is done; --overwrite_output_dir starts over", flush=True)
         return done
 
     def set_aside(self, state: TrainState) -> None:
-        """Moves an earlier run's files that this run does not continue to `previous/`. Raises OSError."""
+        """Moves an earlier run's files that this run does not continue to a folder `previous/` beside each. Raises
+        OSError; then nothing has moved."""
         starts_anew = state.step == 0 or resumes_from_elsewhere(self.config)
         names = ("best", "model", "metrics.jsonl") if state.step == 0 else ()
         leftovers = [self.path / name for name in names if (self.path / name).exists()]
@@ -131,21 +140,21 @@ class OutputDir:
             elif step > state.step:  # damaged or unreadable
                 with suppress(OSError):
                     checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
-        aside = self.path / PREVIOUS
-        if (aside / "model").exists() and not (self.path / "model").exists() and not self._was_marked:
-            # The last run exported no model: keep the older model in previous/.
-            aside = self.path / f"{PREVIOUS}.unfinished"
+        # If the last run exported no model, the older model stays in previous/.
+        keeps_older = (self.path / PREVIOUS / "model").exists() and not (self.path / "model").exists()
+        name = f"{PREVIOUS}.unfinished" if keeps_older and not self._was_marked else PREVIOUS
         if leftovers and not self._was_marked:  # else an interrupted run has moved some already
-            shutil.rmtree(aside, ignore_errors=True)
-        for leftover in leftovers:
-            place = aside / leftover.relative_to(self.path)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            leftover.rename(place)
-        shutil.rmtree(self.path / f"{PREVIOUS}.unfinished", ignore_errors=True)
+            self._remove(name)
+        _move_beside([(leftover, leftover.parent / name) for leftover in leftovers])
+        self._remove(f"{PREVIOUS}.unfinished")
 
     def remove_previous(self) -> None:
-        """Removes `previous/`."""
-        shutil.rmtree(self.path / PREVIOUS, ignore_errors=True)
+        """Removes each `previous/`."""
+        self._remove(PREVIOUS)
+
+    def _remove(self, name: str) -> None:
+        for folder in (self.path, self.path / "checkpoints"):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
     def _nothing_to_resume(self) -> str | None:
         resumed = self.config.resume_from_checkpoint
@@ -161,10 +170,10 @@ class OutputDir:
                 flush(self.path.parent)
             self._lock = FileLock(self.path / ".lock")
             self._lock.acquire(timeout=0)
+        except FileExistsError:  # a file, or a link that leads nowhere
+            return f"--output_dir {self.path} is no folder: type another"
         except Timeout:
             return f"another run writes to {self.path}: wait for it, or type another --output_dir"
-        except OSError as error:
-            return f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
         if (problem := self._question()) is not None:
             return problem
         for left in self.path.glob("run.json.*"):  # by a process that was killed
@@ -172,11 +181,8 @@ class OutputDir:
         shutil.rmtree(self.path / "checkpoints" / "removed", ignore_errors=True)
         self._was_marked = starts_over(self.path)
         if self.config.overwrite_output_dir and not self._was_marked:
-            try:
-                (self.path / STARTS_OVER).touch()
-                flush(self.path)
-            except OSError as error:
-                return f"--output_dir {self.path} cannot be written ({error.strerror}): type another"
+            (self.path / STARTS_OVER).touch()
+            flush(self.path)
             self._is_marked = True
         return None
 
@@ -197,6 +203,28 @@ class OutputDir:
                 "--overwrite_output_dir to start over, or another --output_dir"
             )
         return None
+
+
+def _move_beside(moves: list[tuple[Path, Path]]) -> None:
+    """Moves each path into a folder of its own parent, so that it stays in its file system: `checkpoints/` may be a
+    link to another one. All move, and are on the disk then, or none does. Raises OSError."""
+    moved: list[tuple[Path, Path]] = []
+    try:
+        for path, folder in moves:
+            folder.mkdir(exist_ok=True)
+            path.rename(folder / path.name)
+            moved.append((path, folder / path.name))
+        folders = dict.fromkeys(folder for _, folder in moves)
+        for folder in [
+            *folders,
+            *(folder.parent for folder in folders),
+        ]:  # a name that is lost with one is in the other
+            flush(folder)
+    except OSError:
+        for path, place in reversed(moved):
+            with suppress(OSError):
+                place.rename(path)
+        raise
 
 
 def _check_shared(folder: Path, group: CpuGroup) -> None:
@@ -231,7 +259,7 @@ def _is_done(plan: Plan, state: TrainState) -> bool:
     """Whether the run is done: by its run card, and by `state` or the last step in the card."""
     card, config = read_card(plan.config.output_dir), plan.config
     left = all((config.output_dir / name).exists() for name in ("model", "metrics.jsonl"))
-    if card.get("status") != "done" or not left or starts_over(config.output_dir):
+    if not (card.get("status") == "done" or card.get(TRAINED)) or not left or starts_over(config.output_dir):
         return False
     try:
         same = all(card["config"].get(name) == getattr(config, name) for name in ("seed", "batch_size", "data"))
@@ -239,6 +267,14 @@ def _is_done(plan: Plan, state: TrainState) -> bool:
     except (KeyError, TypeError, AttributeError):  # not a card of this project
         return False
     return plan.is_over(state) or (config.resume_from_checkpoint == "latest" and same and at_end)
+
+
+def fail_after_run(failure: Failure) -> None:
+    """Writes into the run card of a run that is done how the recipe failed after it: the card has the exit code of the
+    process. The run still counts as done where it is resumed."""
+    for path in _over:
+        if (card := read_card(path)).get("status") == "done" and (failure.is_mine or rank() == 0):
+            replace_card(path, card | ending(failure) | {TRAINED: True})
 
 
 def starts_over(output_dir: Path) -> bool:

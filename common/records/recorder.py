@@ -1,6 +1,7 @@
 """The records of a run: metrics.jsonl, the run card, trackers and the terminal's output."""
 
 import dataclasses
+import errno
 import math
 import os
 import sys
@@ -90,13 +91,20 @@ class Recorder:
                 self.output_dir.set_aside(self.state)
                 self._metrics = MetricsFile(self.output_dir.path, self._goes_on_after)
             except OSError as error:
+                advice = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "type another"
                 raise UsageError(
-                    f"--output_dir {self.output_dir.path} cannot be written ({error.strerror}): free disk space"
+                    f"--output_dir {self.output_dir.path} cannot be written ({error.strerror}): {advice}"
                 ) from None
             self.output_dir.write_card(self._card(None))
         self.accelerator.wait_for_everyone()  # so that a process that fails later finds the card
         if not self.accelerator.is_main_process:
             self.output_dir.card = read_card(self.output_dir.path)
+        warmup, num_steps = self.plan.config.warmup_steps, self.plan.num_steps
+        if warmup > num_steps and self.plan.schedule is None:
+            self.accelerator.print(
+                f"--warmup_steps {warmup} are more than the {num_steps} steps of this run: the learning rate stays "
+                "below its peak"
+            )
         terminal = self.accelerator.is_main_process and sys.stderr.isatty()
         self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step") if terminal else None
         return self

@@ -13,6 +13,7 @@ import psutil
 
 from ..errors import StoppedError
 from ..failure import Failure
+from ..files import read_file
 
 MOST_OF_DIFF = 200_000  # characters
 
@@ -20,7 +21,7 @@ MOST_OF_DIFF = 200_000  # characters
 def read_card(output_dir: Path) -> dict[str, Any]:
     """The run card; an empty dict if the file is missing or is not a run card."""
     try:
-        card = json.loads((output_dir / "run.json").read_text())
+        card = json.loads(read_file(output_dir / "run.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return card if isinstance(card, dict) else {}
@@ -76,7 +77,7 @@ def replace_card(output_dir: Path, card: dict[str, Any]) -> None:
     """Writes the run card; prints a line if it cannot. Any process or thread may call it."""
     part = output_dir / f"run.json.{os.getpid()}"
     try:
-        part.write_text(json.dumps(card, indent=2, default=str) + "\n")
+        part.write_text(json.dumps(card, indent=2, default=str) + "\n", encoding="utf-8")
         part.rename(output_dir / "run.json")  # a reader never gets half a card
     except OSError as error:
         print(f"{output_dir}/run.json could not be written ({error.strerror})", file=sys.stderr, flush=True)

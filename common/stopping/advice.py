@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from ..accidents import advice
 from ..plan import Plan, next_smaller_divisor
 
 # Of torch's allocator on the CPU, of cuBLAS, and of CUDA or NCCL beside torch's allocator.
@@ -24,4 +25,4 @@ def advice_for(error: BaseException, plan: Plan) -> str | None:
         return f"out of memory with {what}{f', {amount[1]} more' if amount else ''}: {choices}"
     if plan.config.deterministic and "does not have a deterministic implementation" in text:
         return f"--deterministic: {text.partition(' does not')[0]} has no deterministic kernel: remove that flag"
-    return None
+    return advice(error)

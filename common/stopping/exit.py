@@ -23,7 +23,9 @@ class ReportedErrors(ErrorHandler):
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             line = first_failure(e).line
             extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+            Path(error_file).write_text(
+                json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8"
+            )
 
 
 def end(error: BaseException) -> NoReturn:
@@ -42,6 +44,6 @@ def end(error: BaseException) -> NoReturn:
     code_file = os.environ.get(CODE_FILE)
     if code_file and failure.is_mine:
         with contextlib.suppress(OSError):
-            Path(code_file).write_text(str(failure.exit_code))
+            Path(code_file).write_text(str(failure.exit_code), encoding="utf-8")
     # Not sys.exit: destroying the process group would wait for processes that may wait for this one.
     os._exit(failure.exit_code)

@@ -1,6 +1,7 @@
 """What an image classifier must know beside its weights, and pictures in the shape of its training images."""
 
 import json
+import math
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,11 +13,13 @@ import torch
 from PIL import ImageOps
 
 from ..errors import UsageError
+from ..files import read_file
 from .images import ImageDataset
 from .picture_files import Opener
 from .text_files import local_path
 
 NUM_LOOKED_AT = 1000  # training images, about
+MOST_PIXELS = 2**26  # of an image
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,17 @@ class ImageFormat:
 
     def write(self, folder: Path) -> None:
         """Writes `config.json` into the folder of an exported model."""
-        (folder / "config.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, output_dir: Path, networks: Container[str]) -> Self:
         """What `write` wrote. Raises UsageError if there is no model, or not one of an image classifier with one of
         these networks."""
         path = output_dir / "model" / "config.json"
-        with suppress(OSError, ValueError, TypeError, KeyError):  # such as the config.json of another recipe
-            entries = json.loads(path.read_text())
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # such as that of another recipe
+            entries = json.loads(read_file(path))
             form = cls(**entries | {"image_shape": tuple(entries["image_shape"])})
-            if form.network in networks:
+            if form._is_sound() and form.network in networks:
                 return form
         if not any(path.parent.glob("*.safetensors")):
             raise UsageError(
@@ -66,6 +69,19 @@ class ImageFormat:
         raise UsageError(
             f"{path} does not describe an image classifier: train again with --overwrite_output_dir, or type the "
             "--output_dir of a run of this recipe"
+        )
+
+    def _is_sound(self) -> bool:
+        """Whether all entries are of the types and sizes of a format."""
+        sizes, names = self.image_shape, self.classes
+        return (
+            isinstance(self.network, str)
+            and len(sizes) == 3
+            and all(type(size) is int and size > 0 for size in sizes)
+            and math.prod(sizes) <= MOST_PIXELS
+            and isinstance(names, list)
+            and all(isinstance(name, str) for name in names)
+            and self.background in ("dark", "light", "mixed")
         )
 
 

@@ -62,7 +62,7 @@ def test_error_while_reading_is_no_damage(tmp_path: Path, monkeypatch: pytest.Mo
     first = fork(tmp_path / "run", "single", DISTURBED, COURSE)
     _, path = checkpoints(first.output_dir)[-1]
 
-    def broken(self: Path, *arguments: object) -> str:
+    def broken(self: Path, *arguments: object, **named: object) -> str:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Path, "read_text", broken)

@@ -76,6 +76,14 @@ class Disk:
         self._durable(self.root.stat().st_ino, "", trees["strict"])
         self.moments.append((self.label, self.saved, trees))
 
+    def sync(self) -> None:
+        """Notes that all in the folder is flushed, as it is some time after a run."""
+        for path in [self.root, *self._paths()]:
+            if path.is_dir():
+                self.names[path.stat().st_ino] = {other.name: other.stat().st_ino for other in path.iterdir()}
+            else:
+                self.contents[path.stat().st_ino] = path.read_bytes()
+
     def _paths(self) -> list[Path]:
         while True:
             with suppress(FileNotFoundError):  # the thread removes a folder in this moment
@@ -178,6 +186,7 @@ def note_saves(disk: Disk) -> None:
 def train(disk: Disk, label: str, config: Config) -> None:
     """A run of label "A" learns at 1 a step, of "B" at 2: weights tell whose they are."""
     disk.label, disk.saved = label, disk.saved if label == "C" else 0
+    disk.sync()
     accelerator = start(config)
     model, optimizer = built(config)
     disk.is_on = True
@@ -216,11 +225,14 @@ def resumed(folder: Path, config: Config) -> tuple[str, int, float]:
         return str(error), 0, 0.0
 
 
-def untrue(label: str, tree: Tree, folder: Path, configs: dict[str, Config], saved: int) -> Iterator[str]:
+def untrue(
+    label: str, has_begun: bool, tree: Tree, folder: Path, configs: dict[str, Config], saved: int
+) -> Iterator[str]:
     """Yields what is wrong about a resume from a state.
 
     Args:
         label: of the run that was interrupted.
+        has_begun: whether it had marked what is in the folder as replaced.
         tree: the state.
         folder: where to make it.
         configs: {label: its config}
@@ -228,8 +240,7 @@ def untrue(label: str, tree: Tree, folder: Path, configs: dict[str, Config], sav
     """
     make(tree, folder)
     own, num_steps = configs[label].learning_rate, configs[label].max_steps
-    is_new = f'"learning_rate": {own}'.encode() in (tree.get("run.json") or b"") or "starts_over" in tree
-    is_earlier = label == "B" and not is_new  # B had not touched anything
+    is_earlier = label == "B" and not has_begun  # B had not touched anything
     if label == "C":  # B was done: one of the two models is there at each moment
         yield from model_lacks(tree, "C")
     outcome, step, weight = resumed(folder, configs[label])
@@ -272,18 +283,17 @@ def main(num_states: int, seed: int) -> int:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             for label, config in configs.items():
                 train(disk, label, config)
-        states = [
-            (number, label, kind, tree, saved)
-            for number, (label, saved, trees) in enumerate(disk.moments)
-            for kind, tree in trees.items()
-        ]
+        states, begun = [], set[tuple[str, str]]()
+        for number, (label, saved, trees) in enumerate(disk.moments):
+            begun |= {(label, kind) for kind, tree in trees.items() if label != "B" or "starts_over" in tree}
+            states += [(number, label, kind, (label, kind) in begun, tree, saved) for kind, tree in trees.items()]
         drawn = states if num_states == 0 else random.Random(seed).sample(states, min(num_states, len(states)))
         problems = 0
-        for index, (number, label, kind, tree, saved) in enumerate(drawn):
+        for index, (number, label, kind, has_begun, tree, saved) in enumerate(drawn):
             folder = Path(scratch) / f"state_{index}"
             folder.mkdir()
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-                found = list(untrue(label, tree, folder, configs, saved))
+                found = list(untrue(label, has_begun, tree, folder, configs, saved))
             shutil.rmtree(folder)
             problems += bool(found)
             for line in found:

@@ -1,19 +1,23 @@
 """Promise: written tensors can be read whole or in ranges; altered files are detected and never executed."""
 
 import json
+import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from common.checkpoint.format import DamagedError, WriteError, write_tensors
-from common.checkpoint.reader import Reader
-from common.checkpoint.writer import check_coverage, own_shard, remove, write
+from common.checkpoint.format import DamagedError, WriteError, digest_of_file, write_tensors
+from common.checkpoint.reader import Reader, check_coverage
+from common.checkpoint.resume import newest
+from common.checkpoint.writer import own_shard, remove, write
 from common.cpu_group import CpuGroup
 from common.errors import RunError
 from common.parallel.parts import Part
+from common.records.output_dir import checkpoint_name
 from support.manifests import rewrite
 
 SHARD = "shard_00000.safetensors"
@@ -142,6 +146,73 @@ def test_manifest_that_is_none(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text)
     with pytest.raises(DamagedError, match=r"manifest\.json"):
         Reader.verified(folder, CpuGroup())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {}},
+        {"files": []},
+        {"files": {SHARD: 3}},
+        {"files": {"../" + SHARD: {"size": 1, "xxh3_128": ""}}},
+        {"tensors": {}},
+        {"tensors": {"float": {"shape": [5, 6], "dtype": "float32", "parts": []}}},
+        {"tensors": {"float": {"shape": [5, 6], "dtype": "nn", "parts": []}}},
+        {"tensors": {"float": {"shape": 5, "dtype": "float32", "parts": [{}]}}},
+        {"tensors": [1]},
+    ],
+)
+def test_manifest_of_other_content(folder: Path, change: dict) -> None:
+    rewrite(folder, lambda manifest: manifest | change)
+    with pytest.raises(DamagedError, match=r"manifest\.json is not that of a checkpoint"):
+        Reader.verified(folder, CpuGroup())
+
+
+def test_shard_that_its_writer_made_wrong(folder: Path) -> None:
+    """Its digest is right: the memory of the machine that wrote it was bad."""
+    (folder / SHARD).write_bytes(b"no safetensors")
+    rewrite(folder, lambda manifest: manifest | {"files": {SHARD: _facts(folder / SHARD)}})
+    with pytest.raises(DamagedError, match="is no safetensors file"):
+        Reader.verified(folder, CpuGroup())
+    others = {**tensors(), "float": torch.zeros(6, 5)}
+    write_tensors(folder / SHARD, {name: tensor.contiguous() for name, tensor in others.items()})
+    rewrite(folder, lambda manifest: manifest | {"files": {SHARD: _facts(folder / SHARD)}})
+    with pytest.raises(DamagedError, match="has another shape of float"):
+        Reader.verified(folder, CpuGroup())
+
+
+def _facts(path: Path) -> dict:
+    return {"size": path.stat().st_size, "xxh3_128": digest_of_file(path)}
+
+
+def test_pipe_in_place_of_a_manifest_is_not_waited_for(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    with pytest.raises(DamagedError, match=r"manifest\.json cannot be read"):
+        Reader.verified(folder, CpuGroup())
+
+
+def test_what_cannot_be_read_gives_way_to_the_checkpoint_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(1, 4):
+        parts = [Part.whole(*item, (0,)) for item in tensors().items()]
+        write(tmp_path / "checkpoints" / checkpoint_name(step), own_shard(parts, 0), CONTENT, CpuGroup())
+
+    def newest_step() -> str:
+        found = newest(tmp_path, lambda path: Reader.verified(path, CpuGroup()), CpuGroup())
+        assert found is not None
+        return found.folder.name
+
+    for step, link in ((3, "/proc/self/mem"), (2, "manifest.json")):  # Input/output error, and a link to itself
+        manifest = tmp_path / "checkpoints" / checkpoint_name(step) / "manifest.json"
+        manifest.unlink()
+        manifest.symlink_to(link)
+        assert newest_step() == checkpoint_name(step - 1)
+    assert "taking the one before it" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "checkpoints" / checkpoint_name(1))
+    with pytest.raises(RunError, match="nothing was changed; try again"):  # no reason to start over
+        newest_step()
 
 
 def test_another_format_is_named(folder: Path) -> None:

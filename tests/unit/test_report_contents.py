@@ -134,7 +134,7 @@ def test_mistakes_get_one_line_and_write_nothing(tmp_path: Path) -> None:
         ([run / "metrics.jsonl"], page, f"is not a folder: type {run}"),
         ([refused], page, "failed before the first step (error: type less): type another run"),
         ([run, run / ".." / "run"], page, "is given 2 times: type each run once"),
-        ([run], empty, f"is a folder: type {empty / 'report.html'}"),
+        ([run], empty, "is a folder: type the name of a file in it"),
         ([run], nowhere, f"there is no folder {nowhere.parent}"),
         ([run], Path("/dev/null"), "is not a file"),
     ]

@@ -1,6 +1,9 @@
 """Promise: `accelerate-recipes` lists what there is, makes projects, and refuses bad input in one line."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from accelerate_recipes.catalog import FLAGS, runs_here
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.compare import Difference, relative
-from support.launching import CONFIGS
+from support.launching import CONFIGS, environment
 from support.recipes import DIVIDED, RECIPES
 from support.runs import ROOT
 from support.tool import tool
@@ -127,6 +130,21 @@ def test_a_project_has_the_kinds_of_parallelism_of_its_configs(tmp_path: Path, m
         ("verify full/train.py --steps 1", "Invalid value for '--steps'"),
         ("verify full/train.py --against then.json --config ddp", "with the flags of the record: remove all"),
         ("verify full/train.py --against then.json", "then.json: no such file; type the path of a record"),
+        ("verify full/train.py --against full", "--against full is a folder; type the path of a record"),
+        ("verify full/train.py --record no/record.json", "--record no/record.json: there is no folder no"),
+        ("verify full/train.py --output full/train.py", "--output full/train.py is a file: type another"),
+        ("verify full/train.py --config full/train.py", "full/train.py has no keys: compare it"),
+        (f"new mnist {'x' * 300}", "cannot be written (File name too long): type another path"),
+        ("new mnist full/train.py/x", "full/train.py is a file: type another"),
+        ("new mnist a\u2028b", "cannot be typed after cd: type another name"),
+        ("plan mnist --memory nan", "--memory nan: type a number above 2.5: so many GB of a GPU are not for tensors"),
+        ("plan mnist --memory -80", "--memory -80: type a number above 2.5"),
+        ("plan mnist --hours inf", "--hours inf: type a number above 0"),
+        ("plan mnist --scaling --plot no/page.html", "--plot no/page.html: there is no folder no; create it"),
+        ("plan mnist --hardware full/train.py", "--hardware full/train.py has another form than"),
+        ("export full/train.py model", "full/train.py is no folder: type the folder of a checkpoint or of a run"),
+        ("export full full/train.py", "full/train.py is a file: type another"),
+        ("doctor full/train.py", "full/train.py has no keys: compare it"),
     ],
 )
 def test_bad_input_gets_one_line_and_writes_nothing(
@@ -135,10 +153,38 @@ def test_bad_input_gets_one_line_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "train.py").touch()
-    assert tool(monkeypatch, *arguments.split()) == 2
+    assert tool(monkeypatch, *arguments.split(" ")) == 2
     output = capsys.readouterr()
     assert line in output.err and output.err.count("\n") == 1 and not output.out
     assert [path.name for path in tmp_path.rglob("*")] == ["full", "train.py"]
+
+
+def test_pipes_and_nested_brackets_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("deep.yaml").write_text("[" * 3000)
+    Path("loop").symlink_to("loop")
+    for arguments, line in (
+        ("doctor pipe", "pipe is not a file; type"),
+        ("doctor deep.yaml", "deep.yaml is not YAML"),
+        ("plan mnist --hardware pipe", "--hardware pipe is not a file"),
+        ("new mnist loop", "loop is a link that leads nowhere"),
+        ("export . loop", "loop is a link that leads nowhere"),
+        ("verify pipe", "pipe is not a file; type the path of a recipe"),
+    ):
+        assert tool(monkeypatch, *arguments.split()) == 2
+        output = capsys.readouterr()
+        assert line in output.err and output.err.count("\n") == 1 and not output.out
+
+
+def test_output_that_a_terminal_cannot_show_is_replaced(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m accelerate_recipes list"
+    env = environment(PYTHONIOENCODING="ascii", PYTHONPATH=str(ROOT))
+    for end in ("| cat", "| head -1", ">&-"):
+        run = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} {end}"], env=env, capture_output=True)
+        assert (run.returncode, run.stderr) == (0, b"") and (b"? " in run.stdout or end != "| cat")
 
 
 SAME = Difference(1e-7, 1e-7, 1e-7, 1e-7, 0.0, None, None, True)

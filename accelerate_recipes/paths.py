@@ -1,0 +1,103 @@
+"""Paths and numbers that a user types: each is checked before anything is computed."""
+
+import math
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from accelerate_recipes.errors import UsageError
+
+
+def check_new_folder(path: Path, name: str = "") -> None:
+    """Raises UsageError unless a folder can be made: it is empty or absent, in a place that can be written.
+
+    Args:
+        path: of the folder.
+        name: of the flag, for the message.
+    """
+    check_folder(path, name)
+    if path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"{_named(path, name)} is not empty: type the name of a new folder")
+
+
+def check_folder(path: Path, name: str = "") -> None:
+    """Raises UsageError unless files can be written into a folder, which need not exist yet. Leaves nothing behind."""
+    try:
+        if path.is_symlink() and not path.exists():
+            raise UsageError(f"{_named(path, name)} is a link that leads nowhere: type another")
+        place = next(place for place in (path.absolute(), *path.absolute().parents) if _is_there(place))
+        if not place.is_dir():
+            what = "is a file" if place == path.absolute() else f"cannot be made, {place} is a file"
+            raise UsageError(f"{_named(path, name)} {what}: type another")
+        with TemporaryFile(dir=place):  # tried, because not only modes forbid it
+            return
+    except OSError as error:
+        raise _cannot(path, name, "written", error) from None
+
+
+def check_new_file(path: Path, name: str) -> None:
+    """Raises UsageError unless a file can be written there: its folder exists, and a file at most is in its place."""
+    named = _named(path, name)
+    try:
+        if path.is_dir():
+            raise UsageError(f"{named} is a folder: type the name of a file in it")
+        if _is_there(path) and not path.is_file():  # a device must not be replaced by a file
+            raise UsageError(f"{named} is not a file: type the name of a file")
+        if not path.parent.is_dir():
+            raise UsageError(f"{named}: there is no folder {path.parent}; create it, or type another path")
+    except OSError as error:
+        raise _cannot(path, name, "written", error) from None
+    check_folder(path.parent, name)
+
+
+def check_file(path: Path, name: str, advice: str) -> None:
+    """Raises UsageError unless there is a file that can be read. `advice`: what to type instead."""
+    try:
+        if path.is_file():
+            with path.open("rb"):
+                return
+        what = " is a folder" if path.is_dir() else " is not a file" if _is_there(path) else ": no such file"
+    except OSError as error:
+        raise _cannot(path, name, "read", error) from None
+    raise UsageError(f"{_named(path, name)}{what}; {advice}")
+
+
+def text_of(path: Path, name: str, advice: str) -> str:
+    """The text of a file in UTF-8. Raises UsageError if there is none."""
+    check_file(path, name, advice)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise _cannot(path, name, "read", error) from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{_named(path, name)} is no text in UTF-8: {advice}") from None
+
+
+def is_path(name: str) -> bool:
+    """Whether there is a file, or what should be one, of this name; else it is the name of something of ours."""
+    try:
+        return _is_there(Path(name)) and not Path(name).is_dir()
+    except OSError:
+        return False
+
+
+def check_number(value: float | None, name: str, above: float = 0, why: str = "") -> None:
+    """Raises UsageError unless a number is finite and above a bound. None: it was not given. `why`: about the bound."""
+    if value is not None and not (math.isfinite(value) and value > above):
+        raise UsageError(f"{name} {value:g}: type a number above {above:g}{why}")
+
+
+def _cannot(path: Path, name: str, what: str, error: OSError) -> UsageError:
+    return UsageError(f"{_named(path, name)} cannot be {what} ({error.strerror}): type another path")
+
+
+def _named(path: Path, name: str) -> str:
+    return f"{name} {path}".strip()
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is such a path. Raises OSError if it cannot be one, such as a name of 300 letters."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -1,0 +1,136 @@
+"""What a machine lacks for a run: a cache that can be written, memory for workers of a loader, open files."""
+
+import errno
+import os
+import re
+import shutil
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import gettempdir
+
+import psutil
+
+from .errors import chain
+
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]
+
+SHARED = Path("/dev/shm")
+# Of torch's loader; and of torch in a worker whose batch finds no room.
+LOST_WORKER = re.compile(r"DataLoader worker .*?(?:killed by signal: ([\w ]*\w)|exited unexpectedly)")
+NO_SHARED_MEMORY = re.compile(
+    r"unable to (?:allocate|open|mmap|resize).* shared memory|shared memory.*No space left", re.I
+)
+
+# What a full disk, a quota, a read-only file system and a folder of somebody else say.
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ESTALE)  # only of an error that names the file
+FULL = re.compile(r"\d+ requested and \d+ written|Not enough disk space")  # of numpy, and of datasets
+# {part of the path of the code that writes: variable}; for errors that name no file.
+WRITERS = {
+    "-packages/datasets/": "HF_DATASETS_CACHE",
+    "/common/tasks/cache.py": "HF_DATASETS_CACHE",
+    "-packages/huggingface_hub/": "HF_HUB_CACHE",
+    "-packages/torch/utils/cpp_extension": "TORCH_EXTENSIONS_DIR",
+    "-packages/triton/": "TRITON_CACHE_DIR",
+    "-packages/torch/_inductor/": "TORCHINDUCTOR_CACHE_DIR",
+}
+
+
+def folders() -> dict[str, Path]:
+    """{variable: folder} of the caches of the libraries, as they choose it; the variable moves it."""
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  # as the libraries do: without a home it stays "~"
+
+    def chosen(variable: str, default: Path) -> Path:
+        return Path(os.environ.get(variable) or default).absolute()
+
+    shared = chosen("XDG_CACHE_HOME", home / ".cache")
+    hub = chosen("HF_HOME", shared / "huggingface")
+    return {
+        "XDG_CACHE_HOME": shared,
+        "HF_HOME": hub,
+        "HF_DATASETS_CACHE": chosen("HF_DATASETS_CACHE", hub / "datasets"),
+        "HF_HUB_CACHE": chosen("HF_HUB_CACHE", hub / "hub"),
+        "TORCH_EXTENSIONS_DIR": chosen("TORCH_EXTENSIONS_DIR", shared / "torch_extensions"),
+        "TRITON_CACHE_DIR": chosen("TRITON_CACHE_DIR", home / ".triton"),
+        "TORCHINDUCTOR_CACHE_DIR": chosen("TORCHINDUCTOR_CACHE_DIR", Path(gettempdir()) / "torchinductor"),
+    }
+
+
+def advice(error: BaseException) -> str | None:
+    """The line for an error that the machine caused, or for one that came from it: what it lacks, and what to type.
+    None for any other error."""
+    for each in chain(error):
+        if (line := _cache(each) or _open_files(each) or _worker(each)) is not None:
+            return line
+    return None
+
+
+def _cache(error: BaseException) -> str | None:
+    known = folders()
+    if (reason := _reason(error)) is None or (variable := _variable(error, known)) is None:
+        return None
+    room = "has room" if reason in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)) else "can be written"
+    return (
+        f"the cache {known[variable]} cannot be written ({reason}): type export {variable}=FOLDER, with a folder that "
+        f"{room}"
+    )
+
+
+def _worker(error: BaseException) -> str | None:
+    """The line for a worker of a loader that could not send a batch, or that ended: of a loader of the recipe's own."""
+    text = str(error)
+    if NO_SHARED_MEMORY.search(text):
+        return lost_worker("Bus error")
+    ended = LOST_WORKER.search(text)
+    return lost_worker(ended[1]) if ended else None
+
+
+def lost_worker(signal_name: str | None) -> str:
+    """The line for a worker of a loader that a signal ended, as the system describes the signal."""
+    if signal_name == "Bus error":
+        size = f" of {shutil.disk_usage(SHARED).total / 1e6:,.0f} MB" if SHARED.exists() else ""
+        return (
+            f"{SHARED}{size}, through which workers of the loader send batches, is full: type --num_workers 0, or give "
+            "it more (docker run --shm-size 8g)"
+        )
+    if signal_name in (None, "Killed"):
+        free = psutil.virtual_memory().available / 1e9
+        how = f"was killed, mostly for want of memory ({free:,.1f} GB are free now)"
+        return f"a worker of the loader {how}: type a smaller --num_workers, or 0"
+    return f"a worker of the loader ended ({signal_name}): type --num_workers 0, which shows where"
+
+
+def _open_files(error: BaseException) -> str | None:
+    if getattr(error, "errno", None) != errno.EMFILE and os.strerror(errno.EMFILE) not in str(error):
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else "this machine's"
+    return f"too many open files (the limit is {limit}): type ulimit -n 65536 before the command"
+
+
+def _reason(error: BaseException) -> str | None:
+    """What the file system says, from the number of an error or, where a library made a text of it, from its words."""
+    text = str(error)
+    if getattr(error, "filename", None) and getattr(error, "errno", None) in NO_FOLDER:
+        return os.strerror(error.errno)  # type: ignore[attr-defined]
+    for number in REFUSALS:
+        if getattr(error, "errno", None) == number or os.strerror(number) in text:
+            return os.strerror(number)
+    return os.strerror(errno.ENOSPC) if isinstance(error, OSError) and FULL.search(text) else None
+
+
+def _variable(error: BaseException, known: Mapping[str, Path]) -> str | None:
+    """The variable of the cache with the file that an error names; without a name, of the code that raised it."""
+    names = [name for name in (getattr(error, "filename", None), getattr(error, "filename2", None)) if name]
+    if names:
+        paths = [Path(os.fsdecode(name)).absolute() for name in names if isinstance(name, str | bytes | os.PathLike)]
+        holding = [name for name, folder in known.items() if any(path.is_relative_to(folder) for path in paths)]
+        return max(holding, key=lambda name: len(known[name].parts), default=None)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for part, variable in WRITERS.items():
+            if part in frame.filename:
+                return variable
+    return None
