@@ -153,14 +153,7 @@ def find_checkpoint(
         at = checkpoint_name(reader.content["state"]["step"])
         if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:
             raise DamagedError(f"{MANIFEST} is that of {at}")
-        for name, there, here in differences(identity, reader.content["identity"]):
-            raise UsageError(f"{path} was made with {name} {there}, this run has {here}")
-        if where := other_data(identity, reader.content["identity"]):
-            flags = [f"; --{name} was {there}, is {here}" for name, there, here in other_flags(plan, reader.content)]
-            raise UsageError(
-                f"the data are others than those of the checkpoint {path}: {where}{''.join(flags)}: resume with the "
-                "data and flags of that run, or type --overwrite_output_dir to start over"
-            )
+        _check_same_run(path, reader.content, plan, identity)
         return Checkpoint(path, reader, trained, other_evaluation(identity, reader.content["identity"]))
 
     if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
@@ -184,6 +177,18 @@ def find_checkpoint(
             f"--resume_from_checkpoint {wanted} is not a complete checkpoint ({error}): type latest for the newest "
             "complete one"
         ) from None
+
+
+def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: dict[str, Any]) -> None:
+    """Raises UsageError for a checkpoint of a run with other settings, or with other data."""
+    for name, there, here in differences(identity, content["identity"]):
+        raise UsageError(f"{path} was made with {name} {there}, this run has {here}")
+    if where := other_data(identity, content["identity"]):
+        flags = [f"; --{name} was {there}, is {here}" for name, there, here in other_flags(plan, content)]
+        raise UsageError(
+            f"the data are others than those of the checkpoint {path}: {where}{''.join(flags)}: resume with the data "
+            "and flags of that run, or type --overwrite_output_dir to start over"
+        )
 
 
 def newest(output_dir: Path, open_checked: Callable[[Path], Opened], group: CpuGroup) -> Opened | None:

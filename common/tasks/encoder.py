@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..data import Examples, Metrics
+from ..data.facts import say
 from ..environment import print_once
 from ..errors import UsageError
 from .pretrained import load
@@ -103,7 +104,7 @@ def with_tokens(pairs: Any) -> Any:
                          "--document_column name")  # fmt: skip
     if len(kept) == len(pairs):
         return pairs
-    print_once(f"{len(pairs) - len(kept):,} of {len(pairs):,} pairs have a text without tokens: left out")
+    say(f"{len(pairs) - len(kept):,} of {len(pairs):,} pairs have a text without tokens: left out")
     return Subset(pairs, kept)
 
 

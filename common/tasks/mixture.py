@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from ..config import RunConfig
+from ..data.facts import say
 from ..data.mixture import OF, Mixture
-from ..environment import print_once
 from ..errors import UsageError
 
 Part = TypeVar("Part")
@@ -99,5 +99,5 @@ class Sources(Generic[Part]):
         total = sum(mixture.counts)
         each = zip(mixture.names, mixture.counts, mixture.sizes)
         facts = [f"{name} {count:,} of {size:,}" for name, count, size in each]
-        print_once(f"mixture: an epoch has {total:,} samples: {', '.join(facts)}")
+        say(f"mixture: an epoch has {total:,} samples: {', '.join(facts)}")
         return mixture, Mixture({name: evaluation(part) for name, (_, part) in self.parts.items()})

@@ -53,7 +53,7 @@ def test_loop_names_no_parallelism() -> None:
 def test_recipes_stay_short_and_never_ask_where_they_run() -> None:
     for path in (ROOT / "recipes").glob("*.py"):
         text = path.read_text()
-        assert len(text.splitlines()) <= 140, path
+        assert len(text.splitlines()) <= 150, path
         assert not re.search(r"num_processes|process_index|is_main_process|distributed_type", text), path
 
 
