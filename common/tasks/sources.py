@@ -28,6 +28,8 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
 }
 SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")  # of a split in several files: train-00000-of-00003.parquet
+# Files of the Hub, and of `datasets`, about data.
+ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Options of a builder of `datasets` that do not say how to read a file.
 SET_BY_ALL = {"name", "version", "data_dir", "data_files", "description", "features"}
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -156,8 +158,8 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
         UsageError: no such files, several kinds of them, or one file twice.
     """
     visible, others = walk(folder)
-    found = [path for path in visible if ending_of(path) in kinds]
-    others += [path for path in visible if ending_of(path) not in kinds]
+    found = [path for path in visible if ending_of(path) in kinds and path.name not in ABOUT_DATA]
+    others += sorted({*visible} - {*found})
     if not found:
         raise UsageError(f"--data {data} holds no {', '.join(kinds)} file; {advice}")
     copies: dict[PurePath, Path] = {}
@@ -187,14 +189,19 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
 
 
 def walk(folder: Path) -> tuple[list[Path], list[Path]]:
-    """(files in a folder and below, hidden files and folders), in the order of their names. Raises UsageError."""
+    """(files in a folder and below, in the order of their names; what is hidden, no ordinary file, or a link to a
+    folder that was already seen). Raises UsageError."""
     visible: list[Path] = []
-    hidden: list[Path] = []
+    others: list[Path] = []
+    seen = {os.path.realpath(folder)}
     for place, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        hidden += [Path(place, name) for name in (*folders, *names) if name.startswith(".")]
-        visible += [Path(place, name) for name in sorted(names) if not name.startswith(".")]
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return visible, hidden
+        inner = {name: os.path.realpath(Path(place, name)) for name in sorted(folders)}
+        folders[:] = [name for name, real in inner.items() if not name.startswith(".") and real not in seen]
+        seen |= {inner[name] for name in folders}
+        others += [Path(place, name) for name in inner if name not in folders]
+        for path in (Path(place, name) for name in sorted(names)):  # a pipe would be waited for
+            (visible if path.is_file() and not path.name.startswith(".") else others).append(path)
+    return visible, others
 
 
 def _raise(error: OSError) -> None:

@@ -125,6 +125,17 @@ def test_a_pipe_and_a_link_to_nowhere(tmp_path: Path) -> None:
             found(tmp_path / name)
 
 
+def test_links_pipes_and_files_about_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "set", "a.csv", "dataset_infos.json", "below/b.csv")
+    (folder / "below" / "loop").symlink_to(folder)
+    (folder / "c.csv").symlink_to("nowhere")
+    os.mkfifo(folder / "d.csv")
+    write(tmp_path / "other", "e.csv")
+    (folder / "linked").symlink_to(tmp_path / "other")
+    assert found(folder) == [["a.csv", "below/b.csv", "e.csv"]]
+    assert "3 for train, 4 not read, such as c.csv" in capsys.readouterr().out
+
+
 def test_a_card_says_which_files_belong_to_which_split(tmp_path: Path) -> None:
     folder = write(tmp_path / "set", "a1.jsonl", "a2.jsonl", "b.jsonl", "c.jsonl")
     (folder / "a1.jsonl").write_text('{"text": "2024-01-01"}\n')
