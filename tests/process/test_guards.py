@@ -35,7 +35,7 @@ def test_exit_code_of_a_mistake_is_2(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         ("--batch_size 2000", "1438 training samples are fewer than --batch_size 2000: type --batch_size 1438 or less"),
-        ("--data some-owner/some-set", "--data digits for the embedded set, or --data FOLDER for local"),
+        ("--data some-owner/some-set", "--data digits for the embedded set, or --data FOLDER for MNIST's IDX files"),
         ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no checkpoint there; type latest"),
         ("--report_to aim", "--report_to aim needs aim: type pip install aim"),
         ("--report_to paper", "--report_to paper: no such tracker; type one of aim, "),
