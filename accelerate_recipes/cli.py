@@ -74,9 +74,6 @@ def new(
         ),
     ] = None,
     plain: Annotated[bool, typer.Option(help="one file on Accelerate alone, without common/")] = False,
-    minimal: Annotated[
-        bool, typer.Option(help="the loop in one file: no check of the first steps, checkpoints or records; DDP alone")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a project of your own from a recipe.
@@ -85,7 +82,7 @@ def new(
     """
     from accelerate_recipes.project import make
 
-    make(recipe, folder, config, plain, as_json, minimal)
+    make(recipe, folder, config, plain, as_json)
 
 
 @app.command()

@@ -27,18 +27,10 @@ _LOOP = {"accelerate", "filelock", "numpy", "psutil", "pyyaml", "safetensors", "
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "tokenizers": "transformers"}  # where names differ
 PLAIN = bundle.RECIPES / "plain" / "plain_accelerate.py"
 PLAIN_CONFIGS = ("single", "ddp", "fsdp2", "deepspeed_zero2")  # its docstring says: verified under these
-# With --minimal: common/minimal.py takes the place of these modules.
-INIT = bundle.COMMON / "__init__.py"
-MINIMAL_CONFIGS = ("single", "ddp", "ddp_bf16")
-MINIMAL = "the loop in `minimal.py`, without checkpoints and records, and what it imports"
-NOT_MINIMAL = ("diffusion", "embeddings", "preferences")  # moving averages, batch_loss, evaluations before `fit`
 TYPES = "TYPE_CHECKING"
-WHOLE_LOOP = r"from \.(checkpoint\.export|launch\.start|loop|run) import"
 
 
-def make(
-    recipe: str, folder: Path | None, configs: list[str] | None, plain: bool, as_json: bool, minimal: bool = False
-) -> None:
+def make(recipe: str, folder: Path | None, configs: list[str] | None, plain: bool, as_json: bool) -> None:
     """Makes the project, and prints its files and the two commands.
 
     Args:
@@ -48,13 +40,10 @@ def make(
             they need. None: ddp, and all kinds.
         plain: make a project of one script on Accelerate alone.
         as_json: print JSON.
-        minimal: bring the loop in one file, without check, checkpoints, records and watchdog.
 
     Raises:
         UsageError: an unknown recipe or config, a config that the recipe does not support, a folder with content.
     """
-    if plain and minimal:
-        raise UsageError("--plain and --minimal exclude each other: type one of them")
     if plain:
         if folder is not None:
             raise UsageError(f"--plain has one script: type accelerate-recipes new --plain {folder}")
@@ -66,16 +55,14 @@ def make(
     chosen = [find_config(name) for name in dict.fromkeys(configs or ["ddp"])]
     for config in chosen:
         _check_pair(script, config)
-        if minimal:
-            _check_minimal(script, config)
     if not str(target).isprintable():
         raise UsageError(f"{str(target)!r} cannot be typed after cd: type another name")
     check_new_folder(target)
-    kinds = None if plain or minimal or configs is None else _kinds_of(script, chosen)
+    kinds = None if plain or configs is None else _kinds_of(script, chosen)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=".new_") as scratch:
-            _write(Path(scratch) / target.name, script, chosen, kinds, minimal)
+            _write(Path(scratch) / target.name, script, chosen, kinds)
             (Path(scratch) / target.name).rename(target)  # as a whole, or not at all
     except OSError as error:
         raise UsageError(f"{target} cannot be written ({error.strerror}): type another folder") from None
@@ -98,16 +85,6 @@ def _check_pair(script: Path, config: Path) -> None:
         raise UsageError(f"--config {config.stem}: {script.name} has no plan for it; type one of {', '.join(fitting)}")
 
 
-def _check_minimal(script: Path, config: Path) -> None:
-    if script.stem in NOT_MINIMAL:
-        raise UsageError(f"{script.stem} needs the whole loop: leave out --minimal")
-    if config.stem not in MINIMAL_CONFIGS:
-        raise UsageError(
-            f"--config {config.stem}: the minimal loop holds the whole model in each process: type one of "
-            f"{', '.join(MINIMAL_CONFIGS)}, or leave out --minimal"
-        )
-
-
 def _kinds_of(script: Path, configs: list[Path]) -> set[str]:
     """The modules of the kinds of parallelism that a recipe has under these configs."""
     asked = [(str(config), SIZES.get(config.stem, [])) for config in configs]
@@ -128,7 +105,7 @@ def asked_kinds() -> list[str]:
     return sorted(found)
 
 
-def _write(project: Path, script: Path, configs: list[Path], kinds: set[str] | None, minimal: bool) -> None:
+def _write(project: Path, script: Path, configs: list[Path], kinds: set[str] | None) -> None:
     """Writes all files of a project into a new folder, with these kinds of parallelism; None: all."""
     place = f"recipes/plain/{script.name}" if script == PLAIN else f"recipes/{script.name}"
     (project / "accelerate_configs").mkdir(parents=True)
@@ -141,7 +118,7 @@ def _write(project: Path, script: Path, configs: list[Path], kinds: set[str] | N
         (project / "accelerate_configs" / config.name).write_text(text, encoding="utf-8")
     packages = _LOOP | _imported(script)
     if script != PLAIN:
-        changed = {INIT: _minimal_init()} if minimal else {TABLE: _table_of_kinds(kinds)}
+        changed = {TABLE: _table_of_kinds(kinds)}
         files = _used(script, changed)
         packages = packages.union(*map(_imported, [file for file in files if file.parent.name == "tasks"]))
         _copy_common(project / "common", files, changed)
@@ -156,12 +133,10 @@ def _write(project: Path, script: Path, configs: list[Path], kinds: set[str] | N
         "extras": ",".join(["deepspeed"] * any("deepspeed" in name for name in flags) + ["test"]),
         "flags": flags[configs[0].stem],
         "flags_of_configs": json.dumps(flags),
-        "loop": MINIMAL if minimal else "the loop: batches, steps, evaluation, checkpoints, records",
-        "outputs": "`model/`" if minimal else "`metrics.jsonl`, `run.json`, `model/`, `checkpoints/`",
         "name": name,
         "origin": f"{place} of accelerate-recipes {bundle.VERSION}",
     }
-    test = f"test_train{'_plain' * (script == PLAIN)}{'_minimal' * minimal}.py"
+    test = f"test_train{'_plain' * (script == PLAIN)}.py"
     readme = "README_plain.md" if script == PLAIN else "README.md"
     products = {readme: "README.md", "Makefile": "Makefile", "pyproject.toml": "pyproject.toml"}
     products |= {"gitignore": ".gitignore", test: "tests/test_train.py"}
@@ -181,12 +156,6 @@ def _table_of_kinds(kinds: set[str] | None) -> str:
     return text
 
 
-def _minimal_init() -> str:
-    """The text of `common/__init__.py`, with the interface of the minimal loop."""
-    text = re.sub(WHOLE_LOOP, "from .minimal import", INIT.read_text(encoding="utf-8"))
-    return re.sub(r"from \.stopping import .*\n\n# isort: split\n", "", text)
-
-
 def _copy_common(target: Path, files: list[Path], changed: dict[Path, str]) -> None:
     """Copies these files of `common/`; some have another text."""
     for file in files:
@@ -203,9 +172,7 @@ def _copy_common(target: Path, files: list[Path], changed: dict[Path, str]) -> N
 def _used(script: Path, changed: dict[Path, str]) -> list[Path]:
     """The files of `common/` that a recipe imports, and those that these import. `changed`: the text of some."""
     found: set[Path] = set()
-    waiting = {INIT, *_files_of(_modules(script.read_text(encoding="utf-8")), script)}
-    if INIT in changed:
-        waiting.discard(bundle.COMMON / "run.py")  # `from common import run` is that of the minimal loop
+    waiting = {bundle.COMMON / "__init__.py", *_files_of(_modules(script.read_text(encoding="utf-8")), script)}
     while waiting:
         path = waiting.pop()
         found.add(path)
