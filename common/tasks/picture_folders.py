@@ -136,7 +136,7 @@ def _described(folder: Path, below: str, files: list[str], left_out: LeftOut) ->
     """The classes that a table in the folder gives its pictures; [] without a table that has classes."""
     for name in METADATA:
         path = folder / below / name
-        rows = [*table_of(str(path), "", [path], None, {})] if path.is_file() else []
+        rows = [*table_of(str(path), [path], None, {})] if path.is_file() else []
         column = next((column for column in LABELS if rows and column in rows[0]), None)
         if column is None or FILE_NAME not in rows[0]:
             continue

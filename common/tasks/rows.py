@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +26,7 @@ from .text_files import Place, ending_of, is_packed, opened_text
 VERSION = 1  # of the rows on disk: another number makes them anew
 MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
 UNPACKED = 8  # times the size of a packed file, about
+ROWS_PER_READ = 1000  # of a large file
 ROWS_LOOKED_AT = 100  # for the names of the columns of a large file
 SEPARATORS = (",", ";", "\t", "|")
 GAP, HALF = re.compile(r"\s*"), re.compile(r"\\u[dD][89a-fA-F]")  # half of a character in UTF-16
@@ -54,7 +56,8 @@ class Table:
         column_names: of all rows.
         size: the number of rows.
         read: the row with a number, in which a cell may be missing.
-        column: the cells of a column, if there is a faster way than by rows.
+        each: all rows, one after another.
+        column: the cells of a column, if there is a way that does not read whole rows.
         key: another table has another one.
         num_bytes: about.
         kinds: {column: its type in `datasets`} of a file that has types.
@@ -64,6 +67,7 @@ class Table:
     column_names: list[str]
     size: int
     read: Callable[[int], Row]
+    each: Callable[[], Iterable[Row]]
     key: object
     num_bytes: int
     kinds: dict[str, Any]
@@ -74,11 +78,14 @@ class Table:
 
     def __getitem__(self, index: int) -> Row:
         """A row, whose cells are texts, or None, or lists, dicts and bytes as they are."""
-        cells = dict.fromkeys(self.column_names) | self.read(index)
-        return {name: _as_it_is_or_text(cell, self.kinds.get(name)) for name, cell in cells.items()}
+        return self._with_texts(self.read(index))
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(self.size))
+        return map(self._with_texts, self.each())
+
+    def _with_texts(self, row: Row) -> Row:
+        cells = dict.fromkeys(self.column_names) | row
+        return {name: _as_it_is_or_text(cell, self.kinds.get(name)) for name, cell in cells.items()}
 
     def check_columns(self, columns: dict[str, str]) -> None:
         """Raises UsageError unless the table has these columns, {flag that names a column: its name}."""
@@ -89,7 +96,7 @@ class Table:
 
     def values(self, column: str) -> Iterable[Any]:
         """The cells of a column."""
-        return self.column(column) if self.column else (self.read(number).get(column) for number in range(self.size))
+        return self.column(column) if self.column else (row.get(column) for row in self.each())
 
     def texts(self, column: str) -> Iterator[str | None]:
         """The text that stands in each row of a column; None where there is none. Raises UsageError for lists."""
@@ -110,10 +117,9 @@ def typed_table(data: str, split: Any) -> Table:
         if holds_pictures(kind):
             split = split.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
     name = f"{data}, {split.split}" if split.split else data
-    key, num_bytes = split._fingerprint, split.data.nbytes
-    return Table(
-        name, split.column_names, len(split), split.__getitem__, key, num_bytes, split.features, split.__getitem__
-    )
+    read, rows = split.__getitem__, partial(iter, split)
+    facts = split._fingerprint, split.data.nbytes, split.features
+    return Table(name, split.column_names, len(split), read, rows, *facts, column=read)
 
 
 def holds_pictures(kind: Any) -> bool:
@@ -170,14 +176,14 @@ def _as_it_is_or_text(cell: Any, kind: Any) -> Any:
     return cell if isinstance(cell, list | dict | bytes) else text_of_cell(cell, kind)
 
 
-def table_of(data: str, split: str, places: Sequence[Place], max_rows: int | None, kinds: dict[str, Any]) -> Table:
+def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: dict[str, Any]) -> Table:
     """The rows of CSV, TSV or JSON files, one file after another: small ones in memory, others on disk.
 
     Args:
         data: of `--data`, for messages.
-        split: its name.
         places: the files.
         max_rows: read so many rows.
+        kinds: {column: its type in `datasets`}, if they are declared.
 
     Raises:
         UsageError: a file that cannot be read, or without rows.
@@ -190,15 +196,19 @@ def table_of(data: str, split: str, places: Sequence[Place], max_rows: int | Non
     rows = islice(_rows_of_all(places), max_rows)
     if len(local) == len(places) and sum(sizes) <= MAX_BYTES_IN_MEMORY:
         held = [row for row, _ in rows]
-        table = Table(data, _names(held), len(held), held.__getitem__, key, sum(sizes), kinds)
+        table = Table(data, _names(held), len(held), held.__getitem__, partial(iter, held), key, sum(sizes), kinds)
     else:
         import datasets  # not at the top: the import takes seconds
 
         features = datasets.Features({"row": datasets.Value("large_string")})
         texts = ({"row": text or json.dumps(row, ensure_ascii=False)} for row, text in rows)
         disk = rows_on_disk(cache_folder("rows", key), f"reading --data {data}", texts, features, max_rows)
-        names = _names([_parsed(text) for text in disk[:ROWS_LOOKED_AT]["row"]])
-        table = Table(data, names, len(disk), lambda index: _parsed(disk[index]["row"]), key, disk.data.nbytes, kinds)
+
+        def each() -> Iterator[Row]:
+            return (_parsed(text) for batch in disk.iter(ROWS_PER_READ) for text in batch["row"])
+
+        names, size = _names(list(islice(each(), ROWS_LOOKED_AT))), disk.data.nbytes
+        table = Table(data, names, len(disk), lambda index: _parsed(disk[index]["row"]), each, key, size, kinds)
     if len(table) == 0:
         raise UsageError(f"--data {data}: {places[0]} has no rows: expected a name for each column, and rows")
     return table

@@ -73,7 +73,7 @@ def load_tables(data: str, advice: str, max_samples: int | None = None) -> list[
     files = table_files(data, advice)
     if files is None or files.all_end_with(".parquet"):
         return [typed_table(data, split) for split in _typed(data, advice, max_samples, files)]
-    return [table_of(data, name, files.splits[name], max_samples, files.kinds) for name in _names(data, files.splits)]
+    return [table_of(data, files.splits[name], max_samples, files.kinds) for name in _names(data, files.splits)]
 
 
 def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[Any]:

@@ -108,7 +108,7 @@ def test_a_plan_that_does_not_fit_names_what_does(
         ("recipes/mnist.py --gpu h1000", "--gpu h1000: type one of b200, h200, h100"),
         ("recipes/mnist.py --config pyproject.toml", "pyproject.toml is no config file of Accelerate"),
         ("recipes/mnist.py --plot plan.html", "--plot draws scaling curves: type --scaling, too"),
-        ("recipes/mnist.py --memory 1", "--memory 1: 2.5 GB of a GPU are not for tensors: type more"),
+        ("recipes/mnist.py --memory 1", "--memory 1: type a number above 2.5: so many GB of a GPU are not for tensors"),
         ("recipes/mnist.py --hardware none.json", "none.json: "),
         ("recipes/mnist.py --config ddp --set bf16", "--set bf16: type KEY=VALUE"),
         ("recipes/nothing.py", "recipes/nothing.py: no such recipe"),

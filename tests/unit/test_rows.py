@@ -208,7 +208,7 @@ def test_files_that_are_not_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(plain.read_bytes()))
     address = f"file://{plain}"
     for place in (address, f"{address}.gz"):
-        table = table_of("somebody/rows", "train", [place], None, {})
+        table = table_of("somebody/rows", [place], None, {})
         assert [*table.texts("text")] == AWKWARD and table.column_names == ["text"]
     with pytest.raises(UsageError, match="nothing"):
-        table_of("somebody/rows", "train", [address.replace("rows", "nothing")], None, {})
+        table_of("somebody/rows", [address.replace("rows", "nothing")], None, {})
