@@ -40,9 +40,7 @@ def read_folder(data: str, folder: Path, advice: str) -> list[Labelled]:
     except OSError as error:
         raise UsageError(f"--data {data}: {error.filename} cannot be read ({error.strerror})") from None
     if any(file.lower().endswith(".parquet") for file in left_out.get(NO_PICTURE, [])):
-        if files:
-            say(f"--data {data}: the parquet files are read; left out: {_counts({'pictures beside them': files})}")
-        return []
+        return []  # whoever reads these counts what is beside them
     if not files:
         found = f" ({_counts(left_out)})" if left_out else ""
         raise UsageError(f"--data {data}: no data there{found}; {FORM}, or parquet files; {advice}")

@@ -106,7 +106,7 @@ def test_a_plan_that_does_not_fit_names_what_does(
             "3 processes do not divide into 2 machines",
         ),
         ("recipes/mnist.py --gpu h1000", "--gpu h1000: type one of b200, h200, h100"),
-        ("recipes/mnist.py --config pyproject.toml", "pyproject.toml is no config file of Accelerate"),
+        ("recipes/mnist.py --config pyproject.toml", "pyproject.toml, line 2 is not YAML"),
         ("recipes/mnist.py --plot plan.html", "--plot draws scaling curves: type --scaling, too"),
         ("recipes/mnist.py --memory 1", "--memory 1: type a number above 2.5: so many GB of a GPU are not for tensors"),
         ("recipes/mnist.py --hardware none.json", "none.json: "),

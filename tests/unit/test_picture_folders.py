@@ -181,8 +181,7 @@ def test_what_there_is_instead_of_pictures_is_named(
     (tmp_path / "train.parquet").write_bytes(b"damaged")
     with pytest.raises(UsageError, match="files cannot be read"):
         load(tmp_path)
-    line = "the parquet files are read; left out: pictures beside them: 1, such as assets/figure.png\n"
-    assert capsys.readouterr().out.endswith(line)
+    assert capsys.readouterr().out.endswith("1 for train, 4 not read, such as figure.png\n")
 
 
 def test_one_class(tmp_path: Path) -> None:
