@@ -71,7 +71,7 @@ def seen(recipe: Recipe) -> str:
     command = f"accelerate-recipes data recipes/{recipe.name}.py --samples 2"
     words = [sys.executable, "-m", *shlex.split(command.replace("-", "_", 1))]
     lines = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
-    rows = [row for line in lines for row in wrap(line[: 4 * WIDEST], WIDEST, subsequent_indent="    ") or [""]]
+    rows = [row for line in lines for row in wrap(line, WIDEST, subsequent_indent="    ", max_lines=4) or [""]]
     return f"{DATA}\n```\n$ {command}\n" + "\n".join(rows) + "\n```\n\n[How data are read](../data.md)\n\n"
 
 
