@@ -224,10 +224,8 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     except Exception as error:
-        name, lines = (
-            type(optimizer).__name__,
-            [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)],
-        )
+        name = type(optimizer).__name__
+        lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
         if any("closure" in line for line in lines):
             raise UsageError(f"{name} {NEEDS_CLOSURE} ({line_of(error)})") from None
         if sparse:
