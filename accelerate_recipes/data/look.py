@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,9 +49,9 @@ def look(
     from common.parallel.kinds import layout_of
     from common.plan import Plan
 
-    sources, number = {"training": train_set}, json.loads(os.environ[QUESTION])
-    sources |= {f"evaluation {name}".strip(): part for name, part in _named(eval_set).items()}
-    sizes = {name: _size(part) for name, part in sources.items()}
+    own, number = train_set, json.loads(os.environ[QUESTION])  # without the collate function
+    named = eval_set if isinstance(eval_set, Mapping) else {"": eval_set}
+    sources = {"training": own} | {f"evaluation {name}".strip(): part for name, part in named.items()}
     try:
         _, sampler = by_source(train_set, eval_set, _forward_step, keywords.get("sampler"))
         train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
@@ -61,16 +61,14 @@ def look(
         batch = next(iter(batches(train_set, [(epoch, ids)], torch.device("cpu"), config)))
     except UsageError as error:
         return {"refused": str(error)}
-    is_mixture = isinstance(sources["training"], Mixture)
-    names = sources["training"].names if is_mixture else []
+    names = own.names if isinstance(own, Mixture) else []
     tokenizer = _tokenizer(keywords.get("export"))
-    inner = getattr(train_set, "dataset", train_set)
-    shown = [_sample(batch, row, _raw(inner, int(ids[row])), tokenizer, names) for row in range(min(number, len(ids)))]
+    shown = [_sample(batch, row, _raw(own, int(ids[row])), tokenizer, names) for row in range(min(number, len(ids)))]
     return {
         "lines": said(),
-        "sizes": sizes,
+        "sizes": {name: _size(part) for name, part in sources.items()},
         "batch": {name: _shape(value) for name, value in batch.items()},
-        **_spread(inner, names),
+        **_spread(own, names),
         "samples": [{"id": int(ids[row]), "parts": parts} for row, parts in enumerate(shown)],
     }
 
@@ -82,10 +80,6 @@ def _tokenizer(export: Any) -> Any:
     return next(
         (getattr(one, "tokenizer", one) for one in found if hasattr(getattr(one, "tokenizer", one), "decode")), None
     )
-
-
-def _named(eval_set: Any) -> dict[str, Any]:
-    return dict(eval_set) if isinstance(eval_set, dict) else {"": eval_set}
 
 
 def _size(dataset: Any) -> dict[str, int]:

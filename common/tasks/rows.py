@@ -29,7 +29,7 @@ UNPACKED = 8  # times the size of a packed file, about
 ROWS_PER_READ = 1000  # of a large file
 ROWS_LOOKED_AT = 100  # for the names of the columns of a large file
 SEPARATORS = (",", ";", "\t", "|")
-GAP, HALF = re.compile(r"\s*"), re.compile(r"\\u[dD][89a-fA-F]")  # half of a character in UTF-16
+SOLID, HALF = re.compile(r"\S"), re.compile(r"\\u[dD][89a-fA-F]")  # half of a character in UTF-16
 NARROW = ("float16", "float32")
 NO_CLASS = -1  # of `datasets`: a class that is not known
 
@@ -282,20 +282,21 @@ def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tup
 
 def _items(text: str) -> Iterator[str]:
     """The text of each item of a JSON list. Raises ValueError."""
-    at = _end_of(GAP, text, text.index("[") + 1)
+    at = _after_gap(text, text.index("[") + 1)
     while at < len(text) and text[at] != "]":
-        end = _end_of(GAP, text, DECODER.raw_decode(text, at)[1])
+        end = _after_gap(text, DECODER.raw_decode(text, at)[1])
         yield text[at:end]
         if text[end : end + 1] not in (",", "]"):
             raise ValueError(f"the list goes on with {text[end : end + 20]!r}")
-        at = _end_of(GAP, text, end + 1) if text[end] == "," else end
+        at = _after_gap(text, end + 1) if text[end] == "," else end
     if text[at:].strip() != "]":
         raise ValueError("the list does not end with ]")
 
 
-def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
-    found = pattern.match(text, start)
-    return start if found is None else found.end()
+def _after_gap(text: str, start: int) -> int:
+    """The place of the first character from `start` on that is no white space."""
+    found = SOLID.search(text, start)
+    return len(text) if found is None else found.start()
 
 
 def _parsed(text: str, halves: Counter[str] | None = None) -> Row:

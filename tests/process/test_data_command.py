@@ -105,6 +105,16 @@ def test_a_recipe_of_a_user(asked: Ask, tmp_path: Path) -> None:
     assert word == ["zero", "one", "two", "three"][int(sample) % 4] and "\x1b" not in told
 
 
+def test_a_part_of_a_set(asked: Ask, tmp_path: Path) -> None:
+    """A set that holds another one in its `dataset`, as torch's Subset does, is looked at itself."""
+    text = OWN.replace("Counting(), Counting(), config, collate_fn=collate", "part, part, config")
+    text = text.replace('{"text": f"\\x1b[31m{WORDS[index % 4]}", ', '{"input_ids": torch.tensor([index, 1, 2]), ')
+    text = text.replace("    fit(", "    part = torch.utils.data.Subset(Counting(), range(2, 40, 4))\n    fit(")
+    (tmp_path / "own.py").write_text(text)
+    told = asked(str(tmp_path / "own.py"), "--samples", "2", "--", "--batch_size", "5")
+    assert "training: 10 samples" in told and "number in 10 samples: 2: 10" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
