@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from accelerate_recipes.console import Output
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.streams import Output
 
 app = typer.Typer(
     name="accelerate-recipes",
@@ -65,24 +65,27 @@ def list_(as_json: AsJson = False) -> None:
 
 @app.command()
 def new(
-    recipe: Annotated[str, typer.Argument(help="name of a recipe, such as mnist; with --plain: the folder")],
-    folder: Annotated[Path | None, typer.Argument(help="the folder to make; it must be empty or absent")] = None,
+    recipe: Annotated[str, typer.Argument(help="name of a recipe, such as mnist")],
+    folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
     config: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="config to bring along, and its kind of parallelism; several times (default: ddp, and all kinds)"
-        ),
+        list[str] | None, typer.Option(help="config to bring along, by name or path; several times (default: ddp)")
     ] = None,
-    plain: Annotated[bool, typer.Option(help="one file on Accelerate alone, without common/")] = False,
+    own_loop: Annotated[
+        bool, typer.Option(*_both("own_loop"), help="the loop, too, as a file of yours: loop.py")
+    ] = False,
+    single_file: Annotated[
+        bool, typer.Option(*_both("single_file"), help="one script on Accelerate alone, which needs nothing from here")
+    ] = False,
+    vendor: Annotated[bool, typer.Option("--vendor", help="a copy of the package, too, for you to change")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a project of your own from a recipe.
+    """Make a project of your own from a recipe: the recipe, configs and a test. It imports the rest.
 
     Example: accelerate-recipes new mnist my_project --config ddp --config fsdp2
     """
     from accelerate_recipes.project import make
 
-    make(recipe, folder, config, plain, as_json)
+    make(recipe, folder, config, own_loop, single_file, vendor, as_json)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_recipes.bundle import COMMON
+from accelerate_recipes.bundle import COMMON, VERSION
 from accelerate_recipes.catalog import FLAGS, runs_here
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row
@@ -68,48 +68,52 @@ def test_pairs_that_need_flags_are_those_of_the_tests() -> None:
             assert (FLAGS.get((path.stem, config), "") is not None) == (path.stem in supported)
 
 
-def test_a_project_has_all_it_needs(
+def test_a_project_is_what_its_owner_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    project = tmp_path / "My project"
-    assert (
-        tool(monkeypatch, "new", "transformer", str(project), "--config", "fsdp2", "--config", "pipeline_parallel") == 0
-    )
+    for path in ROOT.glob("recipes/*.py"):
+        project = tmp_path / path.stem
+        assert tool(monkeypatch, "new", path.stem, str(project), "--config", "ddp") == 0
+        files = {str(path.relative_to(project)) for path in project.rglob("*") if path.is_file()}
+        wheel = f"wheels/accelerate_recipes-{VERSION}-py3-none-any.whl"
+        read = {
+            "Makefile",
+            "README.md",
+            "accelerate_configs/ddp.yaml",
+            "pyproject.toml",
+            "tests/test_train.py",
+            "train.py",
+        }
+        assert files == {*read, wheel}
+        texts = {name: (project / name).read_text() for name in read}
+        assert (
+            sum(text.count("\n") for text in texts.values()) <= 260 and texts["tests/test_train.py"].count("\n") <= 15
+        )
+        assert texts["train.py"] == path.read_text().replace(f"recipes/{path.name}", "train.py")
+        text = "".join(texts.values())
+        assert "<<" not in text and str(ROOT) not in text and f"recipes/{path.name} train.py" not in text
+        assert '"accelerate-recipes ~= 0.1"' in text and wheel in text
     assert capsys.readouterr().out.splitlines()[-2:] == ["  make train", "  make test"]
-    text = "".join(path.read_text() for path in project.rglob("*") if path.is_file() and "common" not in path.parts)
-    assert "<<" not in text and "recipes/transformer.py train.py" not in text and str(ROOT) not in text
-    assert 'name = "my-project"' in text and "accelerate_configs/fsdp2.yaml train.py" in text
-    assert "import accelerate_recipes" not in text and "from accelerate_recipes" not in text
-    for path in (COMMON / "loop.py", COMMON / "tasks" / "text.py"):
-        assert (project / path.relative_to(COMMON.parent)).read_text() == path.read_text()
-    assert not list(project.rglob("__pycache__"))
-    assert (project / "common" / "__init__.py").read_text().startswith("# From accelerate-recipes 0.")
 
 
-def test_a_project_owns_what_its_recipe_imports_and_requires_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert tool(monkeypatch, "new", "mnist", str(tmp_path / "images")) == 0
-    assert tool(monkeypatch, "new", "finetune", str(tmp_path / "chats")) == 0
-    images, chats = ((tmp_path / name / "pyproject.toml").read_text() for name in ("images", "chats"))
-    assert "transformers" not in images and "scikit-learn" in images and "peft" not in images
-    assert "transformers" in chats and "pandas" not in chats and 'lora = ["peft' in chats
-    tasks = {path.name for path in (tmp_path / "images" / "common" / "tasks").iterdir()}
-    assert "images.py" in tasks and not tasks & {"chats.py", "text.py", "causal_lm.py", "lora.py"}
+def test_a_project_has_what_its_configs_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = ["--config", "fsdp2", "--config", "pipeline_parallel", "--config", "deepspeed_zero2"]
+    project = tmp_path / "My project"
+    assert tool(monkeypatch, "new", "transformer", str(project), *configs, "--own-loop") == 0
+    texts = {path.name: path.read_text() for path in project.rglob("*") if path.suffix != ".whl" and path.is_file()}
+    assert 'name = "my-project"' in texts["pyproject.toml"] and "[deepspeed] ~=" in texts["pyproject.toml"]
+    assert "accelerate_configs/fsdp2.yaml train.py" in texts["train.py"] and "ddp.yaml" not in texts["train.py"]
+    assert 'FLAGS = {"pipeline_parallel": "--pipeline_stages 2"}' in texts["test_train.py"]
+    assert "from loop import fit\n" in texts["train.py"] and " fit," not in texts["train.py"]
+    assert texts["loop.py"].replace("from accelerate_recipes.common.", "from .") == (COMMON / "loop.py").read_text()
 
 
-def test_a_project_has_the_kinds_of_parallelism_of_its_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = {"ddp": [], "tensor_parallel": ["--config", "tensor_parallel"], "all": None}
-    found: dict[str, set[str]] = {}
-    for name, flags in configs.items():
-        flags = [] if flags is None else ["--config", "ddp", *flags]
-        assert tool(monkeypatch, "new", "mnist", str(tmp_path / name), *flags) == 0
-        found[name] = {path.stem for path in (tmp_path / name / "common" / "parallel").iterdir()}
-    others = {"deepspeed", "deepspeed_engine", "extensions", "pipeline", "stages", "sequence"}
-    assert not found["ddp"] & {"fsdp2", "tensor", *others} and found["all"] >= {"ddp", "fsdp2", "tensor", *others}
-    assert found["tensor_parallel"] - found["ddp"] == {"tensor", "fsdp2"}  # the first asks the second for layers
-    table = (tmp_path / "tensor_parallel" / "common" / "parallel" / "kinds.py").read_text()
-    assert "(\n    TENSOR,\n    DDP,\n)" in table and "import FSDP2" not in table
+def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tool(monkeypatch, "new", "mnist", str(tmp_path / "mine"), "--single_file", "--config", "fsdp2") == 0
+    texts = {path.name: path.read_text() for path in (tmp_path / "mine").rglob("*") if path.is_file()}
+    assert {*texts} == {"Makefile", "README.md", "fsdp2.yaml", "pyproject.toml", "test_train.py", "train.py"}
+    assert "accelerate_recipes" not in "".join(texts.values()) and "<<" not in "".join(texts.values())
+    assert "scikit-learn" in texts["pyproject.toml"] and "transformers" not in texts["pyproject.toml"]
 
 
 @pytest.mark.parametrize(
@@ -118,13 +122,14 @@ def test_a_project_has_the_kinds_of_parallelism_of_its_configs(tmp_path: Path, m
         ("lst", "No such command 'lst'. Did you mean 'list'?: type accelerate-recipes --help"),
         ("list --foo", "No such option: --foo: type accelerate-recipes list --help"),
         ("new", "Missing argument 'recipe': type accelerate-recipes new --help"),
-        ("new mnist", "no folder: type accelerate-recipes new mnist FOLDER"),
+        ("new mnist", "Missing argument 'folder': type accelerate-recipes new --help"),
         ("new minst project", "minst: no such recipe; type one of "),
         ("new mnist full", "full is not empty: type the name of a new folder"),
         ("new mnist project --config dpp", "dpp: no such config; type one of ddp, "),
         ("new linear_regression project --config pipeline_parallel", "linear_regression.py has no plan for it; type"),
-        ("new --plain project --config hsdp", "plain_accelerate.py was not verified under it; type one of single, "),
-        ("new --plain mnist project", "--plain has one script: type accelerate-recipes new --plain project"),
+        ("new mnist project --single-file --config hsdp", "was not verified under it; type one of single, "),
+        ("new finetune project --single-file", "finetune: no recipe as a single file; type one of linear_regression, "),
+        ("new mnist project --single-file --vendor", "make different projects: type one of them"),
         ("verify nowhere.py", "nowhere.py: no such file; type the path of a recipe"),
         ("verify full/train.py --config dpp", "dpp: no such config"),
         ("verify full/train.py --steps 1", "Invalid value for '--steps'"),

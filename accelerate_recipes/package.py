@@ -1,0 +1,74 @@
+"""The files of this package, and a wheel of them: for projects that must do without the checkout."""
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import zipfile
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from accelerate_recipes import bundle
+from accelerate_recipes.common.errors import UsageError
+
+NAME = "accelerate-recipes"
+_PACKAGE = Path(__file__).parent
+_DATA = (bundle.CONFIGS, bundle.LAUNCHERS, bundle.RECIPES)  # in the package; in a checkout, beside it
+
+
+def files() -> dict[str, Path]:
+    """{name in a wheel: file}"""
+    places = {_PACKAGE.name: _PACKAGE}
+    if not bundle.ROOT.is_relative_to(_PACKAGE):
+        places |= {f"{_PACKAGE.name}/bundle/{place.name}": place for place in _DATA}
+    return {
+        f"{name}/{path.relative_to(place).as_posix()}": path for name, place in places.items() for path in _in(place)
+    }
+
+
+def _in(folder: Path) -> list[Path]:
+    """The files below a folder. In a checkout, `common` is a link."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+        found += [Path(place, name) for name in sorted(names) if not name.startswith(".")]
+    return found
+
+
+def requirements(extra: str = "") -> list[str]:
+    """What the package requires for this extra, or without one."""
+    split = [requirement.partition(";") for requirement in _installed().requires or []]
+    return [name.strip() for name, _, marker in split if marker.partition("extra == ")[2].strip("'\" ") == extra]
+
+
+def write_wheel(folder: Path) -> Path:
+    """Writes a wheel of the package into a folder, as a build from the checkout would; returns its path."""
+    stem = f"{_PACKAGE.name}-{bundle.VERSION}"
+    contents = {name: path.read_bytes() for name, path in files().items()}
+    installed = _installed()
+    for name in ("METADATA", "entry_points.txt", "licenses/LICENSE"):
+        contents[f"{stem}.dist-info/{name}"] = (installed.read_text(name) or "").encode()
+    about = f"Wheel-Version: 1.0\nGenerator: {NAME} {bundle.VERSION}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    contents[f"{stem}.dist-info/WHEEL"] = about.encode()
+    record = io.StringIO()
+    rows = csv.writer(record, lineterminator="\n")
+    for name, content in contents.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        rows.writerow((name, f"sha256={digest}", len(content)))
+    rows.writerow((f"{stem}.dist-info/RECORD", "", ""))
+    contents[f"{stem}.dist-info/RECORD"] = record.getvalue().encode()
+    wheel = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as opened:
+        for name, content in contents.items():
+            opened.writestr(name, content)
+    return wheel
+
+
+def _installed() -> Distribution:
+    try:
+        return distribution(NAME)
+    except PackageNotFoundError:
+        raise UsageError(
+            f"{NAME} is not installed, which a new project needs: type pip install -e . in its checkout"
+        ) from None

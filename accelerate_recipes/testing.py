@@ -1,0 +1,49 @@
+"""For the tests of a project: does a script give one result under a config?"""
+
+import shlex
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from accelerate_recipes.catalog import SIZES, find_config
+from accelerate_recipes.verify.certificate import Row
+from accelerate_recipes.verify.compare import compare, starts_alike
+from accelerate_recipes.verify.runs import Finished, Launch
+
+ONE_MACHINE = ["--num_machines", "1", "--machine_rank", "0", "--rdzv_backend", "static"]
+
+
+def one_result(script: Path, config: Path, flags: str = "", steps: int = 20) -> None:
+    """Trains under a config and in one process: losses, learning rates, evaluations and weights must be the same.
+
+    The tolerances are those of `accelerate-recipes verify`: 1e-5 in float32. Both runs have the same micro-batch, on
+    which dropout depends.
+
+    Args:
+        script: a recipe.
+        config: a config file; its processes run on this machine.
+        flags: of the recipe, under this config.
+        steps: optimizer steps.
+
+    Raises:
+        AssertionError: the runs differ, or one did not end; the message says where or why.
+    """
+    often = ["--max_steps", str(steps), "--log_every", "1", "--eval_every", str(max(1, steps // 2))]
+    words = [*often, *shlex.split(flags)]
+    sizes = {size[0] for size in SIZES.values()}  # how the config divides the model
+    alone = [word for word, before in zip(words, ["", *words]) if not sizes & {word, before}]
+    with TemporaryDirectory(prefix="one_result_") as scratch:
+        run = _done(Launch(script, config, words, ONE_MACHINE), Path(scratch) / "run")
+        precision = ["--mixed_precision", "bf16"] if run.card["precision"] == "bf16" else []
+        single, micro_batch = find_config("single"), ["--micro_batch_size", str(run.card["micro_batch_size"])]
+        one = _done(Launch(script, single, alone + micro_batch, precision), Path(scratch) / "one")
+        difference = compare(run, one)
+        if not difference.is_same and starts_alike(run, one):  # how far does rounding alone go?
+            other = _done(Launch(script, single, alone, precision), Path(scratch) / "other")
+            difference = compare(run, one, [other])
+        assert difference.is_same, f"{config.name}: {Row(config.stem, None, difference).verdict}"
+
+
+def _done(launch: Launch, folder: Path) -> Finished:
+    run = launch.run(folder)
+    assert run.is_done, f"{launch.config.name}: {run.refusal or run.failure}"
+    return run
