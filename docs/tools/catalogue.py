@@ -15,13 +15,15 @@ sys.path.insert(0, str(ROOT))
 from accelerate_recipes.verify.certificate import CHECKED  # noqa: E402
 
 CERTIFICATES, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "verified.md"
+TABLE = "<!-- Written by hand; tests/process/test_matrix.py verifies it -->", "<!-- End of the table -->"
 INTRODUCTION = """<!-- Written by docs/tools/catalogue.py: make verified -->
 # What was verified where, and when
 
-Each part of this page is a certificate: `accelerate-recipes verify` ran the recipe in one process, then under each
-config, and compared the loss, gradient norm and learning rate of each step, the evaluations, and the exported weights.
-[verify.md](verify.md) says what "same" means. A number is the largest relative difference from one process; for weights
-the largest ‖w − w₀‖ / ‖w₀‖ of all tensors. The files are in [docs/certificates/](certificates/).
+The first table is the summary. Each part below it is a certificate: `accelerate-recipes verify` ran the recipe in one
+process, then under each config, and compared the loss, gradient norm and learning rate of each step, the evaluations,
+and the exported weights. [verify.md](verify.md) says what "same" means. A number is the largest relative difference
+from one process; for weights the largest ‖w − w₀‖ / ‖w₀‖ of all tensors. The files are in
+[docs/certificates/](certificates/).
 """
 NO_GPU = """
 **No certificate is from a GPU yet.** On a CPU, processes that communicate through gloo stand in for GPUs; fp16 runs
@@ -29,15 +31,17 @@ there in float32. Recipes without a certificate are compared by the tests alone 
 """
 
 
-def catalogue(certificates: dict[str, dict[str, Any]]) -> str:
+def catalogue(certificates: dict[str, dict[str, Any]], before: str) -> str:
     """The page.
 
     Args:
         certificates: {name: content of certificate.json}.
+        before: the page so far, whose table of recipes and configs stays.
     """
     on_gpu = any(_hardware(one)[1] for one in certificates.values())
     introduction = INTRODUCTION if on_gpu else INTRODUCTION + NO_GPU
-    lines = [introduction, "| recipe | date | hardware | runs | differ | refused |"]
+    table = before[before.index(TABLE[0]) : before.index(TABLE[1]) + len(TABLE[1])]
+    lines = [introduction, table, "", "## Certificates", "", "| recipe | date | hardware | runs | differ | refused |"]
     lines.append("| --- | --- | --- | ---: | ---: | ---: |")
     for name, one in certificates.items():
         refusals = [row["refusal"] for row in one["rows"] if row["refusal"] is not None]
@@ -93,4 +97,4 @@ def read() -> dict[str, dict[str, Any]]:
 if __name__ == "__main__":
     if unfit := [name for name, one in read().items() if not {"rows", "made", "versions"} <= one.keys()]:
         sys.exit(f"no certificates: {', '.join(unfit)}")
-    PAGE.write_text(catalogue(read()))
+    PAGE.write_text(catalogue(read(), PAGE.read_text()))

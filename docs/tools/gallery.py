@@ -26,7 +26,6 @@ from docs.tools.curves import curves  # noqa: E402
 
 RUNS, PAGES = ROOT / "outputs" / "gallery", ROOT / "docs" / "recipes"
 PRINTED, LOAD = "printed.txt", "load.txt"
-README, RECORDED = ROOT / "README.md", "<!-- Recorded by make gallery -->"
 DATA, PRINTS = "## What the model gets\n", "## What it prints\n"
 LONGEST, WIDEST = 40, 118  # lines and characters of what a run prints
 PICTURES = {"pictures.png": "What the exported model makes: a column for each class",
@@ -133,11 +132,6 @@ def main(names: list[str]) -> None:
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         (PAGES / f"{recipe.name}.svg").write_text(curves(records))
         (PAGES / f"{recipe.name}.md").write_text(page(recipe, folder))
-        if recipe.name == "mnist":
-            text = README.read_text()
-            start = text.index(RECORDED) + len(RECORDED)
-            end = text.index("```", text.index("```", start) + 3) + 3
-            README.write_text(f"{text[:start]}\n{printed(folder)}{text[end:]}")
 
 
 if __name__ == "__main__":

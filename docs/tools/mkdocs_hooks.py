@@ -19,7 +19,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds README.md as index.md."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r'^<a href="\.\./\.\./actions.*\n', "", text, flags=re.MULTILINE)  # badges of GitHub
-    text = re.sub(r"\]\((?!docs/|https?:)", "](../", text).replace("](docs/", "](").replace('src="docs/', 'src="')
+    text = re.sub(r"\]\((?!docs/|https?:|#)", "](../", text).replace("](docs/", "](").replace('src="docs/', 'src="')
     files.append(File.generated(config, "index.md", content=text))
     return files
 

@@ -14,7 +14,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-COMMON, PAGE = ROOT / "common", ROOT / "docs" / "architecture.md"
+COMMON, PAGE = ROOT / "accelerate_recipes" / "common", ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- Written by docs/tools/walk.py -->\n", "<!-- End of the walk -->\n"
 PLUGS = ("check", "records", "stopping", "cpu_group.py")  # what watches, records and stops a run
 WATCHED_STEP = 5  # the first steps are checked, and do more
@@ -51,9 +51,9 @@ def walked() -> list[Stop]:
     from torch import nn
     from torch.utils.data import Subset
 
-    from common import loop
-    from common.config import RunConfig
-    from common.tasks.images import ImageDataset
+    from accelerate_recipes.common import loop
+    from accelerate_recipes.common.config import RunConfig
+    from accelerate_recipes.common.tasks.images import ImageDataset
 
     found: dict[CodeType, FunctionType | None] = {}
 
