@@ -37,7 +37,7 @@ ready: $(VENV)/installed
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint extensions
 
 extensions: $(VENV)/installed
-	python -c 'from common.parallel.extensions import BUILDERS, load_extensions; load_extensions(list(BUILDERS))'
+	python -c 'from accelerate_recipes.common.parallel.extensions import BUILDERS, load_extensions; load_extensions(list(BUILDERS))'
 
 # One GPU, with the packages of the current environment: a machine with a GPU often has torch installed already.
 test-gpu:
@@ -73,6 +73,7 @@ lint: $(VENV)/installed
 	lint-imports
 	mypy
 	mypy recipes/plain/*.py
+	mypy recipes/single_file/*.py
 
 # Without --no-compile, pip compiles thousands of modules that no run imports.
 INSTALL = $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/pip install --no-compile) --quiet

@@ -13,10 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
-from accelerate_recipes.bundle import ROOT
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 
 QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable for what a function is asked, as JSON
+NEEDED = ("accelerator", "model", "optimizer", "forward_step", "train_set", "eval_set", "config")
 
 
 def at_fit(
@@ -38,15 +38,21 @@ def at_fit(
         on_meta: build models without memory: their weights have no values.
 
     Raises:
-        UsageError: the recipe ended before it called `fit`; the message is the last line that it printed.
+        UsageError: the recipe ended before it called `fit`; the message is the last line that it printed. Or it imports
+            a loop of its own, which this package cannot ask.
     """
+    if script is not None and (script.parent / "common" / "loop.py").is_file():
+        raise UsageError(
+            f"{script} has the loop of an earlier version in common/: import from accelerate_recipes instead, and from "
+            "accelerate_recipes.common for common"
+        )
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", __spec__.name, function, "meta" * on_meta, str(result)]
         command += [str(script or ""), *flags, "--output_dir", str(Path(folder) / "run")]
         run = subprocess.run(
             command,
-            env=environment(script) | (variables or {}),
+            env=environment() | (variables or {}),
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -57,43 +63,45 @@ def at_fit(
         return json.loads(result.read_text(encoding="utf-8"))
 
 
-def environment(script: Path | None) -> dict[str, str]:
-    """The variables for a run of a recipe on the CPU. A recipe of the installed package finds `common` beside it."""
-    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-    if script is None or script.resolve().is_relative_to(ROOT):
-        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return variables
+def environment() -> dict[str, str]:
+    """The variables for a run of a recipe on the CPU."""
+    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
 
 def _main(function: str, weights: str, result: str, script: str, *flags: str) -> None:
     module, name = function.split(":")
+
+    def ask(*arguments: Any, **keywords: Any) -> None:
+        answer = getattr(importlib.import_module(module), name)(*arguments, **keywords)
+        Path(result).write_text(json.dumps(answer), encoding="utf-8")
+
     if not script:
-        Path(result).write_text(json.dumps(getattr(importlib.import_module(module), name)()), encoding="utf-8")
-        return
-    sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
-    common, loop = importlib.import_module("common"), importlib.import_module("common.loop")  # the recipe's own
+        return ask()
+    import accelerate_recipes.common.launch.start as launch
+    import accelerate_recipes.common.parallel.checks as checks
 
     building = ExitStack()
 
-    def answer(*arguments: Any, **keywords: Any) -> NoReturn:
+    def answer(model: Any, optimizer: Any, given: dict[str, Any]) -> NoReturn:
         building.close()
-        Path(result).write_text(
-            json.dumps(getattr(importlib.import_module(module), name)(*arguments, **keywords)), encoding="utf-8"
-        )
+        vars(checks)["check_given"] = check_given
+        others = {name: value for name, value in given.items() if name not in NEEDED and value is not None}
+        ask(*(given[name] for name in NEEDED), **others)
         os._exit(0)
 
     def start(config: Any) -> Any:
         sizes = [name for name in ("pipeline_stages", "expert_parallel") if hasattr(config, name)]
         return begin(replace(config, **dict.fromkeys(sizes, 1)))  # one process shares nothing
 
-    begin = common.start
-    vars(common)["fit"] = vars(loop)["fit"] = answer
-    vars(common)["start"] = start
-    sys.argv = [script, *flags]
+    # The first statement of `fit`, also of one that a project has for itself, calls this one.
+    check_given, vars(checks)["check_given"] = checks.check_given, answer
+    begin, launch.start = launch.start, start
     if weights:
-        from accelerate_recipes.plan.fakes import weights_on_meta  # here, because it imports torch
+        from accelerate_recipes.plan.fakes import weights_on_meta
 
         building.enter_context(weights_on_meta())
+    sys.argv = [script, *flags]
+    sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
     runpy.run_path(script, run_name="__main__")
 
 

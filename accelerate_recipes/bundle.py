@@ -5,13 +5,15 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from accelerate_recipes import __version__
+
 _INSTALLED = Path(__file__).parent / "bundle"
 ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 CONFIGS = ROOT / "accelerate_configs"
-COMMON = ROOT / "common"
+COMMON = Path(__file__).parent / "common"  # in a checkout a link
 LAUNCHERS = ROOT / "launchers"
-VERSION = version("accelerate-recipes")
+VERSION = __version__
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from accelerate_recipes import bundle
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_entry, print_json
-from accelerate_recipes.errors import UsageError
 from accelerate_recipes.paths import is_path, text_of
 
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.

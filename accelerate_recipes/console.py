@@ -1,40 +1,14 @@
 """Output: coloured and wrapped on a terminal, plain lines in a pipe, JSON on request."""
 
 import json
-import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-
-class Output:
-    """A stream that replaces what the terminal cannot show, and ignores that nobody reads on, as in `| head`.
-
-    As that of `common.run`, whose import takes seconds.
-    """
-
-    def __init__(self, stream: TextIO | None):
-        self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  # None: it is closed
-        with suppress(AttributeError, OSError):
-            self._stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def print_json(value: Any) -> None:

@@ -8,15 +8,14 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate_recipes.bundle import ROOT
+from accelerate_recipes.common.errors import RunError, UsageError
 from accelerate_recipes.console import print_json
-from accelerate_recipes.errors import UsageError
 from accelerate_recipes.paths import check_new_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.checkpoint.reader import Reader
+    from accelerate_recipes.common.checkpoint.reader import Reader
 
 
 def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
@@ -34,18 +33,15 @@ def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
     Raises:
         UsageError: no complete checkpoint there, or the folder cannot be used.
     """
-    sys.path.insert(0, str(ROOT))
-    import common.errors as errors  # takes a second, as it imports torch
-
     try:
         check_new_folder(folder)
         with redirect_stdout(sys.stderr):  # lines about damaged ones
             reader = _opened(checkpoint)
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         files = _write(reader, folder.resolve(), dtype)
-    except errors.UsageError as error:
-        raise UsageError(str(error)) from None
-    except errors.RunError as error:
+    except UsageError:
+        raise
+    except RunError as error:
         print(error, file=sys.stderr)
         return 1
     except OSError as error:
@@ -59,10 +55,10 @@ def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
 
 def _opened(checkpoint: Path) -> "Reader":
     """The verified checkpoint. Raises UsageError if it is damaged or none is there."""
-    from common.checkpoint.format import MANIFEST, DamagedError
-    from common.checkpoint.reader import Reader
-    from common.checkpoint.resume import check_state, newest
-    from common.cpu_group import CpuGroup
+    from accelerate_recipes.common.checkpoint.format import MANIFEST, DamagedError
+    from accelerate_recipes.common.checkpoint.reader import Reader
+    from accelerate_recipes.common.checkpoint.resume import check_state, newest
+    from accelerate_recipes.common.cpu_group import CpuGroup
 
     def opened(path: Path) -> "Reader":
         reader = Reader.verified(path, CpuGroup())
@@ -92,14 +88,14 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
     """Writes the model. Returns the folder of its small files, which may be missing."""
     import torch
 
-    from common.checkpoint.export import replaced, write_weights
-    from common.checkpoint.format import MODEL_FILES
+    from accelerate_recipes.common.checkpoint.export import replaced, write_weights
+    from accelerate_recipes.common.checkpoint.format import MODEL_FILES
 
     wanted = reader.content["export_dtype"] if dtype == "auto" else dtype
     files, base = reader.folder.resolve().parent / MODEL_FILES, reader.content["identity"].get("base")
     adapter: Any = None
     if base is not None:
-        from common.tasks.lora import Adapter
+        from accelerate_recipes.common.tasks.lora import Adapter
 
         adapter = Adapter(None, base)  # the settings are among the small files
     with replaced(folder) as aside:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 
 
 def check_new_folder(path: Path, name: str = "") -> None:

@@ -30,21 +30,21 @@ import accelerate
 import torch
 from torch import Tensor, nn
 
-from common import RunConfig, start
-from common.checkpoint.export import export_model
-from common.checkpoint.reader import Reader
-from common.checkpoint.resume import Checkpoint
-from common.checkpoint.save import Saver
-from common.cpu_group import CpuGroup
-from common.files import flush
-from common.layout import Layout
-from common.parallel.kinds import prepare
-from common.parallel.setup import Setup
-from common.plan import Plan
-from common.records.unrecorded import Unrecorded
-from common.state import TrainState
-from common.stopping.watch import Watch
-from common.tasks.causal_lm import with_losses
+from accelerate_recipes import RunConfig, start
+from accelerate_recipes.common.checkpoint.export import export_model
+from accelerate_recipes.common.checkpoint.reader import Reader
+from accelerate_recipes.common.checkpoint.resume import Checkpoint
+from accelerate_recipes.common.checkpoint.save import Saver
+from accelerate_recipes.common.cpu_group import CpuGroup
+from accelerate_recipes.common.files import flush
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.parallel.kinds import prepare
+from accelerate_recipes.common.parallel.setup import Setup
+from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.records.unrecorded import Unrecorded
+from accelerate_recipes.common.state import TrainState
+from accelerate_recipes.common.stopping.watch import Watch
+from accelerate_recipes.common.tasks.causal_lm import with_losses
 
 CONTEXT = 8
 

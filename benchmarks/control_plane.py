@@ -34,18 +34,18 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser, prepare_multi_gpu_env
 from torch import Tensor, nn
 
-from common import RunConfig, start
-from common.checkpoint.reader import Reader
-from common.checkpoint.save import Saver
-from common.checkpoint.writer import assigned, own_shard
-from common.cpu_group import CpuGroup
-from common.parallel.kinds import layout_of, prepare
-from common.parallel.parts import Part, holders, shard_range
-from common.parallel.setup import Setup
-from common.plan import Plan
-from common.records.unrecorded import Unrecorded
-from common.state import TrainState
-from common.stopping.watch import Watch
+from accelerate_recipes import RunConfig, start
+from accelerate_recipes.common.checkpoint.reader import Reader
+from accelerate_recipes.common.checkpoint.save import Saver
+from accelerate_recipes.common.checkpoint.writer import assigned, own_shard
+from accelerate_recipes.common.cpu_group import CpuGroup
+from accelerate_recipes.common.parallel.kinds import layout_of, prepare
+from accelerate_recipes.common.parallel.parts import Part, holders, shard_range
+from accelerate_recipes.common.parallel.setup import Setup
+from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.records.unrecorded import Unrecorded
+from accelerate_recipes.common.state import TrainState
+from accelerate_recipes.common.stopping.watch import Watch
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = ("set-up", "flags", "plan", "save", "resume", "end")

@@ -38,10 +38,10 @@ from gpt2_loops import DEVICE, Clock, build, profile_of_ours, train_ours, train_
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.errors import UsageError
-from common.records.hardware import peak_flops
-from common.tasks.causal_lm import flops_per_sample
-from common.tasks.text import TokenDataset
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.records.hardware import peak_flops
+from accelerate_recipes.common.tasks.causal_lm import flops_per_sample
+from accelerate_recipes.common.tasks.text import TokenDataset
 
 SIZES = {
     "layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50304,

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from common.config import RunConfig
-from common.loop import fit
-from common.tasks.causal_lm import flops_per_sample, with_losses
-from common.tasks.text import TokenDataset
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.loop import fit
+from accelerate_recipes.common.tasks.causal_lm import flops_per_sample, with_losses
+from accelerate_recipes.common.tasks.text import TokenDataset
 
 LEARNING_RATE, MAX_NORM = 6e-4, 1.0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

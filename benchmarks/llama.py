@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import RunConfig, fit, flag, run, start
-from common.data.batches import Batch
-from common.tasks.causal_lm import checkpoint_activations, flops_per_sample, with_losses
+from accelerate_recipes import RunConfig, fit, flag, run, start
+from accelerate_recipes.common.data.batches import Batch
+from accelerate_recipes.common.tasks.causal_lm import checkpoint_activations, flops_per_sample, with_losses
 
 # hidden and intermediate size, layers, heads, key-value heads, vocabulary
 SIZES = {

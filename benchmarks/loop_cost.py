@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from common.config import RunConfig
-from common.data.batches import Batch, ForwardStep
-from common.loop import fit
-from common.tasks.images import ImageDataset
-from common.tasks.text import TokenDataset
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.data.batches import Batch, ForwardStep
+from accelerate_recipes.common.loop import fit
+from accelerate_recipes.common.tasks.images import ImageDataset
+from accelerate_recipes.common.tasks.text import TokenDataset
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3
@@ -72,7 +72,7 @@ def cnn() -> nn.Module:
 
 def transformer() -> nn.Module:
     """The network of recipes/transformer.py, which returns losses."""
-    from common.tasks.causal_lm import with_losses
+    from accelerate_recipes.common.tasks.causal_lm import with_losses
 
     module = recipe("transformer")
     return with_losses(module["build"](module["Config"]())[0])

@@ -153,13 +153,13 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     """One process of a run. The first process writes its numbers to `path`."""
     from llama import SIZES, build, forward_step
 
-    from common.config import RunConfig
-    from common.launch.start import start
-    from common.parallel.kinds import layout_of, prepare
-    from common.parallel.setup import Setup
-    from common.parallel.tensor import check_plan
-    from common.plan import Plan
-    from common.tasks.causal_lm import with_losses
+    from accelerate_recipes.common.config import RunConfig
+    from accelerate_recipes.common.launch.start import start
+    from accelerate_recipes.common.parallel.kinds import layout_of, prepare
+    from accelerate_recipes.common.parallel.setup import Setup
+    from accelerate_recipes.common.parallel.tensor import check_plan
+    from accelerate_recipes.common.plan import Plan
+    from accelerate_recipes.common.tasks.causal_lm import with_losses
 
     config = RunConfig(batch_size=batch_size, max_steps=STEPS, output_dir=path)
     accelerator = start(config)

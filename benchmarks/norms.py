@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.norms import norm_of
+from accelerate_recipes.common.norms import norm_of
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000)
 ROUNDS = 7

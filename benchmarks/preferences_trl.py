@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from common.data import pad_to_longest
-from common.tasks.causal_lm import IGNORED, with_losses
-from common.tasks.chat_models import small_chat_model, without_dropout
-from common.tasks.chats import Chats, encode
-from common.tasks.preferences import PairDataset, divided, log_probabilities, pairs_by_rules
+from accelerate_recipes.common.data import pad_to_longest
+from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
+from accelerate_recipes.common.tasks.chat_models import small_chat_model, without_dropout
+from accelerate_recipes.common.tasks.chats import Chats, encode
+from accelerate_recipes.common.tasks.preferences import PairDataset, divided, log_probabilities, pairs_by_rules
 from recipes import preferences as recipe
 
 NAMES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "ipo": "ipo"}

@@ -44,7 +44,7 @@ import torch
 from scaling_plot import plot
 from torch import Tensor, nn
 
-from common.environment import num_cores
+from accelerate_recipes.common.environment import num_cores
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ("ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel")
@@ -86,7 +86,7 @@ def recipe(name: str) -> dict:
 
 def llama(hidden_size: int, num_layers: int) -> nn.Module:
     """The model of recipes/transformer.py."""
-    from common.tasks.causal_lm import with_losses
+    from accelerate_recipes.common.tasks.causal_lm import with_losses
 
     module = recipe("transformer")
     return with_losses(module["build"](module["Config"](hidden_size=hidden_size, num_layers=num_layers))[0])
@@ -180,11 +180,11 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
     """Trains in this process, one of several. Returns means over the processes, per step."""
     from accelerate.state import AcceleratorState
 
-    from common.config import RunConfig
-    from common.launch.start import start
-    from common.parallel.kinds import layout_of, prepare
-    from common.parallel.setup import Setup
-    from common.plan import Plan
+    from accelerate_recipes.common.config import RunConfig
+    from accelerate_recipes.common.launch.start import start
+    from accelerate_recipes.common.parallel.kinds import layout_of, prepare
+    from accelerate_recipes.common.parallel.setup import Setup
+    from accelerate_recipes.common.plan import Plan
 
     config = RunConfig(batch_size=batch_size, max_steps=1, output_dir=folder)
     AcceleratorState._reset_state()  # a new Accelerator for each model, because DeepSpeed's takes only one

@@ -7,7 +7,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,9 +18,7 @@ from .errors import UsageError
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
-def parse(
-    config_class: type[ConfigT], arguments: Sequence[str] | None = None, without: Collection[str] = ()
-) -> ConfigT:
+def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -> ConfigT:
     """Reads the command line into a config.
 
     Flags are the fields of `config_class`; `--batch_size` and `--batch-size` are the same.
@@ -28,14 +26,13 @@ def parse(
     Args:
         config_class: RunConfig or a dataclass that extends it.
         arguments: words to parse instead of `sys.argv[1:]`.
-        without: names of fields that are no flags.
 
     Raises:
         UsageError: an unknown flag, or a value of the wrong type or out of range.
         SystemExit: with code 0 after `--help`.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    config = config_class(**_Parser(config_class, without).parse(words))
+    config = config_class(**_Parser(config_class).parse(words))
     config.validate()
     return config
 
@@ -70,7 +67,7 @@ OF_OLD_LAUNCHERS = "local_rank"
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, config_class: type[RunConfig], without: Collection[str] = ()):
+    def __init__(self, config_class: type[RunConfig]):
         self.config_class = config_class
         super().__init__(
             prog=f"{script_name()}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS
@@ -78,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
         groups = {title: self.add_argument_group(title) for title in ("this recipe", *GROUPS)}
         group_of = {name: groups[title] for title, names in GROUPS.items() for name in names}
-        for field in [field for field in dataclasses.fields(config_class) if field.name not in without]:
+        for field in dataclasses.fields(config_class):
             hint, metadata = declaration(config_class, field.name)
             help, group = metadata.get("help", ""), group_of.get(field.name, groups["this recipe"])
             if field.default not in (None, "") and hint is not bool:

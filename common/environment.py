@@ -5,13 +5,15 @@ import platform
 import shutil
 import sysconfig
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 import psutil
 import torch
 
 from .errors import UsageError
+from .package import version
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # path of a file for the recipe's exit code; launchers/node.py reads it
@@ -123,11 +125,11 @@ def launcher_was_given(variable: str) -> bool:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """{name: version} of Python and of the installed packages among `packages`."""
-    installed = {"python": platform.python_version()}
+    """{name: version} of Python, of this package, and of those of `packages` that are installed."""
+    installed = {"python": platform.python_version(), "accelerate-recipes": version()}
     for package in packages:
         with suppress(PackageNotFoundError):
-            installed[package] = version(package)
+            installed[package] = version_of(package)
     return installed
 
 

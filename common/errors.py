@@ -2,11 +2,12 @@
 
 import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from .package import is_own
 
 MAX_IDS_NAMED = 8
 _LOOP = Path(__file__).parent
@@ -94,13 +95,6 @@ def trace_of(error: BaseException) -> str:
     if own := [frame for frame in called if is_own(frame.filename) or frame is called[-1]]:
         whole.stack = traceback.StackSummary.from_list(own)
     return "".join(whole.format())
-
-
-def is_own(file: str) -> bool:
-    """Whether a file is the recipe's, or another one of the user's: not of the loop, of a package or of Python."""
-    path, others = Path(file), (sysconfig.get_path("stdlib"), _LOOP)
-    is_package = {"site-packages", "dist-packages"} & {*path.parts}
-    return not (is_package or file.startswith("<frozen") or any(path.is_relative_to(other) for other in others))
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """`run(main, Config)`: parses the command line, calls the recipe, and turns errors into exit codes."""
 
-import contextlib
 import gc
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -21,6 +20,7 @@ from .records.output_dir import checkpoints, fail_after_run
 from .records.run_card import read_card
 from .stopping import signals
 from .stopping.exit import ReportedErrors, end
+from .streams import Output
 
 
 def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn:
@@ -33,7 +33,7 @@ def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn
     signal, 130 interrupted, 1 anything else. If several processes of a machine fail, only the first
     prints: it mostly causes the other failures.
     """
-    sys.stdout, sys.stderr = _Output(sys.stdout), _Output(sys.stderr)
+    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     if code_file := os.environ.get(CODE_FILE):
         Path(code_file).touch()  # the file exists: the recipe has started
     signals.catch(_stop_at_once)
@@ -80,28 +80,6 @@ def _call(afterwards: Callable[[], Any]) -> None:
         trace = "" if needs_no_traceback(error) else trace_of(error)
         reason = advice(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else line_of(error))
         sys.stderr.write(f"the run is done, what the recipe does after it failed: {reason}\n{trace}")
-
-
-class _Output:
-    """A stream that ignores write errors: after the loss of its ssh connection a run goes on, and saves. What the
-    terminal cannot show is replaced. Closed streams are None."""
-
-    def __init__(self, stream: TextIO | None):
-        self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
-        with contextlib.suppress(AttributeError, OSError):  # that of a notebook has none; one that is a pipe by now
-            self._stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _stop_at_once(signal_name: str) -> None:

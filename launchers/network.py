@@ -19,10 +19,10 @@ from functools import partial
 import torch
 from torch import distributed as dist
 
-from common import RunConfig, flag, run, start
-from common.cpu_group import CpuGroup
-from common.environment import world_size
-from common.errors import UsageError
+from accelerate_recipes import RunConfig, flag, run, start
+from accelerate_recipes.common.cpu_group import CpuGroup
+from accelerate_recipes.common.environment import world_size
+from accelerate_recipes.common.errors import UsageError
 
 WARM_UP = 3
 OF_PAIRS = (4, 16 * 2**20)  # bytes

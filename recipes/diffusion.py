@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from common import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
-from common.data import Batch
-from common.tasks.diffusion import DiT, share_recognised, write_grid
-from common.tasks.images import ImageDataset, load_images
-from common.tasks.mixture import Sources
+from accelerate_recipes import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.diffusion import DiT, share_recognised, write_grid
+from accelerate_recipes.common.tasks.images import ImageDataset, load_images
+from accelerate_recipes.common.tasks.mixture import Sources
 
 
 @dataclass(kw_only=True)

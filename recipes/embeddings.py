@@ -25,9 +25,9 @@ from torch.utils.data import Dataset
 from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
-from common.data import Batch, pad_to_longest
-from common.tasks.encoder import (
+from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
+from accelerate_recipes.common.data import Batch, pad_to_longest
+from accelerate_recipes.common.tasks.encoder import (
     BERT_TP_PLAN,
     PADDING,
     Embedder,
@@ -39,9 +39,9 @@ from common.tasks.encoder import (
     with_tokens,
     word_tokenizer,
 )
-from common.tasks.mixture import Sources
-from common.tasks.pairs import EncodedPairs, Pair, load_pairs
-from common.tasks.pretrained import export_of
+from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.pairs import EncodedPairs, Pair, load_pairs
+from accelerate_recipes.common.tasks.pretrained import export_of
 
 
 @dataclass(kw_only=True)

@@ -24,16 +24,22 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, fit, flag, parameter_groups, run, start
-from common.data import Batch, pad_to_longest
-from common.data.facts import say
-from common.environment import has_gpu
-from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
-from common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
-from common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
-from common.tasks.lora import add_lora, check_flags, write_merged
-from common.tasks.mixture import Sources
-from common.tasks.pretrained import export_of
+from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, run, start
+from accelerate_recipes.common.data import Batch, pad_to_longest
+from accelerate_recipes.common.data.facts import say
+from accelerate_recipes.common.environment import has_gpu
+from accelerate_recipes.common.tasks.causal_lm import (
+    IGNORED,
+    checkpoint_activations,
+    load_pretrained,
+    load_trained,
+    with_losses,
+)
+from accelerate_recipes.common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
+from accelerate_recipes.common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
+from accelerate_recipes.common.tasks.lora import add_lora, check_flags, write_merged
+from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.pretrained import export_of
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 

@@ -26,13 +26,13 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
-from common.data import Batch
-from common.tasks.encoder import freeze_key_biases
-from common.tasks.known_classes import config_of_classes, names_of, with_classes
-from common.tasks.mixture import Sources
-from common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
-from common.tasks.pretrained import load
+from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.encoder import freeze_key_biases
+from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
+from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
+from accelerate_recipes.common.tasks.pretrained import load
 
 KEY_BIASES = ("attention.k_proj.bias", "attention.attention.key.bias")
 LAYER_PLAN = {

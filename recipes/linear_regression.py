@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from common import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
-from common.data import Batch
-from common.tasks.tables import TableDataset, load_diabetes, load_numbers, make_linear
+from accelerate_recipes import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.tables import TableDataset, load_diabetes, load_numbers, make_linear
 
 
 @dataclass(kw_only=True)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, print_once, run, start
-from common.data import Batch
-from common.tasks.images import load_images
-from common.tasks.mixture import Sources
-from common.tasks.pictures import ImageFormat, read_picture
+from accelerate_recipes import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, print_once, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.images import load_images
+from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.pictures import ImageFormat, read_picture
 
 
 @dataclass(kw_only=True)

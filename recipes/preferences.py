@@ -24,19 +24,31 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
-from common.data import Batch, pad_to_longest
-from common.data.batches import ForwardStep
-from common.data.mixture import parts_of
-from common.environment import has_gpu
-from common.seeds import CPU, kept_generators
-from common.tasks.causal_lm import IGNORED, checkpoint_activations, load_pretrained, load_trained, with_losses
-from common.tasks.chat_models import answer, small_chat_model, with_chat_template, without_dropout
-from common.tasks.chats import Chats
-from common.tasks.lora import add_lora, check_flags
-from common.tasks.mixture import Sources
-from common.tasks.preferences import PairDataset, add_reference, load_pairs, log_probabilities, preference_loss
-from common.tasks.pretrained import export_of
+from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes.common.data import Batch, pad_to_longest
+from accelerate_recipes.common.data.batches import ForwardStep
+from accelerate_recipes.common.data.mixture import parts_of
+from accelerate_recipes.common.environment import has_gpu
+from accelerate_recipes.common.seeds import CPU, kept_generators
+from accelerate_recipes.common.tasks.causal_lm import (
+    IGNORED,
+    checkpoint_activations,
+    load_pretrained,
+    load_trained,
+    with_losses,
+)
+from accelerate_recipes.common.tasks.chat_models import answer, small_chat_model, with_chat_template, without_dropout
+from accelerate_recipes.common.tasks.chats import Chats
+from accelerate_recipes.common.tasks.lora import add_lora, check_flags
+from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.preferences import (
+    PairDataset,
+    add_reference,
+    load_pairs,
+    log_probabilities,
+    preference_loss,
+)
+from accelerate_recipes.common.tasks.pretrained import export_of
 
 
 @dataclass(kw_only=True)

@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
-from common.data import Batch, Examples, Metrics, pad_to_longest
-from common.tasks.encoder import (
+from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
+from accelerate_recipes.common.data import Batch, Examples, Metrics, pad_to_longest
+from accelerate_recipes.common.tasks.encoder import (
     BERT_TP_PLAN,
     always_mask,
     exported_tokenizer,
@@ -35,10 +35,10 @@ from common.tasks.encoder import (
     load_encoder,
     word_tokenizer,
 )
-from common.tasks.known_classes import config_of_classes, names_of, with_classes
-from common.tasks.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
-from common.tasks.mixture import Sources
-from common.tasks.pretrained import export_of
+from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
+from accelerate_recipes.common.tasks.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
+from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.pretrained import export_of
 
 
 @dataclass(kw_only=True)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
-from common.data import Batch
-from common.tasks.causal_lm import (
+from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.causal_lm import (
     check_attention,
     checkpoint_activations,
     flops_per_sample,
@@ -32,11 +32,11 @@ from common.tasks.causal_lm import (
     load_trained,
     with_losses,
 )
-from common.tasks.mixture import Sources
-from common.tasks.pretrained import export_of
-from common.tasks.routers import check_experts, router_loss
-from common.tasks.text import load_tokens
-from common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.pretrained import export_of
+from accelerate_recipes.common.tasks.routers import check_experts, router_loss
+from accelerate_recipes.common.tasks.text import load_tokens
+from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 
 
 @dataclass(kw_only=True)

@@ -27,18 +27,23 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
-from common import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
-from common.data import Batch
-from common.environment import has_gpu
-from common.tasks.causal_lm import checkpoint_activations, load_pretrained, load_trained, with_losses
-from common.tasks.chat_models import answer, num_right, with_chat_template
-from common.tasks.conversations import Conversation
-from common.tasks.lora import add_lora, check_flags, write_merged
-from common.tasks.mixture import Sources
-from common.tasks.pretrained import export_of
-from common.tasks.vision_batches import VisionDataset, VisionEncoder, unpadded
-from common.tasks.vision_chats import VisionChats, load_vision_chats
-from common.tasks.vision_models import freeze_named, freeze_picture_keys, freeze_unused, small_vision_model
+from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.environment import has_gpu
+from accelerate_recipes.common.tasks.causal_lm import checkpoint_activations, load_pretrained, load_trained, with_losses
+from accelerate_recipes.common.tasks.chat_models import answer, num_right, with_chat_template
+from accelerate_recipes.common.tasks.conversations import Conversation
+from accelerate_recipes.common.tasks.lora import add_lora, check_flags, write_merged
+from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.pretrained import export_of
+from accelerate_recipes.common.tasks.vision_batches import VisionDataset, VisionEncoder, unpadded
+from accelerate_recipes.common.tasks.vision_chats import VisionChats, load_vision_chats
+from accelerate_recipes.common.tasks.vision_models import (
+    freeze_named,
+    freeze_picture_keys,
+    freeze_unused,
+    small_vision_model,
+)
 
 
 @dataclass(kw_only=True)

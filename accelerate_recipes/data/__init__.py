@@ -6,9 +6,9 @@ from pathlib import Path
 
 from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.catalog import find_recipe
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
 from accelerate_recipes.data import page, show
-from accelerate_recipes.errors import UsageError
 
 
 def data(script: Path, flags: Sequence[str], samples: int, output: Path | None, as_json: bool) -> None:

@@ -1,5 +1,4 @@
-"""What a model gets of the data, as JSON. `look` runs in the process of a recipe, whose `common/` it imports, at its
-call of `fit`."""
+"""What a model gets of the data, as JSON. `look` runs in the process of a recipe, at its call of `fit`."""
 
 import base64
 import io
@@ -42,12 +41,12 @@ def look(
     **keywords: Any,
 ) -> dict[str, Any]:
     """Takes the arguments of `fit`. Returns facts about the data, and the first samples of the first step."""
-    from common.data.batches import batches, checked_datasets
-    from common.data.facts import said
-    from common.data.mixture import Mixture, by_source
-    from common.errors import UsageError
-    from common.parallel.kinds import layout_of
-    from common.plan import Plan
+    from accelerate_recipes.common.data.batches import batches, checked_datasets
+    from accelerate_recipes.common.data.facts import said
+    from accelerate_recipes.common.data.mixture import Mixture, by_source
+    from accelerate_recipes.common.errors import UsageError
+    from accelerate_recipes.common.parallel.kinds import layout_of
+    from accelerate_recipes.common.plan import Plan
 
     own, number = train_set, json.loads(os.environ[QUESTION])  # without the collate function
     named = eval_set if isinstance(eval_set, Mapping) else {"": eval_set}
@@ -94,7 +93,7 @@ def _shape(value: Any) -> str:
 
 def _raw(dataset: Any, index: int) -> dict[str, Any]:
     """A sample before the collate function, for the lengths without padding."""
-    from common.seeds import seed_sample
+    from accelerate_recipes.common.seeds import seed_sample
 
     seed_sample(0, 0, index)
     try:

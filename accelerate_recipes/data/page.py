@@ -5,8 +5,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.data.show import facts
-from accelerate_recipes.errors import UsageError
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">

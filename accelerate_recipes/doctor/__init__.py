@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from accelerate_recipes.catalog import find_config, find_recipe
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json, print_table
 from accelerate_recipes.doctor import cure, machine, rules
 from accelerate_recipes.doctor.asked import Answer, ask
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import Finding, findings, words
 from accelerate_recipes.doctor.fix import fix, path_of_copy, write
-from accelerate_recipes.errors import UsageError
 from accelerate_recipes.paths import check_file, check_new_file, is_path, text_of
 
 

@@ -1,6 +1,6 @@
 """What a run would refuse: the loop's own checks, asked under the variables that `accelerate launch` would set.
 
-`refusals` runs in the process of a recipe, whose `common/` it imports; without a recipe, in one with ours.
+`refusals` runs in the process of a recipe; without a recipe, in one of its own.
 """
 
 import json
@@ -61,13 +61,13 @@ def refusals(
     **keywords: Any,
 ) -> Answer:
     """What a run under the config would refuse. Takes the arguments of `fit`, or none."""
-    from common import RunConfig, UsageError
-    from common.data.batches import checked_datasets
-    from common.data.mixture import by_source
-    from common.launch.checks import check_device, launch_checks
-    from common.parallel.checks import check_given
-    from common.parallel.kinds import check_batch_loss, layout_of, model_checks
-    from common.plan import Plan
+    from accelerate_recipes import RunConfig, UsageError
+    from accelerate_recipes.common.data.batches import checked_datasets
+    from accelerate_recipes.common.data.mixture import by_source
+    from accelerate_recipes.common.launch.checks import check_device, launch_checks
+    from accelerate_recipes.common.parallel.checks import check_given
+    from accelerate_recipes.common.parallel.kinds import check_batch_loss, layout_of, model_checks
+    from accelerate_recipes.common.plan import Plan
 
     path, has_gpu, likely = json.loads(os.environ[QUESTION])
     flags = config or RunConfig()
@@ -112,10 +112,10 @@ def refusals(
 
 def _give_sizes(accelerator: Any, model: Any, optimizer: Any, forward_step: Any, samples: Any, config: Any) -> None:
     """Gives the lazy layers of a model their sizes, as a run does."""
-    from common.layout import Layout
-    from common.parallel.lazy import with_sizes, without_size
-    from common.parallel.setup import Setup
-    from common.plan import Plan
+    from accelerate_recipes.common.layout import Layout
+    from accelerate_recipes.common.parallel.lazy import with_sizes, without_size
+    from accelerate_recipes.common.parallel.setup import Setup
+    from accelerate_recipes.common.plan import Plan
 
     if without_size(model):
         plan = Plan.of(config, Layout(), len(samples))
@@ -134,7 +134,7 @@ def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, lis
 
 
 def _note(lines: list[str], check: Any, *arguments: Any) -> None:
-    from common import UsageError
+    from accelerate_recipes import UsageError
 
     try:
         check(*arguments)

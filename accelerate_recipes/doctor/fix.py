@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Finding
-from accelerate_recipes.errors import UsageError
 
 
 def path_of_copy(path: Path) -> Path:

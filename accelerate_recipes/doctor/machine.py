@@ -4,7 +4,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 
 import psutil
 
-from accelerate_recipes.bundle import ROOT, versions
+from accelerate_recipes.bundle import versions
 from accelerate_recipes.catalog import mapping_in, may_have_gpus
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 
 GIB = 2**30
 # The packages that a run uses, and those of which Accelerate needs one for fp8.
@@ -147,8 +146,7 @@ def _gpus() -> tuple[tuple[GPU, ...], str | None]:
 
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
-        sys.path.insert(0, str(ROOT))
-        from common.environment import why_no_gpu
+        from accelerate_recipes.common.environment import why_no_gpu
 
         return (), why_no_gpu()
     found = [torch.get_device_module().get_device_properties(i) for i in range(torch.accelerator.device_count())]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from accelerate_recipes import bundle
 from accelerate_recipes.catalog import find_config, find_recipe
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
-from accelerate_recipes.errors import UsageError
 from accelerate_recipes.paths import check_file, check_number, is_path
 from accelerate_recipes.plan import plot, show
 from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scaled

@@ -12,7 +12,7 @@ import yaml
 
 from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.catalog import find_config, mapping_in
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.plan.clock import grown, num_sent, step_seconds
 from accelerate_recipes.plan.facts import Facts, NoPlan, Plan, Question, Run, Sent, Speed, Step
 from accelerate_recipes.plan.hardware import Gpu

@@ -1,6 +1,6 @@
 """A dry run of some training steps: one process of N, on tensors without data.
 
-`measure` runs in the process of a recipe, at its call of `fit`, whose `common/` it imports.
+`measure` runs in the process of a recipe, at its call of `fit`.
 """
 
 import json
@@ -15,13 +15,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from accelerate_recipes.at_fit import QUESTION
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor import asked
 from accelerate_recipes.plan.facts import Facts, NoPlan, Question, Run
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.steps import DryRun
 
-if TYPE_CHECKING:  # a process imports those of its recipe
-    from common.plan import Plan
+if TYPE_CHECKING:
+    from accelerate_recipes.common.plan import Plan
 
 
 def measure(*arguments: Any, **keywords: Any) -> list[dict[str, Any]]:
@@ -43,12 +44,11 @@ def _answered(question: Question, gpu: Gpu, arguments: Any, keywords: Any) -> di
         answer = _measured(question, gpu, *arguments, **keywords)
     except DynamicOutputShapeException:
         answer = NoPlan(failed="its shapes depend on values, as with pictures or experts")
+    except UsageError as error:
+        answer = NoPlan(refused=[str(error)])
     except BaseException as error:  # what a recipe or torch raises on tensors without data
-        if type(error).__name__ == "UsageError":  # of the recipe's `common`
-            answer = NoPlan(refused=[str(error)])
-        else:
-            traceback.print_exc(file=sys.stderr)
-            answer = NoPlan(failed=f"{type(error).__name__}: {error}".splitlines()[0])
+        traceback.print_exc(file=sys.stderr)
+        answer = NoPlan(failed=f"{type(error).__name__}: {error}".splitlines()[0])
     with os.fdopen(writer, "w") as stream:
         stream.write(json.dumps(answer.as_json() if isinstance(answer, NoPlan) else asdict(answer)))
     os._exit(0)
@@ -67,12 +67,12 @@ def _measured(
     *others: Any,
     **keywords: Any,
 ) -> Facts | NoPlan:
-    from common.check.reference import why_not_checked
-    from common.data.batches import checked_datasets
-    from common.data.mixture import by_source
-    from common.environment import is_true
-    from common.parallel.kinds import layout_of
-    from common.plan import Plan
+    from accelerate_recipes.common.check.reference import why_not_checked
+    from accelerate_recipes.common.data.batches import checked_datasets
+    from accelerate_recipes.common.data.mixture import by_source
+    from accelerate_recipes.common.environment import is_true
+    from accelerate_recipes.common.parallel.kinds import layout_of
+    from accelerate_recipes.common.plan import Plan
 
     config = replace(config, **question.flags)
     os.environ[QUESTION] = json.dumps([question.config, True, []])  # that of the doctor
@@ -97,8 +97,8 @@ def _measured(
 
 
 def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, keywords: dict[str, Any]) -> Run:
-    from common.check.alone import MAX_SECONDS
-    from common.environment import num_machines
+    from accelerate_recipes.common.check.alone import MAX_SECONDS
+    from accelerate_recipes.common.environment import num_machines
 
     config, layout, last = plan.config, plan.layout, plan.num_steps - 1
     steps = sorted({0, min(config.warmup_steps, last), last // 2, last})  # they show a schedule

@@ -20,7 +20,7 @@ BUCKET = 25 * 2**20  # bytes; DDP's default
 def weights_on_meta() -> Iterator[None]:
     """Parameters of modules that are built in the `with` block take no memory and have no values. To the recipe's
     `common`, they are still on disk."""
-    from common.parallel.on_disk import Unread
+    from accelerate_recipes.common.parallel.on_disk import Unread
 
     class Weightless(Unread):
         origin: Any = (None, "")
@@ -82,7 +82,9 @@ def processes(number: int, rank: int) -> Iterator[None]:
             stack.enter_context(patch.object(masks, "is_tracing", lambda *_: False))
         if experts := sys.modules.get("transformers.integrations.moe"):  # its operation for tracing takes any type
             stack.enter_context(patch.object(experts, "_can_use_grouped_mm", lambda *_: False))
-        if sharing := sys.modules.get("common.parallel.expert"):  # all processes have as many tokens as this one
+        if sharing := sys.modules.get(
+            "accelerate_recipes.common.parallel.expert"
+        ):  # all processes have as many tokens as this one
             stack.enter_context(patch.object(sharing.ExpertGroup, "_longest", lambda _, number: number))
         if number > 1:
             joined()

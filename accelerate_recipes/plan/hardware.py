@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.paths import check_number, text_of
 
 TABLE = Path(__file__).parent / "hardware.json"

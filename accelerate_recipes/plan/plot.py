@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.paths import check_new_file
 from accelerate_recipes.plan.facts import Speed
 

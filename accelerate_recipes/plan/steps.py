@@ -19,8 +19,8 @@ from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.tracker import Tracker
 
 if TYPE_CHECKING:  # a process imports those of its recipe
-    from common.layout import Layout
-    from common.plan import Plan
+    from accelerate_recipes.common.layout import Layout
+    from accelerate_recipes.common.plan import Plan
 
 
 @dataclass
@@ -46,13 +46,13 @@ class DryRun:
         Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
         zero.py needs to know.
         """
-        from common.layout import Layout
+        from accelerate_recipes.common.layout import Layout
 
         layout, plan = self.plan.layout, self.plan
         batches, zero = self._batches(train_set), None
         number, dtype = layout.num_processes, None
         if "DeepSpeed" in layout.kinds:
-            from common.parallel import deepspeed
+            from accelerate_recipes.common.parallel import deepspeed
 
             trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
             zero = Zero(deepspeed.zero_stage(), deepspeed.offloads(), trained)
@@ -66,8 +66,8 @@ class DryRun:
             stack.enter_context(processes(number, number - 1 if self.last else 0))
             accelerator = _accelerator(plan.layout)
             if layout.stages > 1:
-                from common.data.batches import numbered
-                from common.parallel import pipeline
+                from accelerate_recipes.common.data.batches import numbered
+                from accelerate_recipes.common.parallel import pipeline
 
                 tokens = pipeline._model_arguments(numbered(self.forward_step), batches[0], 0)[0]
                 stack.enter_context(pipeline_with_shapes(tokens))
@@ -79,7 +79,7 @@ class DryRun:
     def _batches(self, train_set: Any) -> list[dict[str, Any]]:
         """The first micro-batches of this process, with their data: two, from whose difference others follow, or all
         that a step needs."""
-        from common.data.batches import batches
+        from accelerate_recipes.common.data.batches import batches
 
         count = self.plan.accumulation if self._needs_all else min(2, self.plan.accumulation)
         stream = batches(train_set, self.plan.micro_batches(0), torch.device("cpu"), self.plan.config)
@@ -100,9 +100,9 @@ class DryRun:
         tracker: Tracker,
         batches: list[dict[str, Any]],
     ) -> Step:
-        from common.parallel.kinds import prepare
-        from common.parallel.parts import local
-        from common.parallel.setup import Setup
+        from accelerate_recipes.common.parallel.kinds import prepare
+        from accelerate_recipes.common.parallel.parts import local
+        from accelerate_recipes.common.parallel.setup import Setup
 
         weights = sum(weight.nbytes for weight in model.parameters())
         updated = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
@@ -157,7 +157,7 @@ def _accelerator(layout: "Layout") -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from common.launch import start
+    from accelerate_recipes.common.launch import start
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

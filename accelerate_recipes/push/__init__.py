@@ -10,8 +10,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
-from accelerate_recipes.errors import UsageError
 
 # Longest silence of the Hub within a request, in seconds. Longest upload: hf_xet, which sends large files, was seen to
 # wait 20 minutes for a silent server; seconds, and bytes a second.

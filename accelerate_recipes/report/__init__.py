@@ -5,8 +5,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
-from accelerate_recipes.errors import UsageError
 from accelerate_recipes.paths import check_new_file
 from accelerate_recipes.report import summary
 from accelerate_recipes.report.runs import read_runs

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 
 RECORDS, CARD = "metrics.jsonl", "run.json"
 AXES = {"steps": "optimizer steps", "samples": "samples", "seconds": "seconds of training"}

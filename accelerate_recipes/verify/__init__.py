@@ -11,8 +11,8 @@ from typing import Any
 from accelerate_recipes import bundle
 from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.catalog import SIZES, count_gpus, find_config, mapping_in, runs_here
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor.config import is_count
-from accelerate_recipes.errors import UsageError
 from accelerate_recipes.paths import check_file, check_folder
 from accelerate_recipes.verify.against import kept
 from accelerate_recipes.verify.causes import likely_cause

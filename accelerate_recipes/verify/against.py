@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from accelerate_recipes.catalog import find_config
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
-from accelerate_recipes.errors import UsageError
 from accelerate_recipes.paths import check_file, check_new_file, text_of
 from accelerate_recipes.verify.certificate import versions
 from accelerate_recipes.verify.compare import TIMES_FLOOR, TOLERANCE, load, relative

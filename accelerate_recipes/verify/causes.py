@@ -32,6 +32,9 @@ def evidence(
     """
     import torch
 
+    from accelerate_recipes.common import seeds
+    from accelerate_recipes.common.data.batches import Collated, fetch, numbered
+
     modules = dict(model.named_modules())
     found: dict[str, Any] = {
         "batch_norm": [
@@ -43,15 +46,13 @@ def evidence(
         ],
     }
     ids = list(range(min(len(train_set), max(4, config.batch_size // 2 * 2))))
-    fetch = _of_the_recipe("data.batches").fetch
     if collate_fn := keywords.get("collate_fn"):
-        train_set = _of_the_recipe("data.batches").Collated(train_set, collate_fn)
+        train_set = Collated(train_set, collate_fn)
     batch, again = fetch(train_set, ids), fetch(train_set, ids)
     found["random_samples"] = sorted(name for name, value in batch.items() if not _equal(value, again[name]))
     model.train()
 
-    seeds, device = _of_the_recipe("seeds"), torch.device("cpu")
-    values_of = _of_the_recipe("data.batches").numbered(forward_step)
+    device, values_of = torch.device("cpu"), numbered(forward_step)
 
     def values(given: Any) -> Any:
         seeds.seed_forward(0, 0, 0, device)
@@ -113,12 +114,6 @@ def likely_cause(found: dict[str, Any], difference: Difference) -> str:
     ]
     unknown = "none found: model, data and forward_step look independent of the number of processes"
     return next((text for condition, text in causes if condition), unknown)
-
-
-def _of_the_recipe(module: str) -> Any:
-    import importlib
-
-    return importlib.import_module(f"common.{module}")  # the recipe's own
 
 
 def _equal(value: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from accelerate_recipes.at_fit import environment
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
 
@@ -100,7 +100,7 @@ class Launch:
 
     def _start(self, folder: Path, flags: tuple[str, ...]) -> subprocess.Popen[str]:
         command = [*LAUNCH, "--config_file", str(self.config), *self.options, str(self.script), *self.flags, *flags]
-        variables = environment(self.script) if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else dict(os.environ)
+        variables = environment() if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else dict(os.environ)
         return subprocess.Popen(
             [*command, "--output_dir", str(folder)],
             env=variables,

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from accelerate_recipes.catalog import count_gpus, find_config
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.verify.certificate import Row, Table, write
 from accelerate_recipes.verify.compare import TIMES_FLOOR, TOLERANCE, Difference, relative, weight_distances
 from accelerate_recipes.verify.runs import LAUNCH

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..errors import is_own
+from ..package import is_own
 
 LARGE = 2**28  # bytes of the tensors beside model and optimizer that are copied, and of an array
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..cpu_group import CpuGroup
 from ..errors import RunError, UsageError
+from ..package import version
 from ..parallel.engine import Engine
 from ..parallel.engine_state import load_optimizer
 from ..parallel.on_disk import leave_on_disk
@@ -79,6 +80,9 @@ class Checkpoint:
         engine.load_state_dict(content["trainer"])
         accelerator, here = engine.accelerator, described(engine.plan.layout)
         accelerator.print(f"resumed from {self.path}")
+        before, now = content.get("versions", {}).get("accelerate-recipes"), version()
+        if before not in (None, now):  # None: of a run before the versions were kept
+            accelerator.print(f"the checkpoint was written by accelerate-recipes {before}, this is {now}")
         if self.state.step > engine.plan.num_steps:
             accelerator.print(f"it has {self.state.step} steps, this run {engine.plan.num_steps}: it trains no more")
         if content["schedule"] != curve(engine.plan):

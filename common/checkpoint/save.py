@@ -11,6 +11,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from ..cpu_group import CpuGroup
+from ..environment import versions
 from ..errors import RunError, first_line
 from ..parallel.engine import Engine
 from ..records.output_dir import checkpoint_name, checkpoints
@@ -83,7 +84,7 @@ class Saver:
             "trainer": self._engine.state_dict(),
         }
         if self._group.rank == 0:
-            content["source"] = source()
+            content |= {"source": source(), "versions": versions("torch", "accelerate")}
         self._write_model_files()
         shard = own_shard(held, self._group.rank, self._buffers)
         if self._writer is not None:

@@ -156,7 +156,8 @@ def _check(dataset: Any, what: str) -> None:
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise UsageError(
             f"{kind} is not a map-style dataset: a run that resumes exactly needs len(dataset) and dataset[index]; "
-            "load it without streaming=True, or type convert_stream(dataset, FOLDER), from common.tasks.streams"
+            "load it without streaming=True, or type convert_stream(dataset, FOLDER), from "
+            "accelerate_recipes.common.tasks.streams"
         )
     if len(dataset) == 0:
         raise UsageError(f"{kind} is empty: training and evaluation need samples")

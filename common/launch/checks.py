@@ -120,23 +120,6 @@ def check_compiler_of_torch(layout: Layout, config: RunConfig) -> None:
         check_compiler("--compile", os.environ.get(variable, default))
 
 
-def check_kinds(layout: Layout, config: RunConfig) -> None:
-    """A kind of parallelism of which a copied project has no file."""
-    asked = {
-        "FSDP2": is_true("ACCELERATE_USE_FSDP"),
-        "DeepSpeed": is_true("ACCELERATE_USE_DEEPSPEED"),
-        "TP": mesh_size("tp") > 1,
-        "SP": mesh_size("sp") > 1,
-        "pipeline": config.pipeline_stages > 1,
-        "EP": config.expert_parallel > 1,
-    }
-    if lacking := [name for name in asked if asked[name] and name not in layout.kinds]:
-        raise UsageError(
-            f"this project was made without {lacking[0]}, which the config asks for: make one with accelerate-recipes "
-            "new and that --config, and take its common/parallel/"
-        )
-
-
 def launch_checks(layout: Layout) -> list[LaunchCheck]:
     """What a run refuses of a launch: it raises the first refusal, `accelerate-recipes doctor` asks for all of them."""
     kinds = sorted(kinds_of(layout), key=lambda kind: kind.wraps)  # what joins another kind says what it joins
@@ -146,7 +129,6 @@ def launch_checks(layout: Layout) -> list[LaunchCheck]:
         check_device,
         check_flags_of_the_loop,
         check_precision,
-        check_kinds,
         *of_kinds,
         check_mesh,
         check_compiler_of_torch,

@@ -6,12 +6,10 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +18,7 @@ from torch import distributed as dist
 from ..config import RunConfig
 from ..environment import CODE_FILE, local_world_size, num_machines, num_restarts, versions
 from ..errors import RunError, UsageError
+from ..package import files_of_run
 
 ARRIVAL_S = 300  # longest wait of one machine's processes for those of the others
 # Set by accelerate launch from the config file and its own flags.
@@ -141,14 +140,5 @@ def _facts(config: RunConfig) -> dict[str, Any]:
         "versions": versions("torch", "accelerate", "deepspeed", "transformers", "safetensors"),
         "flags": {f"--{name}": str(value) for name, value in asdict(config).items()},
         "launcher": {"local processes": local_world_size(), **launcher},
-        "files": {Path(sys.argv[0]).name: _digest(Path(sys.argv[0])), **files_of(Path(__file__).parents[1])},
+        "files": {name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files_of_run().items()},
     }
-
-
-def files_of(folder: Path) -> dict[str, str]:
-    """{path within the folder: digest} of all Python files in it and in its subfolders."""
-    return {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*.py"))}
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..errors import is_own
+from ..package import is_own
 
 
 class ObservedAccelerator(Accelerator):

@@ -17,7 +17,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TWICE_S = 1.0  # one Ctrl-C sends SIGINT twice at once: from the terminal and from the launcher
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-_parent = [os.getppid()]  # when this process began, or imported this module
+_BEGUN_AS = os.getpid(), os.getppid()  # a fork of this process has another parent from the start
 _received: list[str] = []
 _at_once: Callable[[str], object] | None = None
 _before: dict[int, Any] = {}  # {signal number: handler before `catch`}
@@ -57,7 +57,7 @@ def end_with_launcher() -> None:
     if not was_launched() or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != _parent[0] or _is_orphan():
+    if (os.getpid() == _BEGUN_AS[0] and os.getppid() != _BEGUN_AS[1]) or _is_orphan():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -99,11 +99,3 @@ def _listen(reader: socket.socket, writer: socket.socket, parent: int) -> None:
             _received.append(signal.Signals(number[0]).name)
             if _at_once is not None:
                 _at_once(_received[-1])
-
-
-def _note_parent() -> None:
-    _parent[0] = os.getppid()
-
-
-os.register_at_fork(after_in_child=_note_parent)
-end_with_launcher()  # at the import, because the imports after it take seconds

@@ -174,7 +174,7 @@ def test_machine_whose_processes_come_late(tmp_path: Path, hosts: Hosts) -> None
     late = tmp_path / "late.py"
     late.write_text(
         "import os, runpy, time\n"
-        "from common.launch import machines\n"
+        "from accelerate_recipes.common.launch import machines\n"
         "machines.ARRIVAL_S = 4\n"
         "time.sleep(15 * int(os.environ['GROUP_RANK']))\n"
         f"runpy.run_path({str(ROOT / DISTURBED)!r}, run_name='__main__')\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.records.run_card import read_card
+from accelerate_recipes.common.records.run_card import read_card
 from support.hosts import ADDRESSES, NEEDS_HOSTS, Hosts, accelerate_launch, error_lines, launch_of, node, wait
 from support.launching import execute, until
 from support.recipes import COURSE, DISTURBED, LATEST, RECIPES

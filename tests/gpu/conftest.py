@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.environment import versions
-from common.records.hardware import hardware
+from accelerate_recipes.common.environment import versions
+from accelerate_recipes.common.records.hardware import hardware
 
 # Runs the tests on the CPU instead, to find mistakes in the tests on a machine without a GPU.
 REHEARSES = os.environ.get("ACCELERATE_RECIPES_REHEARSE_GPU_TESTS") == "1"

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from common.cpu_group import CpuGroup
-from common.stopping.watchdog import Watchdog
+from accelerate_recipes.common.cpu_group import CpuGroup
+from accelerate_recipes.common.stopping.watchdog import Watchdog
 
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo")

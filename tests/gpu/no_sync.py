@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from common import run
-from common.data import Batch
+from accelerate_recipes import run
+from accelerate_recipes.common.data import Batch
 
 FIRST, END = 3, 18
 

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.parallel.tensor import parallelize
+from accelerate_recipes.common.parallel.tensor import parallelize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LLAMA = LlamaConfig(

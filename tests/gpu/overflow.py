@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from common import RunConfig, fit, run, start
-from common.data import Batch
-from common.tasks.tables import TableDataset
+from accelerate_recipes import RunConfig, fit, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.tables import TableDataset
 
 
 @dataclass(kw_only=True)

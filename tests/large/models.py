@@ -66,7 +66,7 @@ def _decoder(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         import transformers
 
-        from common.tasks.tokenization import byte_tokenizer
+        from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 
         shape = getattr(transformers, config)(bos_token_id=None, eos_token_id=None, **settings)
         _write(folder, kind, shape, byte_tokenizer())
@@ -84,7 +84,7 @@ def _llama(**settings: Any) -> Callable[[Path], None]:
 def _bert(folder: Path) -> None:
     from transformers import BertConfig
 
-    from common.tasks.encoder import word_tokenizer
+    from accelerate_recipes.common.tasks.encoder import word_tokenizer
 
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     _write(folder, "BertModel", config, word_tokenizer([" ".join(2 * WORDS)], 4096))
@@ -94,7 +94,7 @@ def _vision(folder: Path) -> None:
     """Writes an Idefics3, the architecture of SmolVLM, and its processor."""
     from transformers import Idefics3ForConditionalGeneration
 
-    from common.tasks.vision_models import small_vision_model
+    from accelerate_recipes.common.tasks.vision_models import small_vision_model
 
     small, processor = small_vision_model(512, "sdpa")
     layers = {"num_hidden_layers": 12, "num_attention_heads": 12}

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint.reader import Reader
-from common.errors import RunError
-from common.records.output_dir import checkpoints
+from accelerate_recipes.common.checkpoint.reader import Reader
+from accelerate_recipes.common.errors import RunError
+from accelerate_recipes.common.records.output_dir import checkpoints
 from support.launching import ACCELERATE_LAUNCH, CONFIGS, environment, execute, fork, until
 from support.recipes import DISTURBED, LATEST, MNIST
 from support.runs import ROOT, refused

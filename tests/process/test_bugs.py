@@ -31,7 +31,7 @@ def test_error_of_the_recipe_begins_with_one_line(tmp_path: Path, bug: str, line
     errors = [number for number, text in enumerate(lines) if text.startswith("error: ")]
     assert len(errors) == 1 and re.fullmatch(f"error: {line}", lines[errors[0]]), run.stderr
     assert lines[errors[0] + 1] == "Traceback (most recent call last):" and "bugs.py" in lines[errors[0] + 2]
-    assert f'File "{Path(__file__).parents[2] / "common"}' not in run.stderr
+    assert f'File "{Path(__file__).parents[2] / "accelerate_recipes"}' not in run.stderr
     assert "Connection closed by peer" not in run.stderr  # the other process waits for this one
     # The launcher writes 35 lines, in which ours is the cause.
     assert len(lines) <= 60 and sum(lines[errors[0]] in text for text in lines) >= 2

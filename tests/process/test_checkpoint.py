@@ -10,8 +10,8 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint.reader import Reader
-from common.cpu_group import CpuGroup
+from accelerate_recipes.common.checkpoint.reader import Reader
+from accelerate_recipes.common.cpu_group import CpuGroup
 from support.launching import fork, launch
 from support.manifests import rewrite
 from support.recipes import COURSE, DISTURBED, FLAGS, LATEST, MNIST, RECIPES, USERS
@@ -34,7 +34,7 @@ def kill_and_resume(
     first = start(tmp_path / "run", config, DISTURBED, f"{COURSE} {flags}", options=options, succeeds=False)
     assert first.exit_code != 0 and (first.output_dir / "fault_was_here").exists(), first.stdout + first.stderr
     assert not (first.output_dir / "model").exists()
-    assert f'File "{ROOT}/common' not in first.stdout + first.stderr, "a traceback from our code"
+    assert f'File "{ROOT}/accelerate_recipes' not in first.stdout + first.stderr, "a traceback from our code"
     for path in first.output_dir.glob("checkpoints/step_*"):
         Reader.verified(path, CpuGroup())
     run = fork(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}", options=options)
@@ -283,7 +283,7 @@ def test_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     assert run.checkpoints == [] and "the checkpoint of step 3 could not be written" in output
     left = {path.name for path in run.output_dir.glob("checkpoints/*")} - {"model_files"}
     assert not left, "an unfinished checkpoint takes the space of the next one"
-    assert f'File "{ROOT}/common' not in output, "a traceback from our code"
+    assert f'File "{ROOT}/accelerate_recipes' not in output, "a traceback from our code"
     assert run.records[-1]["step"] == 14, output  # the export at the end fails, too
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from common.records.run_card import read_card
+from accelerate_recipes.common.records.run_card import read_card
 from support.launching import accelerate, accelerate_forked, execute, fork
 from support.recipes import LINEAR, MNIST
 from support.runs import ROOT

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from common.tasks.images import load_images
+from accelerate_recipes.common.tasks.images import load_images
 from support.launching import CONFIGS, environment, execute, fork
 from support.recipes import MNIST
 from support.runs import ROOT
@@ -81,7 +81,7 @@ def test_cores_are_divided_among_processes_unless_the_user_chose(tmp_path: Path)
     script = tmp_path / "threads.py"
     script.write_text(
         "import torch\n"
-        "from common import RunConfig, run, start\n"
+        "from accelerate_recipes import RunConfig, run, start\n"
         "def main(config):\n"
         "    start(config).print('threads', torch.get_num_threads())\n"
         "run(main, RunConfig)\n"

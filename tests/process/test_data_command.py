@@ -11,7 +11,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from common.tasks.images import load_images
+from accelerate_recipes.common.tasks.images import load_images
 from support.launching import fork
 from support.recipes import FINETUNE, LINEAR, MNIST
 from support.runs import ROOT
@@ -21,7 +21,7 @@ OWN = '''
 import sys
 import torch
 from torch import nn
-from common import RunConfig, fit, run, start
+from accelerate_recipes import RunConfig, fit, run, start
 
 WORDS = ["zero", "one", "two", "three"]
 

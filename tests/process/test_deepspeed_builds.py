@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.parallel.extensions import BUILDS_IN, extensions_folder
+from accelerate_recipes.common.parallel.extensions import BUILDS_IN, extensions_folder
 from support.launching import fork
 from support.recipes import USERS
 from support.runs import ROOT

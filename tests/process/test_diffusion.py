@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from common.tasks.diffusion import share_recognised
-from common.tasks.images import load_images
+from accelerate_recipes.common.tasks.diffusion import share_recognised
+from accelerate_recipes.common.tasks.images import load_images
 from support.launching import fork
 from support.recipes import DIFFUSION
 from support.runs import TOLERANCE, Run, refused

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from filelock import FileLock
 
-from common.config import RunConfig
+from accelerate_recipes.common.config import RunConfig
 from support.launching import CONFIGS, execute, fork, launch
 from support.recipes import MISFIT, MNIST
 from support.runs import ROOT, refused

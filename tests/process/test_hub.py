@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, constants
 
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.push import check_name
 from support.fake_hub import TOKEN, FakeHub
 from support.launching import execute, fork, launch

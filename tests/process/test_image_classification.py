@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from common.tasks.labelled_pictures import LabelledPictures
-from common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
+from accelerate_recipes.common.tasks.labelled_pictures import LabelledPictures
+from accelerate_recipes.common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import refused

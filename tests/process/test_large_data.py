@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.tasks.text import MAX_BYTES_IN_MEMORY
+from accelerate_recipes.common.tasks.text import MAX_BYTES_IN_MEMORY
 from support.launching import environment, fork
 from support.recipes import TRANSFORMER
 from support.runs import ROOT, assert_equal_to_the_last_bit, assert_same_result, refused
@@ -102,7 +102,7 @@ CONVERSION = """
 import sys
 from pathlib import Path
 import datasets
-from common.tasks.streams import convert_stream
+from accelerate_recipes.common.tasks.streams import convert_stream
 def anonymous_mb():
     return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) / 1000
 most = 0

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from small_files import MAX_FILE_BYTES
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from common import load_exported
-from common.errors import UsageError
+from accelerate_recipes import load_exported
+from accelerate_recipes.common.errors import UsageError
 from support.launching import fork
 from support.small_model import write_model
 

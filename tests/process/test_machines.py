@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from common.accidents import advice
-from common.records.output_dir import _move_beside
+from accelerate_recipes.common.accidents import advice
+from accelerate_recipes.common.records.output_dir import _move_beside
 from support.launching import execute, fork
 from support.recipes import LATEST, LINEAR, MNIST
 from support.runs import ROOT, Run, refused
@@ -131,7 +131,7 @@ def test_run_card_agrees_with_the_exit_code_after_training(
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT / 'recipes')!r})\nimport linear_regression\n"
-        "from common import run\n\n\ndef main(config):\n    linear_regression.main(config)\n"
+        "from accelerate_recipes import run\n\n\ndef main(config):\n    linear_regression.main(config)\n"
         f"    {how}\n\n\nrun(main, linear_regression.Config)\n"
     )
     flags = "--max_steps 2 --check_steps 0"

@@ -10,7 +10,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
-from common.schedule import learning_rate_factor
+from accelerate_recipes.common.schedule import learning_rate_factor
 from support.launching import CONFIGS, fork
 from support.recipes import (
     BF16_CONFIGS,
@@ -218,7 +218,7 @@ def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path, reference: C
 def test_exported_model_loads_into_the_recipe_s_module(reference: Callable[..., Run]) -> None:
     import runpy
 
-    from common.tasks.images import load_images
+    from accelerate_recipes.common.tasks.images import load_images
 
     recipe = runpy.run_path(str(ROOT / MNIST))
     run = reference(*RECIPES["mnist cnn"])

@@ -8,9 +8,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import default_collate
 
-from common import RunConfig
-from common.layout import Layout
-from common.plan import Plan
+from accelerate_recipes import RunConfig
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.plan import Plan
 from support.launching import fork
 from support.recipes import USERS
 from support.runs import ROOT, TOLERANCE

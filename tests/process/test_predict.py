@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from common import load_exported
-from common.tasks.images import load_images
-from common.tasks.pictures import ImageFormat, read_picture
+from accelerate_recipes import load_exported
+from accelerate_recipes.common.tasks.images import load_images
+from accelerate_recipes.common.tasks.pictures import ImageFormat, read_picture
 from support.launching import fork
 from support.recipes import MNIST
 from support.runs import ROOT, refused

@@ -11,7 +11,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from common.tasks.tables import make_linear
+from accelerate_recipes.common.tasks.tables import make_linear
 from support.launching import TIMEOUT_S, environment, fork
 from support.recipes import LINEAR
 from support.runs import ROOT, Run

@@ -4,15 +4,15 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from accelerate_recipes.project import make
 from support.launching import execute, fork
-from support.recipes import LINEAR, MNIST, USERS
+from support.recipes import LINEAR, USERS
 from support.runs import ROOT, Run, refused
 
 sys.path.insert(0, str(ROOT / "tests" / "scripts"))
@@ -155,17 +155,14 @@ def test_files_that_somebody_else_has_written(tmp_path: Path, card: str) -> None
 
 
 def test_loop_that_is_left_by_break_records_its_last_steps(tmp_path: Path) -> None:
-    """In a copy of the loop. It has saved nothing at its last step, so that the last line promises nothing."""
-    shutil.copytree(ROOT / "common", tmp_path / "common")
-    shutil.copy(ROOT / MNIST, tmp_path / "train.py")
-    loop, after = tmp_path / "common" / "loop.py", "                watch.after_step(state.step, result)\n"
+    """In a project's own loop. It has saved nothing at its last step, so that the last line promises nothing."""
+    make("mnist", tmp_path / "project", own_loop=True)
+    script, after = tmp_path / "project" / "train.py", "                watch.after_step(state.step, result)\n"
+    loop = script.parent / "loop.py"
     text = loop.read_text()
     assert text.count(after) == 1
     loop.write_text(text.replace(after, f"{after}                if state.step == 5:\n                    break\n"))
-    flags = f"--model mlp --max_steps 12 --log_every 4 --save_every 4 --output_dir {tmp_path / 'run'}"
-    command = [sys.executable, str(tmp_path / "train.py"), *flags.split()]
-    run = execute(command, tmp_path, tmp_path / "run", {"PYTHONPATH": str(tmp_path)})
-    assert run.exit_code == 0, run.stderr
+    run = fork(tmp_path / "run", "single", script, "--model mlp --max_steps 12 --log_every 4 --save_every 4")
     assert run.column("step")[-1] == 5 and len(run.column("train/loss")) == 2
     assert "done in" in run.stdout and "to train longer" not in run.stdout
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accelerate_recipes.at_fit import at_fit
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.compare import Difference
 from support.launching import environment
@@ -18,6 +18,7 @@ from support.tool import tool
 
 MUTANT = ROOT / "tests" / "scripts" / "mutant.py"
 UNET = ROOT / "tests" / "scripts" / "unet.py"
+SINGLE_FILE = ROOT / "recipes" / "single_file" / "mnist.py"
 PLAIN_MISTAKES = ROOT / "tests" / "scripts" / "plain_mistakes.py"
 CAUSES = {
     "batch_norm": "BatchNorm (1) sees",
@@ -149,7 +150,7 @@ def test_a_mistake_on_plain_accelerate_is_found(verify: Verify, mistake: str) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", [PLAIN_MISTAKES, ROOT / "recipes" / "plain" / "plain_accelerate.py"])
+@pytest.mark.parametrize("script", [PLAIN_MISTAKES, SINGLE_FILE])
 def test_a_right_script_on_plain_accelerate_is_the_same(verify: Verify, script: Path) -> None:
     run, certificate = verified(verify, script, "--accelerate")
     assert run.exit_code == 0 and certificate["is_same"], run.stdout
@@ -194,9 +195,8 @@ def test_a_record_names_the_step_the_weight_and_the_versions_that_differ(tmp_pat
 
 @pytest.mark.full
 def test_a_record_of_a_script_on_accelerate(verify: Verify) -> None:
-    script = ROOT / "recipes" / "plain" / "plain_accelerate.py"
-    assert len(record(verify, script, "--accelerate")["reference"]["records"]) == 4
-    assert against(verify, script)[1]["verdict"] == "bit for bit"
+    assert len(record(verify, SINGLE_FILE, "--accelerate")["reference"]["records"]) == 4
+    assert against(verify, SINGLE_FILE)[1]["verdict"] == "bit for bit"
 
 
 @pytest.mark.full

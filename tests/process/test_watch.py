@@ -69,7 +69,7 @@ def test_signal_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> No
     script = tmp_path / "slow_to_start.py"
     script.write_text(
         "import os, signal, time\n"
-        "from common import RunConfig, run, start\n"
+        "from accelerate_recipes import RunConfig, run, start\n"
         "def main(config):\n"
         "    if start(config).process_index == 1:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"

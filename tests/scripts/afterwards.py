@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import torch
 
-from common import RunConfig, run, start
-from common.cpu_group import CpuGroup
+from accelerate_recipes import RunConfig, run, start
+from accelerate_recipes.common.cpu_group import CpuGroup
 
 
 def wait_for_the_end_of(pids: list[int]) -> None:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from common import RunConfig, fit, flag, run, start
-from common.data import Batch, pad_to_longest
-from common.evaluation import Examples, Metrics
+from accelerate_recipes import RunConfig, fit, flag, run, start
+from accelerate_recipes.common.data import Batch, pad_to_longest
+from accelerate_recipes.common.evaluation import Examples, Metrics
 
 NUM_CLASSES = 3
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from common import RunConfig, fit, flag, run, start
-from common.data import Batch
+from accelerate_recipes import RunConfig, fit, flag, run, start
+from accelerate_recipes.common.data import Batch
 
 
 class Data(Dataset):

@@ -33,16 +33,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from common import RunConfig, fit, start
-from common.checkpoint import save
-from common.checkpoint.identity import identity
-from common.checkpoint.resume import find_checkpoint
-from common.cpu_group import CpuGroup
-from common.data import Batch
-from common.errors import RunError
-from common.layout import Layout
-from common.plan import Plan
-from common.records.output_dir import OutputDir
+from accelerate_recipes import RunConfig, fit, start
+from accelerate_recipes.common.checkpoint import save
+from accelerate_recipes.common.checkpoint.identity import identity
+from accelerate_recipes.common.checkpoint.resume import find_checkpoint
+from accelerate_recipes.common.cpu_group import CpuGroup
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.errors import RunError
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.records.output_dir import OutputDir
 
 Tree = dict[str, bytes | None]  # {path in the folder: content; None for a folder}
 EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from common import RunConfig, fit, flag, run, start
-from common.data import Batch
-from common.stopping.watchdog import Watchdog
+from accelerate_recipes import RunConfig, fit, flag, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.stopping.watchdog import Watchdog
 
 FAULTS = ("none", "kill", "kill_all", "kill_launcher", "signal", "hang", "stop", "nan", "evaluation", "vanish")
 FAULTS += ("spoil",)  # a signal; the next step has a finite loss with a non-finite gradient

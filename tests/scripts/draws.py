@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common import RunConfig, fit, flag, run, start
-from common.data import Batch
+from accelerate_recipes import RunConfig, fit, flag, run, start
+from accelerate_recipes.common.data import Batch
 
 
 @dataclass(kw_only=True)

@@ -27,14 +27,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.command_line import parse
-from common.cpu_group import CpuGroup
-from common.data.batches import batches, checked_datasets, resident
-from common.evaluation import evaluate_set
-from common.parallel.kinds import layout_of, prepare
-from common.parallel.setup import Setup
-from common.plan import Plan
-from common.stopping.watch import _Pending
+from accelerate_recipes.common.command_line import parse
+from accelerate_recipes.common.cpu_group import CpuGroup
+from accelerate_recipes.common.data.batches import batches, checked_datasets, resident
+from accelerate_recipes.common.evaluation import evaluate_set
+from accelerate_recipes.common.parallel.kinds import layout_of, prepare
+from accelerate_recipes.common.parallel.setup import Setup
+from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.stopping.watch import _Pending
 
 ROOT = Path(__file__).parents[2]
 NAME = "npu"  # of the kinds of devices that a run accepts, the one that torch does not know

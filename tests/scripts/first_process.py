@@ -4,8 +4,8 @@ import time
 
 from accelerate import PartialState
 
-from common import RunConfig, run, start
-from common.tasks.cache import first_process_first
+from accelerate_recipes import RunConfig, run, start
+from accelerate_recipes.common.tasks.cache import first_process_first
 
 
 def main(config: RunConfig) -> None:

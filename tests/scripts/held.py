@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from accelerate_recipes import RunConfig, fit, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.tables import TableDataset
 from benchmarks.memory import live_bytes
-from common import RunConfig, fit, run, start
-from common.data import Batch
-from common.tasks.tables import TableDataset
 
 
 @dataclass(kw_only=True)

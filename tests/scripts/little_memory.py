@@ -4,8 +4,8 @@ import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
-from common import run
-from common.tasks import images
+from accelerate_recipes import run
+from accelerate_recipes.common.tasks import images
 
 recipe = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "mnist.py"))
 

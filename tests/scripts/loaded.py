@@ -11,10 +11,10 @@ import torch.distributed.pipelining  # its import takes memory
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM  # noqa: F401  # so does this one
 
-from common import RunConfig, fit, parameter_groups, run, start
-from common.data import Batch
-from common.tasks.causal_lm import load_pretrained, with_losses
-from common.tasks.text import TokenDataset
+from accelerate_recipes import RunConfig, fit, parameter_groups, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.causal_lm import load_pretrained, with_losses
+from accelerate_recipes.common.tasks.text import TokenDataset
 
 
 @dataclass(kw_only=True)

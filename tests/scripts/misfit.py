@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from common import RunConfig, UsageError, fit, flag, run, start
-from common.data import Batch
-from common.tasks.images import ImageDataset
+from accelerate_recipes import RunConfig, UsageError, fit, flag, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.images import ImageDataset
 
 CASES = ("none", "iterable", "batch_norm", "nan", "crash", "one_process", "late", "frozen", "memory", "put")
 

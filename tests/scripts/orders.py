@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 transformer = importlib.import_module("transformer")
-from common import fit, run  # noqa: E402
+from accelerate_recipes import fit, run  # noqa: E402
 
 
 class Done:

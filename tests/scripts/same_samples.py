@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from common import RunConfig, fit, flag, run, start
-from common.data import Batch
-from common.evaluation import evaluate_set
-from common.parallel.kinds import layout_of, prepare
-from common.parallel.setup import Setup
-from common.plan import Plan
+from accelerate_recipes import RunConfig, fit, flag, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.evaluation import evaluate_set
+from accelerate_recipes.common.parallel.kinds import layout_of, prepare
+from accelerate_recipes.common.parallel.setup import Setup
+from accelerate_recipes.common.plan import Plan
 
 
 class Recording(Dataset):

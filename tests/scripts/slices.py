@@ -14,10 +14,10 @@ import torch.distributed as dist
 import transformers as hf
 from torch import nn
 
-from common import RunConfig, UsageError, run, start
-from common.parallel.kinds import layout_of
-from common.parallel.sequence import SequenceGroup, divider_of
-from common.tasks.causal_lm import IGNORED, checkpoint_activations, with_losses
+from accelerate_recipes import RunConfig, UsageError, run, start
+from accelerate_recipes.common.parallel.kinds import layout_of
+from accelerate_recipes.common.parallel.sequence import SequenceGroup, divider_of
+from accelerate_recipes.common.tasks.causal_lm import IGNORED, checkpoint_activations, with_losses
 
 VOCABULARY, CONTEXT = 64, 24
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

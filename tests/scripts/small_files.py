@@ -7,8 +7,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from common import loop, run
-from common.checkpoint import export
+from accelerate_recipes import run
+from accelerate_recipes.common import loop
+from accelerate_recipes.common.checkpoint import export
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 MAX_FILE_BYTES = 16_000_000

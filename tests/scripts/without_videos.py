@@ -1,6 +1,6 @@
 """recipes/vision_language.py with the processors of SmolVLM and Qwen-VL on machines without torchvision: no videos."""
 
-from common import run
+from accelerate_recipes import run
 from recipes.vision_language import Config, main
 from support.vision_models import without_videos
 

@@ -169,9 +169,6 @@ def _work(environment: dict[str, str], script: str, arguments: list[str]) -> NoR
     _forget_multiprocessing()
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
-    if (Path(script).parent / "common").is_dir():  # a project has its own
-        for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
-            del sys.modules[name]
     for seed in (random.seed, numpy.random.seed, torch.seed):  # else all forks draw the same numbers
         seed()
     code = 0

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from common.checkpoint.format import digest_of_json
+from accelerate_recipes.common.checkpoint.format import digest_of_json
 
 
 def rewrite(folder: Path, change: Callable[[dict], dict], manifest: dict | None = None) -> None:

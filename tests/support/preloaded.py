@@ -9,12 +9,14 @@ from pathlib import Path
 MODULES = """
     accelerate.commands.launch
     accelerate.utils.deepspeed
-    common.tasks.images
-    common.tasks.labelled_texts
-    common.tasks.tables
-    common.tasks.text
-    common.tasks.causal_lm
-    common.tasks.encoder
+    accelerate_recipes.common.loop
+    accelerate_recipes.common.run
+    accelerate_recipes.common.tasks.images
+    accelerate_recipes.common.tasks.labelled_texts
+    accelerate_recipes.common.tasks.tables
+    accelerate_recipes.common.tasks.text
+    accelerate_recipes.common.tasks.causal_lm
+    accelerate_recipes.common.tasks.encoder
     deepspeed.launcher.runner
     deepspeed.ops.adam
     deepspeed.ops.op_builder.all_ops

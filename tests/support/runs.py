@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common.records.output_dir import checkpoints
+from accelerate_recipes.common.records.output_dir import checkpoints
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
@@ -100,7 +100,7 @@ def refused(run: Run) -> str:
     output = f"{run.stdout}\n{run.stderr}"  # a process may end within a line
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     assert run.exit_code in (1, 2) and len(lines) == 1, output
-    for folder in ("common", "recipes", "tests"):
+    for folder in ("accelerate_recipes", "common", "recipes", "tests"):
         assert f'File "{ROOT / folder}' not in output, "a traceback from our code"
     codes = {line.split()[2] for line in run.stderr.splitlines() if line.strip().startswith("exitcode  :")}
     # torchrun ends the other processes with SIGTERM (-15) unless they have ended.

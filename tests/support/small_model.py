@@ -31,7 +31,7 @@ def write_encoder(folder: Path) -> None:
     import torch
     from transformers import BertConfig, BertModel
 
-    from common.tasks.encoder import word_tokenizer
+    from accelerate_recipes.common.tasks.encoder import word_tokenizer
 
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -44,7 +44,7 @@ def write_gpt2(folder: Path) -> None:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from common.tasks.tokenization import byte_tokenizer
+    from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()

@@ -11,14 +11,22 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from common.data import pad_to_longest
-from common.errors import UsageError
-from common.tasks.causal_lm import with_losses
-from common.tasks.chat_models import small_chat_model, with_chat_template
-from common.tasks.chats import ChatDataset, Chats, PackedDataset, by_rules, encode, load_chats, packed
-from common.tasks.conversations import Conversation
-from common.tasks.text import IGNORED
-from common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.data import pad_to_longest
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.causal_lm import with_losses
+from accelerate_recipes.common.tasks.chat_models import small_chat_model, with_chat_template
+from accelerate_recipes.common.tasks.chats import (
+    ChatDataset,
+    Chats,
+    PackedDataset,
+    by_rules,
+    encode,
+    load_chats,
+    packed,
+)
+from accelerate_recipes.common.tasks.conversations import Conversation
+from accelerate_recipes.common.tasks.text import IGNORED
+from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from common.command_line import GROUPS, parse
-from common.config import RunConfig
-from common.errors import UsageError
-from common.launch.checks import check_num_gpus
-from common.records.run_card import git_commit, git_diff
-from common.schedule import Schedule
+from accelerate_recipes.common.command_line import GROUPS, parse
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.launch.checks import check_num_gpus
+from accelerate_recipes.common.records.run_card import git_commit, git_diff
+from accelerate_recipes.common.schedule import Schedule
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DistributedType
 
 from accelerate_recipes import catalog
+from accelerate_recipes.common import environment
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor import check, cure, rules
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import findings
 from accelerate_recipes.doctor.machine import Machine, look
 from accelerate_recipes.doctor.rules import keys, launching
-from accelerate_recipes.errors import UsageError
-from common import environment
 from support.config_files import (
     BAD,
     FILES,

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor import check, cure, of_config
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Finding
 from accelerate_recipes.doctor.fix import fix
-from accelerate_recipes.errors import UsageError
 from support.config_files import BAD, FILES, REFUSED, SERVER, TYPICAL, ask_here, config_of, name_of
 
 CONFIGS = [*(path for path in BAD if path.parent.name == "config"), *TYPICAL, *REFUSED]

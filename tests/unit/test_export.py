@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from common import load_exported
-from common.checkpoint.export import export_dtype, write_weights
-from common.errors import UsageError
+from accelerate_recipes import load_exported
+from accelerate_recipes.common.checkpoint.export import export_dtype, write_weights
+from accelerate_recipes.common.errors import UsageError
 
 WEIGHTS = {"weight": torch.ones(3, 4), "bias": torch.zeros(3)}
 

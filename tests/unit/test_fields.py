@@ -18,9 +18,9 @@ from transformers import (
     RobertaModel,
 )
 
-from common.data import pad_to_longest
-from common.errors import UsageError
-from common.tasks.encoder import PADDING, Embedder, always_mask, with_tokens
+from accelerate_recipes.common.data import pad_to_longest
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.encoder import PADDING, Embedder, always_mask, with_tokens
 from recipes import embeddings, text_classification
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.checkpoint.format import DamagedError, WriteError, digest_of_file, write_tensors
-from common.checkpoint.reader import Reader, check_coverage
-from common.checkpoint.resume import newest
-from common.checkpoint.writer import own_shard, remove, write
-from common.cpu_group import CpuGroup
-from common.errors import RunError
-from common.parallel.parts import Part
-from common.records.output_dir import checkpoint_name
+from accelerate_recipes.common.checkpoint.format import DamagedError, WriteError, digest_of_file, write_tensors
+from accelerate_recipes.common.checkpoint.reader import Reader, check_coverage
+from accelerate_recipes.common.checkpoint.resume import newest
+from accelerate_recipes.common.checkpoint.writer import own_shard, remove, write
+from accelerate_recipes.common.cpu_group import CpuGroup
+from accelerate_recipes.common.errors import RunError
+from accelerate_recipes.common.parallel.parts import Part
+from accelerate_recipes.common.records.output_dir import checkpoint_name
 from support.manifests import rewrite
 
 SHARD = "shard_00000.safetensors"

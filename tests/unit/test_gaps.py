@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from common.check.alone import Step
-from common.check.compare import replica_gaps, weight_gap
-from common.check.sketch import Sketch
+from accelerate_recipes.common.check.alone import Step
+from accelerate_recipes.common.check.compare import replica_gaps, weight_gap
+from accelerate_recipes.common.check.sketch import Sketch
 
 
 def test_a_weight_that_is_not_a_number_differs() -> None:

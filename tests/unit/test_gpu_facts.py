@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import RunConfig
-from common.data.batches import _sent
-from common.layout import Layout
-from common.parallel.fsdp2 import mixed_precision_policy
-from common.plan import Plan
-from common.records.hardware import peak_flops
-from common.stopping.advice import advice_for
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.data.batches import _sent
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.parallel.fsdp2 import mixed_precision_policy
+from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.records.hardware import peak_flops
+from accelerate_recipes.common.stopping.advice import advice_for
 
 
 @pytest.mark.parametrize(("precision", "gathered"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

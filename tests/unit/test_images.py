@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from common.errors import UsageError
-from common.tasks.images import load_images
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.images import load_images
 from support.small_mnist import write_idx, write_mnist
 
 

@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.config import RunConfig
-from common.data.batches import Batch, batches
-from common.parallel.ddp import _let_ddp_send_state_alone
-from common.parallel.setup import choose_fused_kernels
-from common.tasks.images import ImageDataset
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.data.batches import Batch, batches
+from accelerate_recipes.common.parallel.ddp import _let_ddp_send_state_alone
+from accelerate_recipes.common.parallel.setup import choose_fused_kernels
+from accelerate_recipes.common.tasks.images import ImageDataset
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageClassification, PretrainedConfig, ViTConfig, ViTForImageClassification
 
-from common.tasks.known_classes import names_of, order_of_head, with_classes
-from common.tasks.lists import counted
-from common.tasks.pretrained import load
+from accelerate_recipes.common.tasks.known_classes import names_of, order_of_head, with_classes
+from accelerate_recipes.common.tasks.lists import counted
+from accelerate_recipes.common.tasks.pretrained import load
 
 Out = pytest.CaptureFixture[str]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -8,9 +8,9 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification
 
-from common.errors import UsageError
-from common.tasks.encoder import always_mask, load_encoder, word_tokenizer
-from common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.encoder import always_mask, load_encoder, word_tokenizer
+from accelerate_recipes.common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
 from support.small_model import write_encoder, write_model
 
 NAMES = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}

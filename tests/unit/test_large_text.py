@@ -11,10 +11,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from common.errors import UsageError
-from common.tasks import text
-from common.tasks.text import TokenDataset, load_tokens
-from common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks import text
+from accelerate_recipes.common.tasks.text import TokenDataset, load_tokens
+from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 from support.small_model import write_model
 
 AWKWARD = "naïve 日本\r\nline\rtab\t\n\n" * 40 + "é" * 300 + "\n"

@@ -8,9 +8,9 @@ import torch
 from peft import PeftModel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from common.errors import UsageError
-from common.tasks.causal_lm import with_losses
-from common.tasks.lora import add_lora
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.causal_lm import with_losses
+from accelerate_recipes.common.tasks.lora import add_lora
 
 TOKENS = torch.arange(3, 40).unsqueeze(0)
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import RunConfig
-from common.data.mixture import SOURCE, Mixture, by_source, of_sources, without_sources
-from common.errors import UsageError
-from common.layout import Layout
-from common.plan import Plan
-from common.tasks.mixture import Sources, weights_of
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.data.mixture import SOURCE, Mixture, by_source, of_sources, without_sources
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.tasks.mixture import Sources, weights_of
 
 SIZES = {"a": 300, "b": 100, "c": 11}
 SETS = {name: [{"value": number} for number in range(size)] for name, size in SIZES.items()}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.check.sketch import Sketch
-from common.norms import clip, norm_of
+from accelerate_recipes.common.check.sketch import Sketch
+from accelerate_recipes.common.norms import clip, norm_of
 
 SIZES = (1_000_000, 3_000_001, 10_000_000, 30_000_000, 100_000_000)
 

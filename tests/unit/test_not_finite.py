@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.config import RunConfig
-from common.layout import Layout
-from common.parallel.kinds import prepare
-from common.parallel.setup import Setup
-from common.plan import Plan
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.parallel.kinds import prepare
+from accelerate_recipes.common.parallel.setup import Setup
+from accelerate_recipes.common.plan import Plan
 
 
 def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

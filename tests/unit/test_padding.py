@@ -4,9 +4,9 @@ import pickle
 
 import torch
 
-from common.config import RunConfig
-from common.data import pad_to_longest
-from common.data.batches import Collated, batches
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.data import pad_to_longest
+from accelerate_recipes.common.data.batches import Collated, batches
 
 SAMPLES = [
     {"tokens": torch.tensor([5, 6, 7]), "labels": torch.tensor([1, 2, 3]), "score": 0.5, "name": "a"},

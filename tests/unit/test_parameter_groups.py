@@ -2,7 +2,7 @@
 
 import torch
 
-from common.parameter_groups import parameter_groups
+from accelerate_recipes.common.parameter_groups import parameter_groups
 
 
 def test_weight_decay_is_of_weights_that_multiply() -> None:

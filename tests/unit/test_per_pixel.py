@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.data import Batch
+from accelerate_recipes.common.data import Batch
 from support.runs import ROOT
 
 

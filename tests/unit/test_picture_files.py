@@ -10,9 +10,9 @@ import numpy
 import pytest
 from PIL import Image
 
-from common.errors import UsageError
-from common.tasks.picture_files import Opener
-from common.tasks.text_files import local_path
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.picture_files import Opener
+from accelerate_recipes.common.tasks.text_files import local_path
 
 
 def png(rows: numpy.ndarray, depth: int, colour_type: int, key: bytes = b"") -> bytes:

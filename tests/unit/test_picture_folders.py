@@ -10,11 +10,11 @@ import numpy
 import pytest
 from PIL import Image
 
-from common.errors import UsageError
-from common.tasks.images import load_images
-from common.tasks.labelled_pictures import LabelledPictures, load_labelled_pictures
-from common.tasks.mixture import weights_of
-from common.tasks.photos import load_photos
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.images import load_images
+from accelerate_recipes.common.tasks.labelled_pictures import LabelledPictures, load_labelled_pictures
+from accelerate_recipes.common.tasks.mixture import weights_of
+from accelerate_recipes.common.tasks.photos import load_photos
 
 Out = pytest.CaptureFixture[str]
 

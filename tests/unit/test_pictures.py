@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from common.errors import UsageError
-from common.tasks.images import ImageDataset, load_images
-from common.tasks.pictures import ImageFormat, read_picture
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.images import ImageDataset, load_images
+from accelerate_recipes.common.tasks.pictures import ImageFormat, read_picture
 
 
 def images(value: int, shape: tuple[int, int, int] = (1, 12, 10)) -> ImageDataset:

@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 
-from common.config import RunConfig
-from common.errors import UsageError
-from common.layout import Layout
-from common.parallel.kinds import layout_of
-from common.plan import Plan, split_batch
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.parallel.kinds import layout_of
+from accelerate_recipes.common.plan import Plan, split_batch
 
 
 def test_seeds_give_orders_of_their_own() -> None:

@@ -20,13 +20,19 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from common.data import pad_to_longest
-from common.errors import UsageError
-from common.tasks.causal_lm import IGNORED, with_losses
-from common.tasks.chat_models import small_chat_model, without_dropout
-from common.tasks.chats import Chats, encode
-from common.tasks.preferences import PairDataset, divided, load_pairs, log_probabilities, pairs_by_rules
-from common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.data import pad_to_longest
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
+from accelerate_recipes.common.tasks.chat_models import small_chat_model, without_dropout
+from accelerate_recipes.common.tasks.chats import Chats, encode
+from accelerate_recipes.common.tasks.preferences import (
+    PairDataset,
+    divided,
+    load_pairs,
+    log_probabilities,
+    pairs_by_rules,
+)
+from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 from recipes import preferences as recipe
 
 QUESTION = {"role": "user", "content": "Why?"}

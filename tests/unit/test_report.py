@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.state import LOWER_IS_BETTER
 from accelerate_recipes.report import plots, summary
 from accelerate_recipes.report.page import page
 from accelerate_recipes.report.plots import axes
 from accelerate_recipes.report.runs import Event, Run, read_runs
-from common.config import RunConfig
-from common.state import LOWER_IS_BETTER
 from support.report import EARLIER, RECORDS, STOPPED, card, evaluation, only, page_of, saved, training
 
 NOT_FINITE = "stopped: train/loss is nan at step 33 in process 0, samples 4, 5: try a lower --learning_rate"

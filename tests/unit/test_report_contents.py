@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import ImageColor
 
-from accelerate_recipes.errors import UsageError
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.report import plots, summary, write
 from accelerate_recipes.report.runs import read_runs
 from support.report import COMMAND, EARLIER, RECORDS, card, only, page_of, saved

@@ -16,12 +16,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common.errors import UsageError
-from common.tasks import rows
-from common.tasks.labelled_texts import load_labelled_texts
-from common.tasks.pairs import load_pairs
-from common.tasks.rows import Table, table_of
-from common.tasks.sources import load_tables
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks import rows
+from accelerate_recipes.common.tasks.labelled_texts import load_labelled_texts
+from accelerate_recipes.common.tasks.pairs import load_pairs
+from accelerate_recipes.common.tasks.rows import Table, table_of
+from accelerate_recipes.common.tasks.sources import load_tables
 
 # Texts that readers with types change: dates, numbers, truth values, missing values, spaces, quotes, line ends.
 AWKWARD = [

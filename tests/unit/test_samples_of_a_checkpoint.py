@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from common import RunConfig
-from common.checkpoint.samples import Facts, other_sample, training_facts
-from common.cpu_group import CpuGroup
-from common.layout import Layout
-from common.plan import Plan
-from common.seeds import CPU, generator_states
+from accelerate_recipes import RunConfig
+from accelerate_recipes.common.checkpoint.samples import Facts, other_sample, training_facts
+from accelerate_recipes.common.cpu_group import CpuGroup
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.seeds import CPU, generator_states
 
 CONFIG = {"epochs": 1, "batch_size": 8, "learning_rate": 1.0}
 

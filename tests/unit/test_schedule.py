@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.schedule import SCHEDULES, learning_rate_factor
+from accelerate_recipes.common.schedule import SCHEDULES, learning_rate_factor
 
 
 def test_schedules_rise_and_fall() -> None:

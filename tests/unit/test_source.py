@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import source
+from accelerate_recipes import __version__
+from accelerate_recipes.common.checkpoint import source
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.launch.machines import _facts
 from support.runs import ROOT
+
+COMMON = ROOT / "common"
 
 
 def test_the_archive_has_recipe_loop_config_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +33,14 @@ def test_the_archive_has_recipe_loop_config_and_command(tmp_path: Path, monkeypa
     assert archive.testzip() is None and archive.read("command.txt").decode() == command + "\n"
     for name, path in (("train.py", recipe), ("my_layers.py", helper), ("accelerate_configs/ours.yaml", config)):
         assert archive.read(name) == path.read_bytes()
-    names = {path.relative_to(ROOT / "common") for path in (ROOT / "common").rglob("*.py")}
-    loop = {f"common/{name}" for name in names if name.parent.name != "tasks"}  # tasks only if they are imported
-    assert loop <= {*archive.namelist()} and archive.read("common/loop.py") == (ROOT / "common/loop.py").read_bytes()
+    ours = {f"accelerate_recipes/common/{path.relative_to(COMMON)}" for path in COMMON.rglob("*.py")}
+    assert {*archive.namelist()} == {
+        *("command.txt", "version.txt", "train.py", "my_layers.py", "accelerate_configs/ours.yaml"),
+        *("accelerate_recipes/__init__.py", *ours),
+    }
+    assert archive.read("version.txt").decode() == f"accelerate-recipes {__version__}+local\n"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    facts = _facts(RunConfig())  # which machines compare: the same files
+    assert facts["files"].keys() == {name for name in archive.namelist() if name.endswith(".py")}
+    assert facts["versions"]["accelerate-recipes"] == f"{__version__}+local"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UsageError
-from common.tasks.mixture import weights_of
-from common.tasks.sources import load_splits, load_tables
-from common.tasks.text import load_tokens
-from common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.mixture import weights_of
+from accelerate_recipes.common.tasks.sources import load_splits, load_tables
+from accelerate_recipes.common.tasks.text import load_tokens
+from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.parallel.stages import keep_stage, layer_bounds
+from accelerate_recipes.common.parallel.stages import keep_stage, layer_bounds
 
 
 @pytest.mark.parametrize("num_layers", range(1, 12))

@@ -2,7 +2,7 @@
 
 import math
 
-from common.state import TrainState
+from accelerate_recipes.common.state import TrainState
 
 
 def test_number_that_is_none_is_never_the_best() -> None:

@@ -16,10 +16,10 @@ from datasets import Dataset, Image, load_dataset
 from filelock import FileLock
 from torch.utils.data import IterableDataset
 
-from common.data.batches import checked_datasets, fetch
-from common.errors import UsageError
-from common.tasks.sources import load_splits
-from common.tasks.streams import convert_stream
+from accelerate_recipes.common.data.batches import checked_datasets, fetch
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.sources import load_splits
+from accelerate_recipes.common.tasks.streams import convert_stream
 from support.launching import environment, until
 from support.runs import ROOT
 
@@ -92,7 +92,7 @@ def test_images_are_kept_as_they_are_in_their_files(tmp_path: Path) -> None:
 
 KILLED = """
 import sys, time
-from common.tasks.streams import convert_stream
+from accelerate_recipes.common.tasks.streams import convert_stream
 def slow():
     for number in range(300):
         time.sleep(0.01)
@@ -137,7 +137,10 @@ def test_bad_streams(tmp_path: Path, samples: list[Any], expected: str) -> None:
 
 
 def test_a_stream_in_fit_is_told_how_to_convert() -> None:
-    with pytest.raises(UsageError, match=re.escape("type convert_stream(dataset, FOLDER), from common.tasks.streams")):
+    with pytest.raises(
+        UsageError,
+        match=re.escape("type convert_stream(dataset, FOLDER), from accelerate_recipes.common.tasks.streams"),
+    ):
         checked_datasets(Numbers(5), Numbers(5), None)  # type: ignore[arg-type]  # that is the mistake
 
 

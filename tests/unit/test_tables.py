@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.command_line import parse
-from common.errors import UsageError
+from accelerate_recipes.common.command_line import parse
+from accelerate_recipes.common.errors import UsageError
 from support.recipes import LINEAR
 from support.runs import ROOT
 

@@ -4,9 +4,9 @@ import pytest
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from common.errors import UsageError
-from common.parallel.tensor import check_plan
-from common.tasks.lora import add_lora
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.parallel.tensor import check_plan
+from accelerate_recipes.common.tasks.lora import add_lora
 
 
 class Net(nn.Module):

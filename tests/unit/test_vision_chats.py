@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from common.errors import UsageError
-from common.tasks.causal_lm import IGNORED, with_losses
-from common.tasks.picture_files import Opener
-from common.tasks.vision_batches import VisionEncoder, unpadded
-from common.tasks.vision_chats import _Rows, load_vision_chats, shapes, with_parts
-from common.tasks.vision_models import freeze_named, freeze_picture_keys, freeze_unused
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
+from accelerate_recipes.common.tasks.picture_files import Opener
+from accelerate_recipes.common.tasks.vision_batches import VisionEncoder, unpadded
+from accelerate_recipes.common.tasks.vision_chats import _Rows, load_vision_chats, shapes, with_parts
+from accelerate_recipes.common.tasks.vision_models import freeze_named, freeze_picture_keys, freeze_unused
 from support.vision_models import FAMILIES, made
 
 SIZES = ((20, 30), (40, 17), (16, 16), (33, 64))

@@ -14,23 +14,23 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
+from accelerate_recipes.common.check.first_steps import mixed_types
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.data.batches import Collated, MapDataset, checked_datasets, fetch
+from accelerate_recipes.common.data.padding import pad_to_longest
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.norms import clip, norm_of
+from accelerate_recipes.common.parallel.checks import check_dense_gradients, check_given, check_model, check_optimizer
+from accelerate_recipes.common.parallel.ddp import DDP
+from accelerate_recipes.common.parallel.deepspeed import DEEPSPEED, check_weights
+from accelerate_recipes.common.parallel.engine import step_if_finite
+from accelerate_recipes.common.parallel.fsdp2 import FSDP2
+from accelerate_recipes.common.parallel.guards import check_metrics
+from accelerate_recipes.common.parallel.pipeline import PIPELINE
+from accelerate_recipes.common.parallel.tensor import TENSOR
+from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.doctor import asked
-from common.check.first_steps import mixed_types
-from common.config import RunConfig
-from common.data.batches import Collated, MapDataset, checked_datasets, fetch
-from common.data.padding import pad_to_longest
-from common.errors import UsageError
-from common.layout import Layout
-from common.norms import clip, norm_of
-from common.parallel.checks import check_dense_gradients, check_given, check_model, check_optimizer
-from common.parallel.ddp import DDP
-from common.parallel.deepspeed import DEEPSPEED, check_weights
-from common.parallel.engine import step_if_finite
-from common.parallel.fsdp2 import FSDP2
-from common.parallel.guards import check_metrics
-from common.parallel.pipeline import PIPELINE
-from common.parallel.tensor import TENSOR
-from common.plan import Plan
 from support.runs import ROOT
 
 WEIGHT = nn.Parameter(torch.zeros(3))

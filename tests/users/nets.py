@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
-from common.environment import rank
+from accelerate_recipes.common.environment import rank
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ import samples
 import steps
 from nets import NETS, ZOO
 
-from common import RunConfig, fit, flag, run, start
+from accelerate_recipes import RunConfig, fit, flag, run, start
 
 MODELS = families.ZOO | families.FAMILIES | {name: (build, steps.vector_step) for name, build in NETS.items()}
 MODELS |= {

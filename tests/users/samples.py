@@ -9,8 +9,8 @@ import numpy
 import torch
 from torch.utils.data import Dataset, WeightedRandomSampler, default_collate
 
-from common.data import Batch
-from common.environment import rank
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.environment import rank
 
 WIDTH = int(os.environ.get("USERS_WIDTH", 16))  # tests/large sets it
 LENGTH, VOCABULARY, PIXELS, FRAMES = 8, 32, 32, 64

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from common.data import Batch
+from accelerate_recipes.common.data import Batch
 
 Values = dict[str, Tensor]
 Step = Callable[..., Values]

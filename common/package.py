@@ -1,0 +1,65 @@
+"""This package and the code of a run: which files are the user's, and whether the version names the others."""
+
+import base64
+import hashlib
+import json
+import sys
+import sysconfig
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from .. import __version__
+
+_PACKAGE = Path(__file__).parents[1]
+_RECIPES = _PACKAGE / "bundle" / "recipes"  # an installed recipe is a recipe
+
+
+def is_own(file: str) -> bool:
+    """Whether a file is the recipe's, or another one of the user's: not of this package, another one or Python."""
+    path = Path(file)
+    if path.is_relative_to(_PACKAGE):
+        return path.is_relative_to(_RECIPES)
+    is_package = {"site-packages", "dist-packages"} & {*path.parts} or path.is_relative_to(sysconfig.get_path("stdlib"))
+    return not (is_package or file.startswith("<frozen"))
+
+
+@cache
+def version() -> str:
+    """The version of this package; with "+local" after it unless it names the code: in a checkout, in a vendored
+    folder, installed from a folder or a commit, or with files that are not those of the wheel."""
+    return __version__ if _is_as_released() else f"{__version__}+local"
+
+
+def _is_as_released() -> bool:
+    try:
+        installed = distribution("accelerate-recipes")
+    except PackageNotFoundError:
+        return False
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")  # pip writes none for a name and a version
+    if {"dir_info", "vcs_info"} & origin.keys():
+        return False
+    # Another folder of this name may come first in sys.path: whole paths are compared.
+    digests = {Path(str(file.locate())): file.hash.value for file in installed.files or [] if file.hash}
+    return all(digests.get(path) == _digest(path) for path in _PACKAGE.rglob("*.py"))
+
+
+def _digest(path: Path) -> str:
+    """As the wheel's RECORD has it."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def files_of_run() -> dict[str, Path]:
+    """{name: file} of the recipe, of what it has imported from its folder and, unless the version names it, of this
+    package without the command-line tool. As they are named, the recipe can be started."""
+    script = Path(sys.argv[0]).resolve()
+    files = {script.name: script}
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.suffix == ".py" and path.is_relative_to(script.parent) and is_own(str(path)):
+            files[str(path.relative_to(script.parent))] = path
+    if version() != __version__:
+        ours = [_PACKAGE / "__init__.py", *(_PACKAGE / "common").rglob("*.py")]
+        files |= {str(path.relative_to(_PACKAGE.parent)): path for path in ours}
+    return files

@@ -1,0 +1,27 @@
+"""Standard output and standard error, which may be closed or be able to show less than a line has."""
+
+import os
+from contextlib import suppress
+from typing import Any, TextIO
+
+
+class Output:
+    """A stream that ignores write errors: after the loss of its ssh connection a run goes on, and saves; and nobody may
+    read on, as in `| head`. What the terminal cannot show is replaced. Closed streams are None."""
+
+    def __init__(self, stream: TextIO | None):
+        self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+        with suppress(AttributeError, OSError):  # that of a notebook has none; one that is a pipe by now
+            self._stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
