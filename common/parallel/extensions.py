@@ -4,19 +4,19 @@ import hashlib
 import os
 import platform
 import re
+import shutil
 import sys
-from contextlib import suppress
+import tempfile
 from importlib.machinery import ExtensionFileLoader
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from filelock import FileLock
 
-BUILDS_IN = "ACCELERATE_RECIPES_BUILDS_IN"  # in the environment of compilers: the folder
+BUILDING = "building_"
 BUILDERS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
 
 
@@ -27,7 +27,7 @@ def extensions_folder() -> Path:
 
     facts = [sys.prefix, sys.version, torch.__version__, version("deepspeed"), platform.machine(), *_processor()]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    return Path(get_default_build_root()) / f"accelerate_recipes_{key}"
+    return Path(get_default_build_root()) / f"accelerate_recipes_{key}_whole"  # without: named before they were whole
 
 
 def _processor() -> list[str]:
@@ -41,10 +41,10 @@ def _processor() -> list[str]:
 def load_extensions(names: list[str]) -> None:
     """Loads extensions, keys of `BUILDERS`, for DeepSpeed; compiles them first if necessary.
 
-    torch marks a running build with a file. If the process is killed, its compilers go on, the file stays and all later
-    builds wait forever. Here one process at a time builds, under a lock that ends with the process. It first ends such
-    compilers and removes such a file. In a folder that the user chose (`TORCH_EXTENSIONS_DIR`) others may build without
-    that lock: nothing is ended or removed there.
+    torch marks a running build with a file. If the process is killed, the file stays, and all later builds wait forever;
+    its compilers go on, and write into the files of the next build. Here each build has a folder of its own, which gets
+    its name when it is whole. One process at a time builds, under a lock that ends with the process. In a folder that the
+    user chose (`TORCH_EXTENSIONS_DIR`) torch builds as it does.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -54,31 +54,25 @@ def load_extensions(names: list[str]) -> None:
     with FileLock(folder / "accelerate_recipes.lock"):
         for name in names:
             builder = get_accelerator().create_op_builder(BUILDERS[name])
-            library, is_whole = folder / name / f"{name}.so", folder / name / "is_whole"
-            if own and library.exists() and is_whole.exists():
+            library = folder / name / f"{name}.so"
+            if own and library.exists():
                 # Without the builder, which would probe compiler and processor again: 5 s for cpu_adam.
                 builder._loaded_ops[name] = _loaded(library, name)
                 continue
-            if own:
-                _end_compilers(folder)
-                (folder / name / "lock").unlink(missing_ok=True)
             if not library.exists():
                 print("compiling an extension of DeepSpeed, once, about a minute", file=sys.stderr, flush=True)
-            os.environ[BUILDS_IN] = str(folder)
-            builder.load(verbose=False)
-            del os.environ[BUILDS_IN]
-            if own:
-                is_whole.touch()
-
-
-def _end_compilers(folder: Path) -> None:
-    """Kills the compilers that killed builds have left: they would write into the files of the next build."""
-    for _ in range(3):  # ninja may start another one before it is killed
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):
-                if process.environ().get(BUILDS_IN) == str(folder):
-                    process.kill()
-                    process.wait(1)
+            if not own:
+                builder.load(verbose=False)
+                continue
+            for left in folder.glob(f"{BUILDING}*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            os.environ["TORCH_EXTENSIONS_DIR"] = building = tempfile.mkdtemp(prefix=BUILDING, dir=folder)
+            try:
+                builder.load(verbose=False)
+            finally:
+                os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+            Path(building, name).rename(folder / name)
+            Path(building).rmdir()
 
 
 def _loaded(library: Path, name: str) -> Any:
