@@ -78,7 +78,7 @@ def _main(function: str, weights: str, result: str, script: str, *flags: str) ->
     if not script:
         return ask()
     import accelerate_recipes.common.launch.start as launch
-    import accelerate_recipes.common.parallel.checks as checks
+    import accelerate_recipes.common.step.checks as checks
 
     building = ExitStack()
 

@@ -39,10 +39,10 @@ from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.files import flush
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.parallel.kinds import prepare
-from accelerate_recipes.common.parallel.setup import Setup
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.records.unrecorded import Unrecorded
 from accelerate_recipes.common.state import TrainState
+from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.stopping.watch import Watch
 from accelerate_recipes.common.tasks.causal_lm import with_losses
 

@@ -40,12 +40,12 @@ from accelerate_recipes.common.checkpoint.save import Saver
 from accelerate_recipes.common.checkpoint.writer import assigned, own_shard
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.parallel.kinds import layout_of, prepare
-from accelerate_recipes.common.parallel.parts import Part, holders, shard_range
-from accelerate_recipes.common.parallel.setup import Setup
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.records.unrecorded import Unrecorded
 from accelerate_recipes.common.state import TrainState
+from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.stopping.watch import Watch
+from accelerate_recipes.common.weights.parts import Part, holders, shard_range
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = ("set-up", "flags", "plan", "save", "resume", "end")

@@ -156,9 +156,9 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
     from accelerate_recipes.common.parallel.kinds import layout_of, prepare
-    from accelerate_recipes.common.parallel.setup import Setup
     from accelerate_recipes.common.parallel.tensor import check_plan
     from accelerate_recipes.common.plan import Plan
+    from accelerate_recipes.common.step.setup import Setup
     from accelerate_recipes.common.tasks.causal_lm import with_losses
 
     config = RunConfig(batch_size=batch_size, max_steps=STEPS, output_dir=path)

@@ -183,8 +183,8 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
     from accelerate_recipes.common.parallel.kinds import layout_of, prepare
-    from accelerate_recipes.common.parallel.setup import Setup
     from accelerate_recipes.common.plan import Plan
+    from accelerate_recipes.common.step.setup import Setup
 
     config = RunConfig(batch_size=batch_size, max_steps=1, output_dir=folder)
     AcceleratorState._reset_state()  # a new Accelerator for each model, because DeepSpeed's takes only one

@@ -17,17 +17,17 @@ from .data.facts import say_sizes
 from .data.mixture import of_sources, without_sources
 from .errors import StoppedError, UsageError
 from .files import for_json
-from .parallel.batch_loss import SAMPLE_WEIGHT, BatchLoss, gathered, put
-from .parallel.engine import Engine, evaluating, is_metric
-from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.kinds import check_trainable, prepare
-from .parallel.on_disk import fill
-from .parallel.setup import Setup
 from .records.predictions import write_predictions
 from .records.recorder import Recorder
 from .seeds import EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
+from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gathered, put
+from .step.engine import Engine, evaluating, is_metric
+from .step.guards import check_same_start, freeze_what_is_not_trained
+from .step.setup import Setup
 from .stopping.watch import Watch
+from .weights.on_disk import fill
 
 
 class Evaluation:

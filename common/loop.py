@@ -18,16 +18,16 @@ from .cpu_group import CpuGroup
 from .data.batches import CollateFn, Examples, ForwardStep, MapDataset, Metrics, batches, checked_datasets
 from .data.mixture import by_source
 from .evaluation import Evaluation, evaluate_exported
-from .parallel.batch_loss import BatchLossFn
-from .parallel.checks import check_given
-from .parallel.guards import check_same_start, freeze_what_is_not_trained
 from .parallel.kinds import check_trainable, layout_of, prepare
-from .parallel.lazy import with_sizes
-from .parallel.setup import Setup
 from .plan import Plan, Sampler
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
 from .schedule import ScheduleFn
+from .step.batch_loss import BatchLossFn
+from .step.checks import check_given
+from .step.guards import check_same_start, freeze_what_is_not_trained
+from .step.lazy import with_sizes
+from .step.setup import Setup
 from .stopping.watch import Watch
 
 

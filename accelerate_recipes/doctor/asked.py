@@ -65,9 +65,9 @@ def refusals(
     from accelerate_recipes.common.data.batches import checked_datasets
     from accelerate_recipes.common.data.mixture import by_source
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
-    from accelerate_recipes.common.parallel.checks import check_given
     from accelerate_recipes.common.parallel.kinds import check_batch_loss, layout_of, model_checks
     from accelerate_recipes.common.plan import Plan
+    from accelerate_recipes.common.step.checks import check_given
 
     path, has_gpu, likely = json.loads(os.environ[QUESTION])
     flags = config or RunConfig()
@@ -113,9 +113,9 @@ def refusals(
 def _give_sizes(accelerator: Any, model: Any, optimizer: Any, forward_step: Any, samples: Any, config: Any) -> None:
     """Gives the lazy layers of a model their sizes, as a run does."""
     from accelerate_recipes.common.layout import Layout
-    from accelerate_recipes.common.parallel.lazy import with_sizes, without_size
-    from accelerate_recipes.common.parallel.setup import Setup
     from accelerate_recipes.common.plan import Plan
+    from accelerate_recipes.common.step.lazy import with_sizes, without_size
+    from accelerate_recipes.common.step.setup import Setup
 
     if without_size(model):
         plan = Plan.of(config, Layout(), len(samples))

@@ -101,8 +101,8 @@ class DryRun:
         batches: list[dict[str, Any]],
     ) -> Step:
         from accelerate_recipes.common.parallel.kinds import prepare
-        from accelerate_recipes.common.parallel.parts import local
-        from accelerate_recipes.common.parallel.setup import Setup
+        from accelerate_recipes.common.step.setup import Setup
+        from accelerate_recipes.common.weights.parts import local
 
         weights = sum(weight.nbytes for weight in model.parameters())
         updated = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])

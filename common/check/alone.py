@@ -17,12 +17,12 @@ from ..checkpoint.resume import Checkpoint, FreshStart
 from ..data.batches import Batch, MapDataset, NumberedStep, batches
 from ..environment import local_world_size, num_cores
 from ..errors import UsageError
-from ..parallel.engine import Engine
-from ..parallel.parts import kept_tensors
-from ..parallel.setup import Setup, choose_fused_kernels
 from ..plan import Plan
 from ..seeds import kept_generators
+from ..step.engine import Engine
+from ..step.setup import Setup, choose_fused_kernels
 from ..stopping import signals
+from ..weights.parts import kept_tensors
 from .first_pass import FirstPass
 from .kept import Changes, NotChecked, kept
 from .sketch import Sketch

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel.engine import Engine
-from ..parallel.parts import local, range_of
 from ..plan import Plan
+from ..step.engine import Engine
+from ..weights.parts import local, range_of
 from .sketch import Sketch
 from .trace import Step
 

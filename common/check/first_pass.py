@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..data.batches import Batch, NumberedStep
 from ..errors import UsageError
-from ..parallel.batch_loss import Values
-from ..parallel.engine import evaluating
 from ..plan import Plan
 from ..seeds import EVALUATION, generator_states, kept_generators, seed_forward
+from ..step.batch_loss import Values
+from ..step.engine import evaluating
 
 
 @dataclass

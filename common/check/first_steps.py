@@ -14,9 +14,9 @@ from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
 from ..data.batches import Batch, MapDataset, draws_for_batches
 from ..errors import RunError, UsageError, line_of, listed, needs_no_traceback
-from ..parallel.engine import Engine, StepResult
 from ..parallel.kinds import wrapper_of
-from ..parallel.setup import Setup
+from ..step.engine import Engine, StepResult
+from ..step.setup import Setup
 from .alone import Alone
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .first_pass import FirstPass

@@ -7,8 +7,8 @@ import psutil
 import torch
 from torch import nn
 
-from ..parallel.on_disk import held_whole
-from ..parallel.setup import Setup
+from ..step.setup import Setup
+from ..weights.on_disk import held_whole
 from .alone import Alone, sketches
 from .first_pass import FirstPass
 from .kept import Changes, NotChecked

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch, NumberedStep, numbered
-from ..parallel.engine import Engine, StepResult
-from ..parallel.guards import check_all_used
-from ..parallel.parts import is_divided
-from ..parallel.setup import Setup
+from ..step.engine import Engine, StepResult
+from ..step.guards import check_all_used
+from ..step.setup import Setup
+from ..weights.parts import is_divided
 from .first_pass import FirstPass, evaluated
 from .sketch import Sketch
 

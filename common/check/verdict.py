@@ -9,7 +9,7 @@ from torch import nn
 from ..layout import Layout
 from ..parallel.kind import Seen
 from ..parallel.kinds import kinds_of, wrapper_of
-from ..parallel.setup import Setup
+from ..step.setup import Setup
 from .compare import Gap, Key
 from .first_pass import FirstPass
 from .kept import Changes

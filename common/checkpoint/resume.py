@@ -12,15 +12,15 @@ from torch import nn
 from ..cpu_group import CpuGroup
 from ..errors import RunError, UsageError
 from ..package import version
-from ..parallel.engine import Engine
-from ..parallel.engine_state import load_optimizer
-from ..parallel.on_disk import leave_on_disk
-from ..parallel.optimizer_state import Numbers
-from ..parallel.parts import kept_tensors
 from ..plan import Plan
 from ..records.output_dir import checkpoint_name, checkpoints, starts_over
 from ..records.unrecorded import Unrecorded
 from ..state import TrainState
+from ..step.engine import Engine
+from ..step.engine_state import load_optimizer
+from ..step.optimizer_state import Numbers
+from ..weights.on_disk import leave_on_disk
+from ..weights.parts import kept_tensors
 from .format import MANIFEST, DamagedError, check_same_model
 from .identity import curve, described, differences, other_data, other_evaluation, other_flags
 from .reader import Reader

@@ -13,10 +13,10 @@ from torch import Tensor
 from ..cpu_group import CpuGroup
 from ..environment import versions
 from ..errors import RunError, first_line
-from ..parallel.engine import Engine
 from ..records.output_dir import checkpoint_name, checkpoints
 from ..records.unrecorded import Unrecorded
 from ..state import TrainState
+from ..step.engine import Engine
 from ..stopping.watch import Watch
 from .export import export_dtype, write_model_files
 from .format import MODEL_FILES, DamagedError, WriteError

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cpu_group import CpuGroup
 from ..files import flush, flushing
-from ..parallel.parts import Part
+from ..weights.parts import Part
 from .format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json, write_tensors
 from .reader import check_coverage
 

@@ -1,1 +1,1 @@
-"""How an optimizer step differs between Accelerate, DeepSpeed and pipelines."""
+"""The kinds of parallelism, one module each."""

@@ -4,10 +4,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..layout import Layout
-from .engine import Engine
+from ..step.engine import Engine
+from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from ..weights.on_disk import fill
 from .kind import Kind, Seen
-from .on_disk import fill
-from .setup import Setup, choose_fused_kernels, compile_if_asked
 
 
 class Ddp(Kind):

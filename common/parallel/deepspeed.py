@@ -23,12 +23,12 @@ from ..environment import check_compiler, is_true
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from .checks import check_dense_gradients, check_divisible_weights
+from ..step.checks import check_dense_gradients, check_divisible_weights
+from ..step.setup import Setup, cast, compile_if_asked, float32_outputs, say_what_is_cast
+from ..weights.on_disk import fill
 from .deepspeed_engine import DeepSpeedEngine
 from .extensions import load_extensions
 from .kind import Kind
-from .on_disk import fill
-from .setup import Setup, cast, compile_if_asked, float32_outputs, say_what_is_cast
 
 
 def section_of_config() -> dict[str, Any]:

@@ -12,11 +12,11 @@ from torch import distributed as dist
 from ..data.batches import Batch
 from ..errors import UsageError
 from ..seeds import UPDATE, seed_forward
-from .engine import Engine, StepResult
-from .engine_state import counts_on_device, optimizer_slots
-from .optimizer_state import as_tensor
-from .parts import Part, TensorReader
-from .setup import Setup
+from ..step.engine import Engine, StepResult
+from ..step.engine_state import counts_on_device, optimizer_slots
+from ..step.optimizer_state import as_tensor
+from ..step.setup import Setup
+from ..weights.parts import Part, TensorReader
 
 AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers and divides the moving averages
 

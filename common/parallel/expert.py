@@ -20,11 +20,11 @@ from ..environment import is_true
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from .checks import sizes_that_divide
+from ..step.checks import sizes_that_divide
+from ..step.setup import Setup, exchange_weights
+from ..weights.on_disk import filled
+from ..weights.parts import local
 from .kind import Kind
-from .on_disk import filled
-from .parts import local
-from .setup import Setup, exchange_weights
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in transformers
 

@@ -41,10 +41,10 @@ def _processor() -> list[str]:
 def load_extensions(names: list[str]) -> None:
     """Loads extensions, keys of `BUILDERS`, for DeepSpeed; compiles them first if necessary.
 
-    torch marks a running build with a file. If the process is killed, the file stays, and all later builds wait forever;
-    its compilers go on, and write into the files of the next build. Here each build has a folder of its own, which gets
-    its name when it is whole. One process at a time builds, under a lock that ends with the process. In a folder that the
-    user chose (`TORCH_EXTENSIONS_DIR`) torch builds as it does.
+    torch marks a running build with a file. If the process is killed, the file stays, and all later builds wait
+    forever; its compilers go on, and write into the files of the next build. Here each build has a folder of its own,
+    which gets its name when it is whole. One process at a time builds, under a lock that ends with the process. In a
+    folder that the user chose (`TORCH_EXTENSIONS_DIR`) torch builds as it does.
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -17,12 +17,9 @@ from ..environment import is_true, mesh_size, world_size
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from .checks import check_dense_gradients, check_divisible_weights
-from .engine import Engine
-from .kind import Kind, rehearse_on_gloo
-from .on_disk import filled
-from .parts import is_divided
-from .setup import (
+from ..step.checks import check_dense_gradients, check_divisible_weights
+from ..step.engine import Engine
+from ..step.setup import (
     Setup,
     choose_fused_kernels,
     compile_if_asked,
@@ -30,6 +27,9 @@ from .setup import (
     say_what_is_cast,
     split_groups_by_mesh,
 )
+from ..weights.on_disk import filled
+from ..weights.parts import is_divided
+from .kind import Kind, rehearse_on_gloo
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -15,8 +15,8 @@ from torch import nn
 from ..config import RunConfig
 from ..layout import Layout
 from ..plan import Plan
-from .engine import Engine
-from .setup import Setup
+from ..step.engine import Engine
+from ..step.setup import Setup
 
 LaunchCheck = Callable[[Layout, RunConfig], None]
 ModelCheck = Callable[[nn.Module, torch.optim.Optimizer, Plan], None]

@@ -7,18 +7,18 @@ from ..config import RunConfig
 from ..environment import device_type, rank, world_size
 from ..layout import Layout
 from ..plan import Plan
-from .batch_loss import BatchLossFn
-from .checks import check_model, check_optimizer
+from ..step.batch_loss import BatchLossFn
+from ..step.checks import check_model, check_optimizer
+from ..step.engine import Engine
+from ..step.setup import Setup
+from ..weights.parts import local
 from .ddp import DDP
 from .deepspeed import DEEPSPEED
-from .engine import Engine
 from .expert import EXPERT
 from .fsdp2 import FSDP2
 from .kind import Kind, ModelCheck
-from .parts import local
 from .pipeline import PIPELINE
 from .sequence import SEQUENCE
-from .setup import Setup
 from .tensor import TENSOR
 
 # One line each, in the order in which they are asked: the first one that wraps a model wraps it.

@@ -17,10 +17,10 @@ from ..layout import Layout
 from ..norms import clip, norm_of
 from ..plan import Plan
 from ..seeds import UPDATE, seed_forward
-from .engine import Engine, StepResult, step_if_finite, weighted_sum
+from ..step.engine import Engine, StepResult, step_if_finite, weighted_sum
+from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from ..weights.on_disk import fill
 from .kind import Kind, Seen
-from .on_disk import fill
-from .setup import Setup, choose_fused_kernels, compile_if_asked
 from .stages import Stage, check_pipeline, keep_stage
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from ..environment import mesh_size
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
+from ..step.setup import Setup
 from .kind import Kind, Seen
-from .setup import Setup
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:

@@ -15,11 +15,11 @@ from ..environment import is_true, mesh_size
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from .engine import Engine
+from ..step.engine import Engine
+from ..step.setup import Setup, choose_fused_kernels, compile_if_asked, exchange_weights
+from ..weights.on_disk import filled
 from .fsdp2 import average_scalars, mixed_precision_policy, scalars_of, sharded_layers
 from .kind import Kind, Seen, rehearse_on_gloo
-from .on_disk import filled
-from .setup import Setup, choose_fused_kernels, compile_if_asked, exchange_weights
 
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.

@@ -20,9 +20,9 @@ from ..data.mixture import OF, SHARE, of_sources
 from ..environment import versions
 from ..errors import UsageError
 from ..files import for_json
-from ..parallel.engine import StepResult
 from ..plan import Plan
 from ..state import TrainState
+from ..step.engine import StepResult
 from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints

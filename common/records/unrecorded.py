@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..layout import Layout
-from ..parallel.engine import StepResult
+from ..step.engine import StepResult
 
 TOTAL_WEIGHT = "weight of the samples"  # stands beside the names of metrics
 

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from ..cpu_group import CpuGroup
 from ..errors import NonFiniteError, RunError, StoppedError, UsageError, listed
 from ..failure import first_failure
-from ..parallel.engine import StepResult
 from ..plan import Plan
+from ..step.engine import StepResult
 from . import signals
 from .advice import advice_for
 from .watchdog import Watchdog

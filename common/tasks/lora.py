@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError, first_line
-from ..parallel.on_disk import made_up, origin_of
+from ..weights.on_disk import made_up, origin_of
 
 FILE = "adapter_model.safetensors"
 

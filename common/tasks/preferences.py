@@ -17,10 +17,10 @@ from ..data.facts import say
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
-from ..parallel.guards import check_same_start, freeze_what_is_not_trained
 from ..parallel.kinds import check_trainable, layout_of, prepare
-from ..parallel.setup import Setup
 from ..plan import Plan
+from ..step.guards import check_same_start, freeze_what_is_not_trained
+from ..step.setup import Setup
 from .cache import cache_folder, write_once
 from .causal_lm import IGNORED, trained_places
 from .chats import HELD_OUT, Chats, answers_by_rules, by_rules, divide, encode, encoded_rows, say_unused, shifted

@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from ..environment import print_once
 from ..errors import UsageError, first_line
-from ..parallel.on_disk import leave_on_disk, made_up, on_disk
+from ..weights.on_disk import leave_on_disk, made_up, on_disk
 
 
 def load(

@@ -32,8 +32,8 @@ from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.data.batches import batches, checked_datasets, resident
 from accelerate_recipes.common.evaluation import evaluate_set
 from accelerate_recipes.common.parallel.kinds import layout_of, prepare
-from accelerate_recipes.common.parallel.setup import Setup
 from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.stopping.watch import _Pending
 
 ROOT = Path(__file__).parents[2]

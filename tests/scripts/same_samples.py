@@ -12,8 +12,8 @@ from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.evaluation import evaluate_set
 from accelerate_recipes.common.parallel.kinds import layout_of, prepare
-from accelerate_recipes.common.parallel.setup import Setup
 from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.step.setup import Setup
 
 
 class Recording(Dataset):

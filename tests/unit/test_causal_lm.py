@@ -27,11 +27,11 @@ from transformers import (
 
 from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.parallel.on_disk import fill, on_disk
 from accelerate_recipes.common.tasks import causal_lm
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.routers import router_loss
 from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.weights.on_disk import fill, on_disk
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, bos_token_id=None, eos_token_id=None)

@@ -16,8 +16,8 @@ from accelerate_recipes.common.checkpoint.resume import newest
 from accelerate_recipes.common.checkpoint.writer import own_shard, remove, write
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.errors import RunError
-from accelerate_recipes.common.parallel.parts import Part
 from accelerate_recipes.common.records.output_dir import checkpoint_name
+from accelerate_recipes.common.weights.parts import Part
 from support.manifests import rewrite
 
 SHARD = "shard_00000.safetensors"

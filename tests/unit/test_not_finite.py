@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.parallel.kinds import prepare
-from accelerate_recipes.common.parallel.setup import Setup
 from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.step.setup import Setup
 
 
 def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate_recipes.common.checkpoint.writer import assigned, own_shard
-from accelerate_recipes.common.parallel.parts import Part, holders, parts_of, shard_range
+from accelerate_recipes.common.weights.parts import Part, holders, parts_of, shard_range
 
 SIZES = {"dp_replicate": 8, "dp_shard": 64, "tp": 8}
 WORLD = 8 * 64 * 8

@@ -21,15 +21,15 @@ from accelerate_recipes.common.data.padding import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.norms import clip, norm_of
-from accelerate_recipes.common.parallel.checks import check_dense_gradients, check_given, check_model, check_optimizer
 from accelerate_recipes.common.parallel.ddp import DDP
 from accelerate_recipes.common.parallel.deepspeed import DEEPSPEED, check_weights
-from accelerate_recipes.common.parallel.engine import step_if_finite
 from accelerate_recipes.common.parallel.fsdp2 import FSDP2
-from accelerate_recipes.common.parallel.guards import check_metrics
 from accelerate_recipes.common.parallel.pipeline import PIPELINE
 from accelerate_recipes.common.parallel.tensor import TENSOR
 from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.step.checks import check_dense_gradients, check_given, check_model, check_optimizer
+from accelerate_recipes.common.step.engine import step_if_finite
+from accelerate_recipes.common.step.guards import check_metrics
 from accelerate_recipes.doctor import asked
 from support.runs import ROOT
 

@@ -15,12 +15,12 @@ from ..data.batches import Batch
 from ..errors import UsageError, line_of
 from ..norms import clip
 from ..seeds import UPDATE, seed_forward
+from ..weights.parts import local, norm_over_processes
 from .batch_loss import Share, first_pass, gathered
 from .checks import NEEDS_CLOSURE
 from .ema import EMA
 from .engine_state import EngineState
 from .optimizer_state import Numbers
-from .parts import local, norm_over_processes
 from .setup import Setup, follow_split_groups
 
 

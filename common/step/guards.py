@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..cpu_group import CpuGroup
 from ..data.batches import Batch, ForwardStep, MapDataset, NumberedStep, fetch, numbered
 from ..errors import UsageError
-from .on_disk import first_elements
+from ..weights.on_disk import first_elements
 
 
 def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

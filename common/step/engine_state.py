@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UsageError
 from ..plan import Plan
+from ..weights.parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
 from .ema import EMA
 from .optimizer_state import Numbers, as_tensor
-from .parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
 
 
 class EngineState:

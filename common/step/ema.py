@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .parts import local
+from ..weights.parts import local
 
 
 class EMA:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..data.batches import ForwardStep, NumberedStep
 from ..norms import LOW_PRECISION
 from ..plan import Plan
+from ..weights.parts import is_divided, local
 from .batch_loss import BatchLoss, BatchLossFn
 from .guards import checked, knows_what_is_trained
-from .parts import is_divided, local
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 

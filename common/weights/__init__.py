@@ -1,0 +1,1 @@
+"""Weights, whole or divided: which process holds which part, in memory and on disk."""
