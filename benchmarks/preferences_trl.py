@@ -58,7 +58,7 @@ def own_loss(policy: Any, reference: Any, tokenizer: Any, kind: str, rows: list[
     collate = pad_to_longest({"labels": IGNORED, "places": -1}, None)
 
     def batch(values: Any = None) -> Any:
-        dataset = PairDataset(pairs, places=True)
+        dataset = PairDataset(pairs)
         dataset.reference = values
         return collate([dataset[index] for index in range(NUM_PAIRS)])
 

@@ -25,18 +25,17 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, run, start
-from accelerate_recipes.common.data import Batch, pad_to_longest
+from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.data.facts import say
 from accelerate_recipes.common.environment import has_gpu
 from accelerate_recipes.common.tasks.causal_lm import (
-    IGNORED,
     checkpoint_activations,
     load_pretrained,
     load_trained,
     with_losses,
 )
 from accelerate_recipes.common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
-from accelerate_recipes.common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats
+from accelerate_recipes.common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats, pad_chats
 from accelerate_recipes.common.tasks.lora import add_lora, check_flags, write_merged
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import export_of
@@ -127,14 +126,10 @@ def main(config: Config) -> Any:
     limits = config.max_length, config.messages_column, config.max_samples
     sources = Sources(config, lambda data: load_chats(data, tokenizer, *limits))
     say(sources.train.facts(config.max_length))
-    # A pipeline needs micro-batches of one length, and computes the logits of all tokens.
-    is_pipeline = config.pipeline_stages > 1
-    collate_fn = pad_to_longest({"labels": IGNORED, "places": -1}, None, config.max_length if is_pipeline else 1)
-    packed = partial(PackedDataset, length=config.max_length)
-    make = packed if config.packing else partial(ChatDataset, places=not is_pipeline)
+    make = partial(PackedDataset, length=config.max_length) if config.packing else ChatDataset
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
     data = accelerator, model, optimizer, forward_step, *sources.sets(make, make), config
-    fit(*data, summarize, collate_fn=collate_fn, export=export_of(model, tokenizer))
+    fit(*data, summarize, collate_fn=pad_chats(config, config.max_length), export=export_of(model, tokenizer))
     return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)
 
 

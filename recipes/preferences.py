@@ -25,20 +25,19 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
-from accelerate_recipes.common.data import Batch, pad_to_longest
+from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.data.batches import ForwardStep
 from accelerate_recipes.common.data.mixture import parts_of
 from accelerate_recipes.common.environment import has_gpu
 from accelerate_recipes.common.seeds import CPU, kept_generators
 from accelerate_recipes.common.tasks.causal_lm import (
-    IGNORED,
     checkpoint_activations,
     load_pretrained,
     load_trained,
     with_losses,
 )
 from accelerate_recipes.common.tasks.chat_models import answer, small_chat_model, with_chat_template, without_dropout
-from accelerate_recipes.common.tasks.chats import Chats
+from accelerate_recipes.common.tasks.chats import Chats, pad_chats
 from accelerate_recipes.common.tasks.lora import add_lora, check_flags
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.preferences import (
@@ -132,11 +131,7 @@ def main(config: Config) -> Any:
         model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_pairs(data, tokenizer, config.max_length, config.max_samples))
     print_once(sources.train.facts(config.max_length))
-    # A pipeline needs micro-batches of one length, and computes the logits of all tokens.
-    is_pipeline = config.pipeline_stages > 1
-    padding = pad_to_longest({"labels": IGNORED, "places": -1}, None, config.max_length if is_pipeline else 1)
-    make = partial(PairDataset, places=not is_pipeline)
-    sets = sources.sets(make, make)
+    padding, sets = pad_chats(config, config.max_length), sources.sets(PairDataset, PairDataset)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)

@@ -6,14 +6,17 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..config import RunConfig
+from ..data.batches import Batch, CollateFn
 from ..data.facts import say
+from ..data.padding import pad_to_longest
 from ..errors import UsageError
 from .cache import cache_folder
 from .causal_lm import IGNORED, trained_places
@@ -116,25 +119,38 @@ class Chats:
         )
 
 
-class ChatDataset(Dataset):
-    """One conversation a sample: {"tokens": int64 of shape (length,), "labels": int64 of shape (length,), "weight":
-    float}. A label is the next token, or `IGNORED` if it is not trained. The weight is the number of trained labels.
+def pad_chats(config: RunConfig, length: int) -> CollateFn:
+    """A `collate_fn` for conversations and for pairs of answers.
 
     Args:
-        chats: the conversations.
-        places: whether a sample also has "places", those of the trained labels.
+        config: the flags. A pipeline needs micro-batches of one length, and computes the logits of all tokens.
+        length: of the longest sample.
+    """
+    is_pipeline = config.pipeline_stages > 1
+    pad = pad_to_longest({"labels": IGNORED, "places": -1}, None, length if is_pipeline else 1)
+    return partial(_without_places, pad) if is_pipeline else pad
+
+
+def _without_places(pad: CollateFn, samples: list[Any]) -> Batch:
+    return {name: value for name, value in pad(samples).items() if name != "places"}
+
+
+class ChatDataset(Dataset):
+    """One conversation a sample: {"tokens": int64 of shape (length,), "labels": int64 of shape (length,), "places": of
+    trained labels, "weight": float}. A label is the next token, or `IGNORED` if it is not trained. The weight is the
+    number of trained labels.
     """
 
-    def __init__(self, chats: Chats, places: bool = False):
-        self.rows, self.places = chats.rows, places
+    def __init__(self, chats: Chats):
+        self.rows = chats.rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens, labels = shifted(self.rows[index])
-        sample = {"tokens": tokens, "labels": labels, "weight": float((labels != IGNORED).sum())}
-        return sample | ({"places": trained_places(labels)} if self.places else {})
+        weight = float((labels != IGNORED).sum())
+        return {"tokens": tokens, "labels": labels, "places": trained_places(labels), "weight": weight}
 
 
 class PackedDataset(Dataset):

@@ -38,18 +38,18 @@ VERSION = 3  # of what is kept on disk: another number makes it anew
 
 class PairDataset(Dataset):
     """A pair a sample, the preferred conversation in column 0, the other one in column 1: {"tokens", "labels": int64 of
-    shape (length, 2)}, and with a reference "reference_chosen" and "reference_rejected", float32, 0-dim.
+    shape (length, 2), "places": of trained labels, int64 of shape (number, 2)}, and with a reference "reference_chosen"
+    and "reference_rejected", float32, 0-dim.
 
     Args:
         pairs: from `load_pairs`.
-        places: whether a sample also has "places", those of the trained labels, int64 of shape (number, 2).
 
     Attributes:
         reference: log-probabilities of the two answers, shape (pairs, 2); None until `add_reference`.
     """
 
-    def __init__(self, pairs: Chats, places: bool):
-        self.rows, self.places = pairs.rows, places
+    def __init__(self, pairs: Chats):
+        self.rows = pairs.rows
         self.reference: Tensor | None = None
 
     def __len__(self) -> int:
@@ -58,9 +58,8 @@ class PairDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         both = [shifted(self.rows[2 * index + side]) for side in (0, 1)]
         tokens, labels = zip(*both)
-        sample = {"tokens": _columns(tokens, 0), "labels": _columns(labels, IGNORED)}
-        if self.places:
-            sample["places"] = _columns([trained_places(side) for side in labels], -1)
+        places = [trained_places(side) for side in labels]
+        sample = {"tokens": _columns(tokens, 0), "labels": _columns(labels, IGNORED), "places": _columns(places, -1)}
         names = "reference_chosen", "reference_rejected"
         return sample | ({} if self.reference is None else dict(zip(names, self.reference[index])))
 

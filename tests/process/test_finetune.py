@@ -235,7 +235,7 @@ def test_code_that_a_model_brings_runs_with_a_flag_alone(tmp_path: Path, base: P
 def test_pipelines_refuse_positions(tmp_path: Path) -> None:
     flags = f"{SHORT} --packing --pipeline_stages 2 --metric_for_best_model loss"
     run = fork(tmp_path / "run", "pipeline_parallel", FINETUNE, flags, succeeds=False)
-    assert "a pipeline cannot pass on positions, places: leave out the flag that adds it (--pack" in refused(run)
+    assert "a pipeline cannot pass on positions: leave out the flag that adds it (--pack" in refused(run)
 
 
 @pytest.mark.full

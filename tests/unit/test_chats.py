@@ -345,7 +345,7 @@ def test_loss_is_that_of_transformers(packs: bool) -> None:
             label[place] = token if trained else IGNORED
     expected = model(**batch, labels=labels).loss
     some = Chats(rows, conversations.__getitem__)
-    dataset = PackedDataset(some, 64) if packs else ChatDataset(some, places=True)
+    dataset = PackedDataset(some, 64) if packs else ChatDataset(some)
     given = pad_to_longest({"labels": IGNORED, "places": -1}, None)([dataset[index] for index in range(len(dataset))])
     weight = given.pop("weight")
     assert weight.sum() == sum(row["num_trained"] for row in rows)

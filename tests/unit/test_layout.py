@@ -53,7 +53,8 @@ def test_recipes_stay_short_and_never_ask_where_they_run() -> None:
     for path in (ROOT / "recipes").glob("*.py"):
         text = path.read_text()
         assert len(text.splitlines()) <= 180, path
-        assert not re.search(r"num_processes|process_index|is_main_process|distributed_type", text), path
+        asks = "num_processes|process_index|is_main_process|distributed_type|pipeline_stages|expert_parallel"
+        assert not re.search(asks, text), path
 
 
 def test_notebook_is_committed_without_output() -> None:

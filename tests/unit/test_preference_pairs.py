@@ -57,7 +57,7 @@ def test_loss_is_that_of_a_plain_computation(kind: str) -> None:
     pairs, _ = load_pairs("rules", tokenizer, 128)
     rows, beta = pairs_by_rules()[50:53], 0.3
     reference = torch.randn(len(pairs) // 2, 2) - 20
-    dataset = PairDataset(pairs, places=True)
+    dataset = PairDataset(pairs)
     dataset.reference = reference
     batch = pad_to_longest({"labels": IGNORED, "places": -1}, None)([dataset[index] for index in range(3)])
     config = recipe.Config(loss=kind, beta=beta, sft_weight=0.5)
@@ -219,7 +219,7 @@ def test_losses_are_those_of_trl_with_dropout_in_the_model(kind: str) -> None:
     delta = (ratios if kind == "dpo" else ratios / sizes)[0::2] - (ratios if kind == "dpo" else ratios / sizes)[1::2]
     expected = (delta - 1 / (2 * beta)) ** 2 if kind == "ipo" else -F.logsigmoid(beta * delta)
 
-    dataset = PairDataset(Chats(pairs, None), places=True)  # type: ignore[arg-type]  # not asked for messages
+    dataset = PairDataset(Chats(pairs, None))  # type: ignore[arg-type]  # not asked for messages
     collate = pad_to_longest({"labels": IGNORED, "places": -1}, None)
     given, losses = (
         collate([dataset[0], dataset[1]]),
