@@ -24,6 +24,18 @@ def for_json(value: Any) -> Any:
     return value if value is None or math.isfinite(value) else None
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file as a whole, or not at all: a reader never gets half of it. Raises OSError."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may write it
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
 def flush(path: Path) -> None:
     """Flushes a file, or the list of files in a folder, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -3,7 +3,12 @@
 import math
 from dataclasses import dataclass
 
-LOWER_IS_BETTER = ("loss", "perplexity", "error")  # in a metric's name; for other metrics higher is better
+LOWER_IS_BETTER = ("loss", "perplexity", "error")  # in a metric's name
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether lower values of a metric are better, by its name. What follows an @ is no part of it."""
+    return any(word in metric.partition("@")[0] for word in LOWER_IS_BETTER)
 
 
 @dataclass
@@ -30,8 +35,7 @@ class TrainState:
         """Records the value of an evaluation; returns whether it is the best so far."""
         if metric != self.best_metric:  # the first evaluation, or the run was resumed with another metric
             self.best, self.best_metric, self.num_not_better = None, metric, 0
-        lower_is_better = any(word in metric.partition("@")[0] for word in LOWER_IS_BETTER)
-        better = self.best is None or (value < self.best if lower_is_better else value > self.best)
+        better = self.best is None or (value < self.best if lower_is_better(metric) else value > self.best)
         better = better and math.isfinite(value)
         self.best, self.num_not_better = (value, 0) if better else (self.best, self.num_not_better + 1)
         return better

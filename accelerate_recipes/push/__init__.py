@@ -1,6 +1,5 @@
 """`accelerate-recipes push`: uploads the model of a finished run, with a model card, to the Hugging Face Hub."""
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.records.run_card import read_card
 from accelerate_recipes.console import print_json
 
 # Longest silence of the Hub within a request, in seconds. Longest upload: hf_xet, which sends large files, was seen to
@@ -70,12 +70,10 @@ def check_name(name: str) -> None:
 def _finished(output_dir: Path) -> dict[str, Any]:
     """The run card. Raises UsageError unless a finished run is there."""
     try:
-        if not (output_dir / "run.json").is_file():  # also a pipe, on which a read would wait
-            raise FileNotFoundError
-        card = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
+        card = read_card(output_dir)
         is_done = card["status"] == "done" or card.get("trained", False)
         has_model = any((output_dir / "model").glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, KeyError):
         raise UsageError(f"{output_dir} holds no run: type the --output_dir of one that is done") from None
     if not is_done:
         raise UsageError(f"the run in {output_dir} is not done: type its command with --resume_from_checkpoint latest")

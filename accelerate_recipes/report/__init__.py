@@ -1,11 +1,10 @@
 """The subcommand `report`: one page about one or several runs."""
 
-import os
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.files import replace_file
 from accelerate_recipes.console import print_json
 from accelerate_recipes.paths import check_new_file
 from accelerate_recipes.report import summary
@@ -29,20 +28,11 @@ def write(runs: list[Path], output: Path, as_json: bool) -> None:
 
     check_new_file(output, "--output")
     found = read_runs(runs)
-    _replace(output, page(found).encode(errors="replace"))
+    try:
+        replace_file(output, page(found).encode(errors="replace"))
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written ({error.strerror}): type another path") from None
     if as_json:
         print_json({"files": [str(output)], **summary.as_json(found)})
     else:
         print(f"written: {output}")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file as a whole, or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        raise UsageError(f"{path} cannot be written ({error.strerror}): type another path") from None

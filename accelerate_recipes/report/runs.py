@@ -5,15 +5,15 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.records.run_card import read_card
 
-RECORDS, CARD = "metrics.jsonl", "run.json"
+RECORDS = "metrics.jsonl"
 AXES = {"steps": "optimizer steps", "samples": "samples", "seconds": "seconds of training"}
 _NOT_PLOTTED = ("step", "epoch")
 _LARGEST_STEP = 2**53  # larger whole numbers lose digits as floating-point numbers
@@ -237,14 +237,8 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _read_card(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        if not (folder / CARD).is_file():  # a pipe would be waited for
-            return {}
-        card = json.loads((folder / CARD).read_bytes())
-        # Halves of characters, which JSON may hold, cannot be written to a page or a terminal.
-        whole = json.loads(json.dumps(card, ensure_ascii=False).encode(errors="replace"))
-        return whole if isinstance(whole, dict) else {}
-    return {}
+    # Halves of characters, which JSON may hold, cannot be written to a page or a terminal.
+    return json.loads(json.dumps(read_card(folder), ensure_ascii=False).encode(errors="replace"))
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

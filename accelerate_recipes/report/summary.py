@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from accelerate_recipes.common.state import lower_is_better
 from accelerate_recipes.report.runs import Curve, Run
 
 # As --metric_for_best_model has it.
-LOWER_IS_BETTER = ("loss", "perplexity", "error")
 # Flags that belong to one run and do not change what it computes.
 NOT_COMPARED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only")
 _FACTS = {
@@ -37,7 +37,7 @@ def best(metric: str, curve: Curve) -> tuple[int, float] | None:
     finite = [(step, value) for step, value in curve if value is not None]
     if not finite or not metric.startswith(("train/", "eval/")):
         return None
-    pick = min if any(word in metric for word in LOWER_IS_BETTER) else max
+    pick = min if lower_is_better(metric) else max
     return pick(finite, key=lambda point: point[1])
 
 

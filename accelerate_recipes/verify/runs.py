@@ -18,6 +18,7 @@ import psutil
 
 from accelerate_recipes.at_fit import environment
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.records.run_card import read_card
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
 
@@ -51,7 +52,7 @@ class Finished:
     @cached_property
     def card(self) -> dict[str, Any]:
         """The run card; empty if the run did not write one."""
-        return _card(self.folder)
+        return read_card(self.folder)
 
     def column(self, name: str) -> dict[int, float]:
         """{step: value} of a key of the records."""
@@ -87,14 +88,14 @@ class Launch:
             after = random.randint(2, max(2, num_steps // 2))
             shutil.rmtree(folder, ignore_errors=True)
             with self._start(folder, tuple(saves)) as process:
-                while process.poll() is None and not _card(folder):
+                while process.poll() is None and not read_card(folder):
                     time.sleep(0.01)
                 processes = _tree(process.pid)  # now, because the search takes longer than steps of a small model
                 while process.poll() is None and _last_step(folder) < after:
                     time.sleep(0.001)
                 _kill(processes)
                 process.communicate()
-            if (killed := _last_step(folder)) and _card(folder).get("status") == "running":
+            if (killed := _last_step(folder)) and read_card(folder).get("status") == "running":
                 return killed, self.run(folder, *saves, "--resume_from_checkpoint", "latest")
         raise UsageError("the run ended before it could be killed: type a larger --steps")
 
@@ -112,24 +113,16 @@ class Launch:
 
 
 def _finished(folder: Path, exit_code: int, output: str) -> Finished:
-    if exit_code == 0 and _card(folder).get("status", "done") == "done" and (folder / "metrics.jsonl").exists():
+    if exit_code == 0 and read_card(folder).get("status", "done") == "done" and (folder / "metrics.jsonl").exists():
         return Finished(folder)
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
-    if lines and _card(folder).get("exit_code", 2) == 2:
+    if lines and read_card(folder).get("exit_code", 2) == 2:
         causes = [line.partition("likely cause: ")[2] for line in output.splitlines() if "likely cause: " in line]
         return Finished(folder, refusal=lines[0].removeprefix("error: "), cause=next(iter(causes), None))
     if exit_code == 0:
         return Finished(folder, failure="it wrote no metrics.jsonl: verify needs a recipe that calls fit")
     traceback = [line for line in output.splitlines() if line.strip() and "Error" in line]
     return Finished(folder, failure=(lines or traceback or output.splitlines() or ["it printed nothing"])[0])
-
-
-def _card(folder: Path) -> dict[str, Any]:
-    try:
-        card = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return card if isinstance(card, dict) else {}
 
 
 def _last_step(folder: Path) -> int:

@@ -1,7 +1,6 @@
 """The run card, run.json: how the run was started and how it ended."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import psutil
 
 from ..errors import StoppedError
 from ..failure import Failure
-from ..files import read_file
+from ..files import read_file, replace_file
 
 MOST_OF_DIFF = 200_000  # characters
 
@@ -75,9 +74,7 @@ def ending(failure: Failure) -> dict[str, Any]:
 
 def replace_card(output_dir: Path, card: dict[str, Any]) -> None:
     """Writes the run card; prints a line if it cannot. Any process or thread may call it."""
-    part = output_dir / f"run.json.{os.getpid()}"
     try:
-        part.write_text(json.dumps(card, indent=2, default=str) + "\n", encoding="utf-8")
-        part.rename(output_dir / "run.json")  # a reader never gets half a card
+        replace_file(output_dir / "run.json", (json.dumps(card, indent=2, default=str) + "\n").encode())
     except OSError as error:
         print(f"{output_dir}/run.json could not be written ({error.strerror})", file=sys.stderr, flush=True)

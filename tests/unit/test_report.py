@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from accelerate_recipes.common.config import RunConfig
-from accelerate_recipes.common.state import LOWER_IS_BETTER
 from accelerate_recipes.report import plots, summary
 from accelerate_recipes.report.page import page
 from accelerate_recipes.report.plots import axes
@@ -195,6 +194,5 @@ def test_few_records(tmp_path: Path, records: list[dict[str, Any]]) -> None:
         assert drawn([only(folder)], metric)[0][0]["marker"]["size"] == [9 if len(records) == 1 else 5] * len(records)
 
 
-def test_the_report_judges_as_the_loop_does() -> None:
-    assert summary.LOWER_IS_BETTER == LOWER_IS_BETTER
+def test_names_that_the_report_leaves_out_are_flags() -> None:
     assert {*summary.NOT_COMPARED} <= RunConfig.__dataclass_fields__.keys()
