@@ -1,19 +1,22 @@
 """Batches of sequences of different lengths."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from .batches import Batch, CollateFn
+from .batches import Batch
 
 
 def pad_to_longest(
-    padding: Mapping[str, float] | None = None, mask: str | None = "attention_mask", multiple_of: int = 1
-) -> CollateFn:
+    padding: Mapping[str, float] | None = None,
+    mask: str | None = "attention_mask",
+    multiple_of: int = 1,
+    without: Collection[str] = (),
+) -> "Padding":
     """A `collate_fn` that pads the first dimension of each tensor to the longest in the batch.
 
     Args:
@@ -21,26 +24,40 @@ def pad_to_longest(
         mask: name of a tensor to add, of shape (batch, length) and type int64: 1 for a position of the sample, 0 for
             padding. It follows the first padded tensor. None adds nothing; a sample's own tensor of this name stays.
         multiple_of: pad to a multiple of this length.
+        without: names to leave out.
 
     Returns:
         A function from samples, dicts of tensors and numbers, to a batch. Tensors of one name may differ in their first
         dimension only.
     """
-    return partial(_collated, dict(padding or {}), mask, multiple_of)
+    return Padding(dict(padding or {}), mask, multiple_of, without)
 
 
-def _collated(padding: Mapping[str, float], mask: str | None, multiple_of: int, samples: list[Any]) -> Batch:
-    batch: Batch = {}
-    for name in samples[0]:
-        column = [sample[name] for sample in samples]
-        if not isinstance(column[0], Tensor) or column[0].ndim == 0:
-            batch[name] = default_collate(column)
-            continue
-        if mask is not None and mask not in batch and mask not in samples[0]:
-            ones = [torch.ones(len(tensor), dtype=torch.int64) for tensor in column]
-            batch[mask] = _padded(ones, 0, multiple_of)
-        batch[name] = _padded(column, padding.get(name, 0), multiple_of)
-    return batch
+@dataclass(frozen=True)
+class Padding:
+    """A `collate_fn`, with the arguments of `pad_to_longest`."""
+
+    padding: Mapping[str, float]
+    mask: str | None
+    multiple_of: int
+    without: Collection[str]
+
+    def of_data(self) -> "Padding":
+        """The same, without what a layout asks for: the data do not depend on it."""
+        return replace(self, multiple_of=1, without=())
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        batch: Batch = {}
+        for name in [name for name in samples[0] if name not in self.without]:
+            column = [sample[name] for sample in samples]
+            if not isinstance(column[0], Tensor) or column[0].ndim == 0:
+                batch[name] = default_collate(column)
+                continue
+            if self.mask is not None and self.mask not in batch and self.mask not in samples[0]:
+                ones = [torch.ones(len(tensor), dtype=torch.int64) for tensor in column]
+                batch[self.mask] = _padded(ones, 0, self.multiple_of)
+            batch[name] = _padded(column, self.padding.get(name, 0), self.multiple_of)
+        return batch
 
 
 def _padded(column: list[Tensor], value: float, multiple_of: int) -> Tensor:

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..config import RunConfig
-from ..data.batches import Batch, CollateFn
+from ..data.batches import CollateFn
 from ..data.facts import say
 from ..data.padding import pad_to_longest
 from ..errors import UsageError
@@ -126,13 +126,8 @@ def pad_chats(config: RunConfig, length: int) -> CollateFn:
         config: the flags. A pipeline needs micro-batches of one length, and computes the logits of all tokens.
         length: of the longest sample.
     """
-    is_pipeline = config.pipeline_stages > 1
-    pad = pad_to_longest({"labels": IGNORED, "places": -1}, None, length if is_pipeline else 1)
-    return partial(_without_places, pad) if is_pipeline else pad
-
-
-def _without_places(pad: CollateFn, samples: list[Any]) -> Batch:
-    return {name: value for name, value in pad(samples).items() if name != "places"}
+    for_layout = (length, ["places"]) if config.pipeline_stages > 1 else ()
+    return pad_to_longest({"labels": IGNORED, "places": -1}, None, *for_layout)
 
 
 class ChatDataset(Dataset):

@@ -238,6 +238,15 @@ def test_pipelines_refuse_positions(tmp_path: Path) -> None:
     assert "a pipeline cannot pass on positions: leave out the flag that adds it (--pack" in refused(run)
 
 
+def test_a_checkpoint_of_a_pipeline_resumes_under_another_config(tmp_path: Path) -> None:
+    """A pipeline pads all samples to one length: the data count as the same."""
+    flags = SHORT.replace("--max_steps 6", "--max_steps 4")
+    saved = fork(tmp_path / "saved", "pipeline_parallel", FINETUNE, f"{flags} --save_every 2 --pipeline_stages 2")
+    path = saved.output_dir / "checkpoints" / "step_00000002"
+    run = fork(tmp_path / "run", "ddp", FINETUNE, f"{flags} --resume_from_checkpoint {path}")
+    assert largest_difference(run.column("train/loss"), saved.column("train/loss")[2:]) <= TOLERANCE
+
+
 @pytest.mark.full
 def test_pretrained_model_is_fine_tuned(tmp_path: Path, reference: Callable[..., Run]) -> None:
     pretrained = reference(*RECIPES["transformer"]).output_dir / "model"
