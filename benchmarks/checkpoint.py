@@ -38,9 +38,9 @@ from accelerate_recipes.common.checkpoint.save import Saver
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.files import flush
 from accelerate_recipes.common.layout import Layout
-from accelerate_recipes.common.parallel.kinds import prepare
+from accelerate_recipes.common.parallel.strategies import prepare
 from accelerate_recipes.common.plan import Plan
-from accelerate_recipes.common.records.unrecorded import Unrecorded
+from accelerate_recipes.common.records.running_sums import RunningSums
 from accelerate_recipes.common.state import TrainState
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.stopping.watch import Watch
@@ -133,7 +133,7 @@ def prepared(megabytes: float, folder: Path) -> tuple[dict[str, Action], Callabl
 
     def save(saver: Saver) -> Callable[[], object]:
         state.step += 1
-        saver.save(state, Unrecorded())
+        saver.save(state, RunningSums())
         return saver.finish
 
     def save_state(flushes: bool) -> Callable[[], object]:

@@ -39,9 +39,9 @@ from accelerate_recipes.common.checkpoint.reader import Reader
 from accelerate_recipes.common.checkpoint.save import Saver
 from accelerate_recipes.common.checkpoint.writer import assigned, own_shard
 from accelerate_recipes.common.cpu_group import CpuGroup
-from accelerate_recipes.common.parallel.kinds import layout_of, prepare
+from accelerate_recipes.common.parallel.strategies import layout_of, prepare
 from accelerate_recipes.common.plan import Plan
-from accelerate_recipes.common.records.unrecorded import Unrecorded
+from accelerate_recipes.common.records.running_sums import RunningSums
 from accelerate_recipes.common.state import TrainState
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.stopping.watch import Watch
@@ -97,7 +97,7 @@ def work(folder: Path, layers: int) -> dict[str, list[float]]:
 
             timed("flags", flags)
             timed("plan", lambda: own_shard(engine.parts(), group.rank))
-            timed("save", lambda: saver.save(state, Unrecorded()))
+            timed("save", lambda: saver.save(state, RunningSums()))
             timed("resume", resume)
     timed("end", torch.distributed.destroy_process_group)
     return seconds

@@ -1,4 +1,4 @@
-"""What the check of the first steps costs: seconds beside those of plain steps, and the peak memory of each process.
+"""What the parity check costs: seconds beside those of plain steps, and the peak memory of each process.
 
     python benchmarks/first_steps.py
     python benchmarks/first_steps.py --size 134m --config fsdp2

@@ -182,7 +182,7 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
 
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
-    from accelerate_recipes.common.parallel.kinds import layout_of, prepare
+    from accelerate_recipes.common.parallel.strategies import layout_of, prepare
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
 

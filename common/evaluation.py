@@ -17,7 +17,7 @@ from .data.facts import say_sizes
 from .data.mixture import of_sources, without_sources
 from .errors import StoppedError, UsageError
 from .files import for_json
-from .parallel.kinds import check_trainable, prepare
+from .parallel.strategies import check_trainable, prepare
 from .records.predictions import write_predictions
 from .records.recorder import Recorder
 from .seeds import EVALUATION, SUMMARY, seed_forward
@@ -27,7 +27,7 @@ from .step.engine import Engine, evaluating, is_metric
 from .step.guards import check_same_start, freeze_what_is_not_trained
 from .step.setup import Setup
 from .stopping.watch import Watch
-from .weights.on_disk import fill
+from .weights.on_disk import materialize
 
 
 class Evaluation:
@@ -148,7 +148,7 @@ def evaluate_exported(
         StoppedError: a signal ended the evaluation.
     """
     accelerator, model, plan, config = setup.accelerator, setup.model, setup.plan, setup.plan.config
-    fill(model)
+    materialize(model)
     load_exported(config.output_dir, model)
     check_same_start(model, train_set, eval_sets, group)
     with Watch(accelerator, plan, group) as watch:

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from .check.first_steps import FirstSteps
+from .check.parity import ParityCheck
 from .checkpoint.export import export_model
 from .checkpoint.identity import identity
 from .checkpoint.resume import find_checkpoint
@@ -18,7 +18,7 @@ from .cpu_group import CpuGroup
 from .data.batches import CollateFn, Examples, ForwardStep, MapDataset, Metrics, batches, checked_datasets
 from .data.mixture import by_source
 from .evaluation import Evaluation, evaluate_exported
-from .parallel.kinds import check_trainable, layout_of, prepare
+from .parallel.strategies import check_trainable, layout_of, prepare
 from .plan import Plan, Sampler
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
@@ -105,7 +105,7 @@ def fit(
         check_same_start(model, train_set, eval_sets, group)
         check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, optimizer)
-        check = FirstSteps(setup, train_set, checkpoint, group)
+        check = ParityCheck(setup, train_set, checkpoint, group)
         check.reference()
         with check.translated():
             engine = prepare(check.watching(setup))

@@ -30,7 +30,7 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
         UsageError: the sizes do not divide, or give fewer micro-batches than stages; the message names sizes that work.
     """
     batch_size, micro_batch_size = config.batch_size, config.micro_batch_size
-    data_parallel_size, num_stages = layout.data_parallel_size, layout.stages
+    data_parallel_size, num_stages = layout.data_parallel_size, layout.pp
     if batch_size % data_parallel_size:
         raise UsageError(
             f"--batch_size {batch_size} is not divisible by {data_parallel_size} data-parallel ranks: "

@@ -45,7 +45,7 @@ def look(
     from accelerate_recipes.common.data.facts import said
     from accelerate_recipes.common.data.mixture import Mixture, by_source
     from accelerate_recipes.common.errors import UsageError
-    from accelerate_recipes.common.parallel.kinds import layout_of
+    from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan
 
     own, number = train_set, json.loads(os.environ[QUESTION])  # without the collate function

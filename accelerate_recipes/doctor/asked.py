@@ -65,7 +65,7 @@ def refusals(
     from accelerate_recipes.common.data.batches import checked_datasets
     from accelerate_recipes.common.data.mixture import by_source
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
-    from accelerate_recipes.common.parallel.kinds import check_batch_loss, layout_of, model_checks
+    from accelerate_recipes.common.parallel.strategies import check_batch_loss, layout_of, model_checks
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.checks import check_given
 
@@ -99,7 +99,7 @@ def refusals(
                 facts |= {"micro_batch_size": plan.micro_batch_size}
             except UsageError as error:  # what else is wrong shows with a batch that divides
                 lines.append(str(error))
-                divides = {"batch_size": layout.data_parallel_size * layout.stages, "micro_batch_size": None}
+                divides = {"batch_size": layout.data_parallel_size * layout.pp, "micro_batch_size": None}
                 plan = Plan.of(replace(flags, **divides), layout, len(train_set), *sampling)
             for of_model in model_checks(layout):
                 _note(lines, of_model, model, optimizer, plan)

@@ -71,7 +71,7 @@ def _measured(
     from accelerate_recipes.common.data.batches import checked_datasets
     from accelerate_recipes.common.data.mixture import by_source
     from accelerate_recipes.common.environment import is_true
-    from accelerate_recipes.common.parallel.kinds import layout_of
+    from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan
 
     config = replace(config, **question.flags)
@@ -97,7 +97,7 @@ def _measured(
 
 
 def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, keywords: dict[str, Any]) -> Run:
-    from accelerate_recipes.common.check.alone import MAX_SECONDS
+    from accelerate_recipes.common.check.reference_run import MAX_SECONDS
     from accelerate_recipes.common.environment import num_machines
 
     config, layout, last = plan.config, plan.layout, plan.num_steps - 1
@@ -111,7 +111,7 @@ def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, keywords: 
         batch_size=config.batch_size,
         micro_batch_size=plan.micro_batch_size,
         accumulation=plan.accumulation,
-        stages=layout.stages,
+        stages=layout.pp,
         num_steps=plan.num_steps,
         steps_per_epoch=plan.steps_per_epoch,
         num_samples=plan.num_samples,

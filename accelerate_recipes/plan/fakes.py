@@ -20,9 +20,9 @@ BUCKET = 25 * 2**20  # bytes; DDP's default
 def weights_on_meta() -> Iterator[None]:
     """Parameters of modules that are built in the `with` block take no memory and have no values. To the recipe's
     `common`, they are still on disk."""
-    from accelerate_recipes.common.weights.on_disk import Unread
+    from accelerate_recipes.common.weights.on_disk import LazyParameter
 
-    class Weightless(Unread):
+    class Weightless(LazyParameter):
         origin: Any = (None, "")
 
         @classmethod

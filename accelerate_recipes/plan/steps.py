@@ -51,21 +51,21 @@ class DryRun:
         layout, plan = self.plan.layout, self.plan
         batches, zero = self._batches(train_set), None
         number, dtype = layout.num_processes, None
-        if "DeepSpeed" in layout.kinds:
+        if "DeepSpeed" in layout.strategies:
             from accelerate_recipes.common.parallel import deepspeed
 
             trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
             zero = Zero(deepspeed.zero_stage(), deepspeed.offloads(), trained)
-            plan = replace(plan, layout=replace(layout, kinds=Layout().kinds))
+            plan = replace(plan, layout=replace(layout, strategies=Layout().strategies))
             number, dtype = 1, torch.bfloat16 if layout.precision == "bf16" else None
             remove_variables()
-        mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(self.gpu, plan.config.tf32, layout.experts)
+        mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(self.gpu, plan.config.tf32, layout.ep)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(processes(number, number - 1 if self.last else 0))
             accelerator = _accelerator(plan.layout)
-            if layout.stages > 1:
+            if layout.pp > 1:
                 from accelerate_recipes.common.data.batches import numbered
                 from accelerate_recipes.common.parallel import pipeline
 
@@ -88,7 +88,7 @@ class DryRun:
     @property
     def _needs_all(self) -> bool:
         """Whether a step needs all its micro-batches."""
-        return self.plan.layout.stages > 1 or self.batch_loss is not None
+        return self.plan.layout.pp > 1 or self.batch_loss is not None
 
     def _noted(
         self,
@@ -100,7 +100,7 @@ class DryRun:
         tracker: Tracker,
         batches: list[dict[str, Any]],
     ) -> Step:
-        from accelerate_recipes.common.parallel.kinds import prepare
+        from accelerate_recipes.common.parallel.strategies import prepare
         from accelerate_recipes.common.step.setup import Setup
         from accelerate_recipes.common.weights.parts import local
 
@@ -125,7 +125,7 @@ class DryRun:
         )
         passes = plan.accumulation - len(one)  # of a step, beside those of `first`; each does what `more` adds to it
         before, forward = tracker.held, 0
-        if plan.layout.stages == 1:
+        if plan.layout.pp == 1:
             values = tracker.noted(lambda: engine.forward_step(engine.model, batches[0], 0))
             forward = values[1] - before
         slots = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -14,7 +14,7 @@ from accelerate_recipes.console import print_json
 from accelerate_recipes.verify.compare import Difference
 
 COLUMNS = ("config", "processes", "loss", "gradient", "weights", "eval", "learning rate", "")
-CHECKED = "does not give the result of one process"  # in the line of the check of the first steps
+CHECKED = "does not give the result of one process"  # in the line of the parity check
 _PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "deepspeed", "peft", "numpy", "pillow")
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from ..step.setup import Setup
-from ..weights.on_disk import held_whole
-from .alone import Alone, sketches
+from ..weights.on_disk import with_full_weights
 from .first_pass import FirstPass
 from .kept import Changes, NotChecked
+from .reference_run import ReferenceRun, sketches
 from .sketch import Sketch
 from .trace import Step
 
@@ -34,7 +34,7 @@ class Moved:
     start: dict[str, Sketch]
 
     @classmethod
-    def taken(cls, alone: Alone, numbers: range, roundings: int) -> "Moved":
+    def taken(cls, alone: ReferenceRun, numbers: range, roundings: int) -> "Moved":
         """Takes these steps, from weights that are moved by so many rounding errors."""
         start: dict[str, Sketch] = {}
 
@@ -75,7 +75,7 @@ class Reference:
     changes: Changes = field(default_factory=Changes)
 
 
-def take_reference(alone: Alone, numbers: range, first_pass: FirstPass) -> Reference:
+def take_reference(alone: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
     """Takes the steps with these numbers. Model, optimizer and the recipe's functions are afterwards as before.
 
     Raises:
@@ -86,7 +86,7 @@ def take_reference(alone: Alone, numbers: range, first_pass: FirstPass) -> Refer
     _check_possible(setup, is_resumed=numbers[0] > 0)
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     try:
-        with held_whole(setup.model):
+        with with_full_weights(setup.model):
             initial = sketches(setup.model)
             steps = alone.steps(numbers, first_pass)
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from ..layout import Layout
-from ..parallel.kind import Seen
-from ..parallel.kinds import kinds_of, wrapper_of
+from ..parallel.strategies import main_strategy, strategies_of
+from ..parallel.strategy import Symptoms
 from ..step.setup import Setup
 from .compare import Gap, Key
 from .first_pass import FirstPass
@@ -35,7 +35,7 @@ def verdict(
         lines.append(f"  the first layer whose output differs is {layer}")
     sample = _other_sample(steps, alone, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
     values = any(what in ("value", "eval") for what, _ in gaps)
-    seen = Seen(
+    seen = Symptoms(
         at_once=values and number == min(reference.steps),
         only_weights=not values and ("norm", "") not in gaps,
         draws=first_pass.draws,
@@ -108,15 +108,15 @@ def _causes_in_the_recipe(
         yield f"the weights are {first.low_weights}, and each update is rounded to few bits: make them float32"
 
 
-def _cause_in_the_layout(seen: Seen, layout: Layout) -> str:
+def _cause_in_the_layout(seen: Symptoms, layout: Layout) -> str:
     """What the differences point to, and what to type."""
-    for kind in kinds_of(layout):
-        if cause := kind.likely_cause(seen):
+    for strategy in strategies_of(layout):
+        if cause := strategy.likely_cause(seen):
             return cause
     if seen.at_once and seen.draws:
         return (
             "the forward pass draws random numbers, and takes another path by them under this config, as layerdrop "
-            f"does: set that to 0, or type {wrapper_of(layout).elsewhere}"
+            f"does: set that to 0, or type {main_strategy(layout).fallback}"
         )
     if seen.at_once:
         return (
@@ -130,5 +130,5 @@ def _cause_in_the_layout(seen: Seen, layout: Layout) -> str:
         )
     return (
         f"{seen.optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or "
-        f"forward_step takes gradients itself, as a penalty does: type {wrapper_of(layout).elsewhere}"
+        f"forward_step takes gradients itself, as a penalty does: type {main_strategy(layout).fallback}"
     )

@@ -14,7 +14,7 @@ from ..errors import RunError, UsageError
 from ..package import version
 from ..plan import Plan
 from ..records.output_dir import checkpoint_name, checkpoints, starts_over
-from ..records.unrecorded import Unrecorded
+from ..records.running_sums import RunningSums
 from ..state import TrainState
 from ..step.engine import Engine
 from ..step.engine_state import load_optimizer
@@ -71,7 +71,7 @@ class Checkpoint:
         load_optimizer(optimizer, kept_tensors(model), self.reader)
         Numbers(optimizer).load_state_dict(self.reader.content["trainer"]["optimizer"])
 
-    def load_rest(self, engine: Engine, unrecorded: Unrecorded) -> None:
+    def load_rest(self, engine: Engine, unrecorded: RunningSums) -> None:
         """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and the
         sums since the last record."""
         content = self.reader.content
@@ -132,7 +132,7 @@ class FreshStart:
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keeps the optimizer as it is."""
 
-    def load_rest(self, engine: Engine, unrecorded: Unrecorded) -> None:
+    def load_rest(self, engine: Engine, unrecorded: RunningSums) -> None:
         """Keeps everything as it is."""
 
 

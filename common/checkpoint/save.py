@@ -14,7 +14,7 @@ from ..cpu_group import CpuGroup
 from ..environment import versions
 from ..errors import RunError, first_line
 from ..records.output_dir import checkpoint_name, checkpoints
-from ..records.unrecorded import Unrecorded
+from ..records.running_sums import RunningSums
 from ..state import TrainState
 from ..step.engine import Engine
 from ..stopping.watch import Watch
@@ -62,7 +62,7 @@ class Saver:
         for thread in filter(None, (self._writer, self._remover)):
             thread.shutdown()
 
-    def save(self, state: TrainState, unrecorded: Unrecorded) -> None:
+    def save(self, state: TrainState, unrecorded: RunningSums) -> None:
         """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`. A save
         that fails prints one line, and the run goes on.
 

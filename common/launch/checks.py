@@ -17,8 +17,8 @@ from ..environment import (
 )
 from ..errors import UsageError
 from ..layout import Layout
-from ..parallel.kind import LaunchCheck
-from ..parallel.kinds import kinds_of
+from ..parallel.strategies import strategies_of
+from ..parallel.strategy import LaunchCheck
 
 SUPPORTED = ("cpu", "cuda", "xpu", "npu")
 
@@ -92,13 +92,13 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
             "sp_size instead, as in accelerate_configs/sequence_parallel.yaml"
         )
     by_fsdp = is_true("ACCELERATE_USE_FSDP")
-    if layout.tensor == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
+    if layout.tp == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
         raise UsageError(
             "parallelism_config has a dp_shard_size: type distributed_type: FSDP in the config file, as in "
             "accelerate_configs/hsdp.yaml"
         )
-    is_divided = sizes["dp_shard_size"] > 1 or (by_fsdp and layout.sequence > 1)  # FSDP2 shards over sp_size, too
-    if sizes["dp_replicate_size"] > 1 and not is_divided and (by_fsdp or layout.tensor > 1):
+    is_divided = sizes["dp_shard_size"] > 1 or (by_fsdp and layout.sp > 1)  # FSDP2 shards over sp_size, too
+    if sizes["dp_replicate_size"] > 1 and not is_divided and (by_fsdp or layout.tp > 1):
         raise UsageError(
             f"parallelism_config has a dp_replicate_size of {sizes['dp_replicate_size']} and no dp_shard_size, which "
             "Accelerate refuses: type dp_shard_size instead, or --config_file accelerate_configs/ddp.yaml"
@@ -122,14 +122,15 @@ def check_compiler_of_torch(layout: Layout, config: RunConfig) -> None:
 
 def launch_checks(layout: Layout) -> list[LaunchCheck]:
     """What a run refuses of a launch: it raises the first refusal, `accelerate-recipes doctor` asks for all of them."""
-    kinds = sorted(kinds_of(layout), key=lambda kind: kind.wraps)  # what joins another kind says what it joins
-    of_kinds = [check for kind in kinds for check in kind.launch_checks]
+    # What joins another strategy says what it joins.
+    strategies = sorted(strategies_of(layout), key=lambda strategy: strategy.wraps)
+    of_strategies = [check for strategy in strategies for check in strategy.launch_checks]
     return [
         check_launcher,
         check_device,
         check_flags_of_the_loop,
         check_precision,
-        *of_kinds,
+        *of_strategies,
         check_mesh,
         check_compiler_of_torch,
     ]

@@ -33,13 +33,13 @@ from ..environment import (
 )
 from ..errors import UsageError
 from ..layout import Layout
-from ..parallel.kinds import KINDS, layout_of, wrapper_of
+from ..parallel.strategies import STRATEGIES, layout_of, main_strategy
 from ..plan import split_batch
 from .checks import launch_checks
 from .machines import agreement, store_number
 from .observed import ObservedAccelerator
 
-KINDS_OF_ACCELERATE = {kind.distributed_type for kind in KINDS}
+TYPES_OF_ACCELERATE = {strategy.distributed_type for strategy in STRATEGIES}
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -67,7 +67,7 @@ def start(config: RunConfig) -> Accelerator:
     if rehearses:
         prepare_rehearsal(layout, timeout)
     else:
-        wrapper_of(layout).run_on_gpus()
+        main_strategy(layout).run_on_gpus()
     try:
         with mesh_of_accelerate(layout):
             accelerator = ObservedAccelerator(
@@ -87,7 +87,7 @@ def start(config: RunConfig) -> Accelerator:
     # The fast kernels of nn.TransformerEncoder set padding to 0, in evaluation alone and only where the masks of a
     # micro-batch allow it; they read weights past the layers that gather them (ZeRO-3), and take no divided ones.
     torch.backends.mha.set_fastpath_enabled(False)
-    wrapper_of(layout).started()
+    main_strategy(layout).started()
     set_seed(config.seed)  # the same in every process, so that each builds the same model
     accelerator.print(_banner(layout, config, rehearses) + "\n", end="")  # at once: another process may write a line
     return accelerator
@@ -97,7 +97,7 @@ def start(config: RunConfig) -> Accelerator:
 def mesh_of_accelerate(layout: Layout) -> Iterator[None]:
     """Sets what Accelerate reads in the `with` block. It divides sequences under DeepSpeed alone: to it, processes that
     share the tokens of a sample are data-parallel, too, as each has gradients of its own."""
-    variables, before = wrapper_of(layout).variables(layout), dict(os.environ)
+    variables, before = main_strategy(layout).variables(layout), dict(os.environ)
     os.environ.update(variables if is_true("ACCELERATE_USE_PARALLELISM_CONFIG") else {})
     yield
     os.environ.update({name: before[name] for name in variables if name in before})
@@ -149,7 +149,7 @@ def prepare_rehearsal(layout: Layout, timeout: timedelta) -> None:
         print_once("fp16 needs a GPU: this rehearsal runs in float32")
     # Accelerate imports deepspeed where it is installed, under other configs, too, and that warns about a missing GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    wrapper_of(layout).rehearse(timeout)
+    main_strategy(layout).rehearse(timeout)
 
 
 def _check_applied(accelerator: Accelerator, layout: Layout) -> None:
@@ -157,7 +157,7 @@ def _check_applied(accelerator: Accelerator, layout: Layout) -> None:
     got = accelerator.distributed_type
     expected = {
         "number of processes": (layout.num_processes, accelerator.num_processes),
-        "sharding by": (wrapper_of(layout).distributed_type, got if got in KINDS_OF_ACCELERATE else None),
+        "sharding by": (main_strategy(layout).distributed_type, got if got in TYPES_OF_ACCELERATE else None),
         "precision": (layout.precision, accelerator.mixed_precision.replace("no", "float32")),
         "gradient accumulation": (1, accelerator.gradient_accumulation_steps),
     }

@@ -6,19 +6,19 @@ from torch.nn.parallel import DistributedDataParallel
 from ..layout import Layout
 from ..step.engine import Engine
 from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
-from ..weights.on_disk import fill
-from .kind import Kind, Seen
+from ..weights.on_disk import materialize
+from .strategy import Strategy, Symptoms
 
 
-class Ddp(Kind):
+class Ddp(Strategy):
     """Takes what no other kind asks for."""
 
     name = "DDP"
     needs_all_weights = True  # DDP waits for the gradient of each
-    elsewhere = "--config_file accelerate_configs/single.yaml"
+    fallback = "--config_file accelerate_configs/single.yaml"
 
     def title(self, layout: Layout) -> str:
-        if layout.sequence > 1:
+        if layout.sp > 1:
             return f"DDP {layout.data_parallel_size}" if layout.data_parallel_size > 1 else ""
         return self.name if layout.num_processes > 1 else "no parallelism"
 
@@ -26,14 +26,14 @@ class Ddp(Kind):
         return {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}  # DDP needs no mesh
 
     def wrap(self, setup: Setup) -> Engine:
-        fill(setup.model)
+        materialize(setup.model)
         compile_if_asked(setup.model, setup.plan)
         _let_ddp_send_state_alone(setup.model)
         model, optimizer = setup.accelerator.prepare(setup.model, setup.optimizer)
         choose_fused_kernels(setup.accelerator, setup.optimizer)
         return Engine(setup, model, optimizer)
 
-    def likely_cause(self, seen: Seen) -> str | None:
+    def likely_cause(self, seen: Symptoms) -> str | None:
         if not seen.only_weights:
             return None
         return f"{seen.optimizer} changes weights in another way in each process: let gradients alone decide"

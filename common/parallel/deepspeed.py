@@ -25,10 +25,10 @@ from ..layout import Layout
 from ..plan import Plan
 from ..step.checks import check_dense_gradients, check_divisible_weights
 from ..step.setup import Setup, cast, compile_if_asked, float32_outputs, say_what_is_cast
-from ..weights.on_disk import fill
+from ..weights.on_disk import materialize
 from .deepspeed_engine import DeepSpeedEngine
 from .extensions import load_extensions
-from .kind import Kind
+from .strategy import Strategy
 
 
 def section_of_config() -> dict[str, Any]:
@@ -141,7 +141,7 @@ def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
             raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
 
 
-class DeepSpeed(Kind):
+class DeepSpeed(Strategy):
     name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
     needs_all_weights = True  # it applies weight decay to one that no pass used
@@ -149,7 +149,7 @@ class DeepSpeed(Kind):
     launch_checks = (check_config, check_packages)
     model_checks = (check_weights, check_hooks, check_section)
 
-    def is_asked(self, config: RunConfig) -> bool:
+    def is_requested(self, config: RunConfig) -> bool:
         return is_true("ACCELERATE_USE_DEEPSPEED")
 
     def precision(self) -> str | None:
@@ -179,7 +179,7 @@ class DeepSpeed(Kind):
 
     def wrap(self, setup: Setup) -> DeepSpeedEngine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
-        fill(model)
+        materialize(model)
         configure(accelerator, model, setup.optimizer, plan)
         say_what_is_cast(accelerator, model, self.name)
         if plan.layout.precision != "float32":

@@ -22,24 +22,26 @@ from ..layout import Layout
 from ..plan import Plan
 from ..step.checks import sizes_that_divide
 from ..step.setup import Setup, exchange_weights
-from ..weights.on_disk import filled
+from ..weights.on_disk import materialized
 from ..weights.parts import local
-from .kind import Kind
+from .strategy import Strategy
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in transformers
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
     """Experts without FSDP2 or beside a kind that divides layers, or a group that does not divide the processes."""
-    if not is_true("ACCELERATE_USE_FSDP") or layout.num_sharing > 1:  # Accelerate refuses divided weights under DDP
+    if (
+        not is_true("ACCELERATE_USE_FSDP") or layout.model_parallel_size > 1
+    ):  # Accelerate refuses divided weights under DDP
         raise UsageError(
-            f"--expert_parallel {layout.experts} needs FSDP2 for the other weights: type --config_file "
+            f"--expert_parallel {layout.ep} needs FSDP2 for the other weights: type --config_file "
             "accelerate_configs/fsdp2_expert_parallel.yaml"
         )
-    if layout.num_processes % layout.experts:
+    if layout.num_processes % layout.ep:
         raise UsageError(
-            f"--expert_parallel {layout.experts} does not divide {layout.num_processes} processes: type "
-            f"--num_processes {layout.experts} after accelerate launch"
+            f"--expert_parallel {layout.ep} does not divide {layout.num_processes} processes: type "
+            f"--num_processes {layout.ep} after accelerate launch"
         )
     for name in ("FSDP_OFFLOAD_PARAMS", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         if is_true(name):
@@ -52,7 +54,7 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 
 def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """A model without experts, or with a number of them that does not divide."""
-    found, size = experts_of(model), plan.layout.experts
+    found, size = experts_of(model), plan.layout.ep
     if not found:
         raise UsageError(
             f"{type(model).__name__} has no experts of transformers 5 to divide: remove --expert_parallel, or use a "
@@ -69,31 +71,31 @@ def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
                 raise UsageError(f"{name} has a weight that all experts share: remove --expert_parallel")
 
 
-class ExpertParallel(Kind):
+class ExpertParallel(Strategy):
     name = "EP"
     wraps = False
     launch_checks = (check_config,)
     model_checks = (check_experts,)
 
-    def is_asked(self, config: RunConfig) -> bool:
+    def is_requested(self, config: RunConfig) -> bool:
         return config.expert_parallel > 1
 
     def sizes(self, config: RunConfig) -> dict[str, Any]:
-        return {"experts": config.expert_parallel}
+        return {"ep": config.expert_parallel}
 
     def title(self, layout: Layout) -> str:
-        return f"EP {layout.experts}"
+        return f"EP {layout.ep}"
 
     def divide(self, setup: Setup) -> None:
         from torch.distributed.device_mesh import init_device_mesh  # these imports take a second
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         layout, device = setup.plan.layout, setup.accelerator.device
-        shape = (layout.num_processes // layout.experts, layout.experts)
+        shape = (layout.num_processes // layout.ep, layout.ep)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "experts"))
         group, replaced = ExpertGroup(mesh, layout), dict[nn.Parameter, nn.Parameter]()
         for experts in experts_of(setup.model).values():
-            with filled(experts, device):
+            with materialized(experts, device):
                 for name, weight in list(experts.named_parameters()):
                     own = weight.detach().chunk(group.size)[group.rank].to(weight.device if weight.is_meta else device)
                     shard = DTensor.from_local(own.clone(), mesh, [Replicate(), Shard(0)], run_check=False)
@@ -121,9 +123,9 @@ class ExpertGroup:
     """
 
     def __init__(self, mesh: Any, layout: Layout):
-        self.size, self.rank = layout.experts, mesh.get_local_rank("experts")
+        self.size, self.rank = layout.ep, mesh.get_local_rank("experts")
         self._group, self._replicas = mesh.get_group("experts"), mesh.get_group("replicas")
-        self._num_replicas, self._num_processes = layout.num_processes // layout.experts, layout.num_processes
+        self._num_replicas, self._num_processes = layout.num_processes // layout.ep, layout.num_processes
         # The numbers of tokens, which the CPU must know.
         self._counts = self._group if mesh.device_type == "cpu" else _group_on_cpu(mesh)
 

@@ -27,9 +27,9 @@ from ..step.setup import (
     say_what_is_cast,
     split_groups_by_mesh,
 )
-from ..weights.on_disk import filled
+from ..weights.on_disk import materialized
 from ..weights.parts import is_divided
-from .kind import Kind, rehearse_on_gloo
+from .strategy import Strategy, rehearse_on_gloo
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -72,23 +72,23 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
     _check_named(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"), model)
 
 
-class Fsdp2(Kind):
+class Fsdp2(Strategy):
     name = "FSDP2"
     distributed_type = DistributedType.FSDP
     needs_all_weights = True  # it waits for the gradient of each
     launch_checks = (check_version,)
     model_checks = (check_weights, check_layers)
 
-    def is_asked(self, config: RunConfig) -> bool:
+    def is_requested(self, config: RunConfig) -> bool:
         return is_true("ACCELERATE_USE_FSDP") or (mesh_size("tp") > 1 and mesh_size("dp_shard") > 1)
 
     def sizes(self, config: RunConfig) -> dict[str, Any]:
         replicas = mesh_size("dp_replicate")
         shards = mesh_size("dp_shard") if mesh_size("tp") > 1 else world_size() // replicas
-        return {"replicas": replicas, "shards": shards}
+        return {"dp_replicate": replicas, "dp_shard": shards}
 
     def title(self, layout: Layout) -> str:
-        return f"HSDP {layout.replicas} × {layout.shards}" if layout.replicas > 1 else self.name
+        return f"HSDP {layout.dp_replicate} × {layout.dp_shard}" if layout.dp_replicate > 1 else self.name
 
     def rehearse(self, timeout: timedelta) -> None:
         rehearse_on_gloo(timeout)
@@ -108,7 +108,7 @@ class Fsdp2(Kind):
         ignored = [weight for weight in model.parameters() if is_divided(weight)] + scalars_of(model)
         plugin.ignored_modules = [nn.ParameterList(ignored)] if ignored else None
         device = torch.device("cpu") if offloads else accelerator.device
-        with filled(model, device), _found_by_name(model, setup.optimizer), _ends_of_accelerate(model, classes):
+        with materialized(model, device), _found_by_name(model, setup.optimizer), _ends_of_accelerate(model, classes):
             model, optimizer = accelerator.prepare(model, setup.optimizer)
         average_scalars(model, accelerator.device)
         split_groups_by_mesh(setup.optimizer)

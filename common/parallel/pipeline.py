@@ -19,9 +19,9 @@ from ..plan import Plan
 from ..seeds import UPDATE, seed_forward
 from ..step.engine import Engine, StepResult, step_if_finite, weighted_sum
 from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
-from ..weights.on_disk import fill
-from .kind import Kind, Seen
+from ..weights.on_disk import materialize
 from .stages import Stage, check_pipeline, keep_stage
+from .strategy import Strategy, Symptoms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
     """A config that divides the model, too, or stages that do not divide the processes."""
-    if layout.num_processes % layout.stages:
+    if layout.num_processes % layout.pp:
         raise UsageError(
-            f"--pipeline_stages {layout.stages} does not divide {layout.num_processes} processes: type "
-            f"--num_processes {layout.stages} after accelerate launch"
+            f"--pipeline_stages {layout.pp} does not divide {layout.num_processes} processes: type "
+            f"--num_processes {layout.pp} after accelerate launch"
         )
     others = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
     if any(map(is_true, others)):
@@ -46,27 +46,27 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """A model that cannot be cut into stages."""
-    check_pipeline(model, plan.layout.stages)
+    check_pipeline(model, plan.layout.pp)
 
 
-class PipelineParallel(Kind):
+class PipelineParallel(Strategy):
     name = "pipeline"
-    elsewhere = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+    fallback = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
     launch_checks = (check_stages,)
     model_checks = (check_layers,)
 
-    def is_asked(self, config: RunConfig) -> bool:
+    def is_requested(self, config: RunConfig) -> bool:
         return config.pipeline_stages > 1
 
     def sizes(self, config: RunConfig) -> dict[str, Any]:
-        return {"stages": config.pipeline_stages}
+        return {"pp": config.pipeline_stages}
 
     def title(self, layout: Layout) -> str:
         pipelines = f"DDP {layout.data_parallel_size} × " if layout.data_parallel_size > 1 else ""
-        return f"{pipelines}pipeline of {layout.stages} stages"
+        return f"{pipelines}pipeline of {layout.pp} stages"
 
     def refuse_batch_loss(self) -> None:
-        raise UsageError(f"batch_loss needs two passes per step, which a pipeline does not have: type {self.elsewhere}")
+        raise UsageError(f"batch_loss needs two passes per step, which a pipeline does not have: type {self.fallback}")
 
     def wrap(self, setup: Setup) -> "PipelineEngine":
         pipeline = Pipeline(setup.accelerator, setup.model, setup.optimizer, setup.plan)
@@ -75,12 +75,12 @@ class PipelineParallel(Kind):
         choose_fused_kernels(setup.accelerator, setup.optimizer)
         return PipelineEngine(setup, pipeline, optimizer)
 
-    def likely_cause(self, seen: Seen) -> str | None:
+    def likely_cause(self, seen: Symptoms) -> str | None:
         if not seen.at_once:
             return None
         return (
             f"something beside the layers {'draws random numbers, or ' * seen.draws}changes hidden states, logits or "
-            f"losses, which a pipeline cannot divide: type {self.elsewhere}"
+            f"losses, which a pipeline cannot divide: type {self.fallback}"
         )
 
 
@@ -88,7 +88,7 @@ def _check_named(named: dict[str, Any]) -> None:
     if named:
         raise UsageError(
             f"a pipeline cannot pass on {', '.join(named)}: leave out the flag that adds it (--packing), or type "
-            f"{PipelineParallel.elsewhere}"
+            f"{PipelineParallel.fallback}"
         )
 
 
@@ -119,7 +119,7 @@ def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int) -> t
     if len(noted) != 1:
         raise UsageError(
             f"forward_step calls the model {len(noted)} times, but a pipeline has one pass: call it once, or type "
-            f"{PipelineParallel.elsewhere}"
+            f"{PipelineParallel.fallback}"
         )
     return noted[0]
 
@@ -146,7 +146,7 @@ class Pipeline(nn.Module):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         layout, self.device = plan.layout, accelerator.device
-        self.num_stages = layout.stages
+        self.num_stages = layout.pp
         mesh = init_device_mesh(
             self.device.type, (layout.data_parallel_size, self.num_stages), mesh_dim_names=("data", "pipe")
         )
@@ -156,7 +156,7 @@ class Pipeline(nn.Module):
         is_tied = model.get_output_embeddings().weight is embedding
         self.tied = embedding if is_tied and (self.is_first or self.is_last) else None
         self.in_all_stages = keep_stage(model, self.index, self.num_stages)
-        fill(model, self.device)
+        materialize(model, self.device)
         self.model, self.autocast = model.to(self.device), accelerator.autocast
         kept = set(model.parameters())
         for group in optimizer.param_groups:

@@ -17,12 +17,12 @@ from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..step.setup import Setup
-from .kind import Kind, Seen
+from .strategy import Strategy, Symptoms
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
     """An sp_size beside a kind that divides more than weights."""
-    wrapper = next(name for name in layout.kinds if name != SequenceParallel.name)
+    wrapper = next(name for name in layout.strategies if name != SequenceParallel.name)
     if wrapper not in ("DDP", "FSDP2"):
         raise UsageError(
             f"sp_size does not combine with {wrapper}: type --config_file "
@@ -32,29 +32,29 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """A model that cannot divide samples, or not by this number."""
-    divider_of(model, plan.layout.sequence)
+    divider_of(model, plan.layout.sp)
 
 
-class SequenceParallel(Kind):
+class SequenceParallel(Strategy):
     name = "SP"
     wraps = False
     launch_checks = (check_config,)
     model_checks = (check_layers,)
 
-    def is_asked(self, config: RunConfig) -> bool:
+    def is_requested(self, config: RunConfig) -> bool:
         return mesh_size("sp") > 1
 
     def sizes(self, config: RunConfig) -> dict[str, Any]:
-        return {"sequence": mesh_size("sp")}
+        return {"sp": mesh_size("sp")}
 
     def title(self, layout: Layout) -> str:
-        return f"SP {layout.sequence}"
+        return f"SP {layout.sp}"
 
     def divide(self, setup: Setup) -> None:
         layout = setup.plan.layout
-        divider_of(setup.model, layout.sequence).divide(SequenceGroup(layout, setup.accelerator.device))
+        divider_of(setup.model, layout.sp).divide(SequenceGroup(layout, setup.accelerator.device))
 
-    def likely_cause(self, seen: Seen) -> str | None:
+    def likely_cause(self, seen: Symptoms) -> str | None:
         return (
             f"a layer beside attention {'draws random numbers, or ' * seen.draws}needs all tokens of a sample, as "
             "convolutions do: type --config_file accelerate_configs/fsdp2.yaml"
@@ -73,10 +73,8 @@ class SequenceGroup:
     def __init__(self, layout: Layout, device: torch.device):
         from torch.distributed.device_mesh import init_device_mesh  # the import takes a second
 
-        mesh = init_device_mesh(
-            device.type, (layout.data_parallel_size, layout.sequence), mesh_dim_names=("data", "sp")
-        )
-        self.size, self.rank, self._group = layout.sequence, mesh.get_local_rank("sp"), mesh.get_group("sp")
+        mesh = init_device_mesh(device.type, (layout.data_parallel_size, layout.sp), mesh_dim_names=("data", "sp"))
+        self.size, self.rank, self._group = layout.sp, mesh.get_local_rank("sp"), mesh.get_group("sp")
 
     def padded_length(self, length: int) -> int:
         """The length of all slices together: `length`, rounded up to a multiple of the size."""

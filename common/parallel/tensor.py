@@ -17,9 +17,9 @@ from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
 from ..step.setup import Setup, choose_fused_kernels, compile_if_asked, exchange_weights
-from ..weights.on_disk import filled
+from ..weights.on_disk import materialized
 from .fsdp2 import average_scalars, mixed_precision_policy, scalars_of, sharded_layers
-from .kind import Kind, Seen, rehearse_on_gloo
+from .strategy import Strategy, Symptoms, rehearse_on_gloo
 
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
@@ -42,31 +42,31 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Layers that cannot be divided."""
-    check_plan(model, plan.layout.tensor)
+    check_plan(model, plan.layout.tp)
 
 
-class TensorParallel(Kind):
+class TensorParallel(Strategy):
     name = "TP"
     launch_checks = (check_config,)
     model_checks = (check_layers,)
 
-    def is_asked(self, config: RunConfig) -> bool:
+    def is_requested(self, config: RunConfig) -> bool:
         return mesh_size("tp") > 1
 
     def sizes(self, config: RunConfig) -> dict[str, Any]:
-        return {"tensor": mesh_size("tp")}
+        return {"tp": mesh_size("tp")}
 
     def title(self, layout: Layout) -> str:
-        replicas = f"{layout.replicas} × " if layout.replicas > 1 else ""
-        shards = f"FSDP2 {layout.shards} × " if layout.shards > 1 else ""
-        return f"{replicas}{shards}TP {layout.tensor}"
+        replicas = f"{layout.dp_replicate} × " if layout.dp_replicate > 1 else ""
+        shards = f"FSDP2 {layout.dp_shard} × " if layout.dp_shard > 1 else ""
+        return f"{replicas}{shards}TP {layout.tp}"
 
     def rehearse(self, timeout: timedelta) -> None:
         rehearse_on_gloo(timeout)
 
     def wrap(self, setup: Setup) -> Engine:
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
-        compile_if_asked(model, plan, sharded_layers(model) if plan.layout.shards > 1 else ())
+        compile_if_asked(model, plan, sharded_layers(model) if plan.layout.dp_shard > 1 else ())
         parallelize(accelerator, model, inner, plan.layout)
         # As for evaluation, so that Accelerate adds mixed precision alone. For training it would ask the model for its
         # number of processes, and find the optimizer's weights by their addresses, which shards without elements lack.
@@ -75,12 +75,12 @@ class TensorParallel(Kind):
         choose_fused_kernels(accelerator, inner)
         return Engine(setup, model, optimizer)
 
-    def likely_cause(self, seen: Seen) -> str | None:
+    def likely_cause(self, seen: Symptoms) -> str | None:
         if not seen.at_once:
             return None
         return (
             f"something between two layers of the tp_plan {'draws random numbers, or ' * seen.draws}needs all "
-            f"features, as softmax, norms and means do: leave these layers out of the tp_plan, or type {self.elsewhere}"
+            f"features, as softmax, norms and means do: leave these layers out of the tp_plan, or type {self.fallback}"
         )
 
 
@@ -119,9 +119,9 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
     }
     mesh = accelerator.torch_device_mesh
     before = dict(model.named_parameters())
-    plan = check_plan(model, layout.tensor)
+    plan = check_plan(model, layout.tp)
     data_parallel = tuple(accelerator.parallelism_config.dp_dim_names)
-    with filled(model, accelerator.device):
+    with materialized(model, accelerator.device):
         parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in plan.items()})
         if data_parallel:
             from torch.distributed.fsdp import fully_shard

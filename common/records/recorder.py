@@ -27,8 +27,8 @@ from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
 from .run_card import attempts, git_commit, git_diff, launch_command, read_card
+from .running_sums import TOTAL_WEIGHT, RunningSums
 from .trackers import finish_trackers, start_trackers
-from .unrecorded import TOTAL_WEIGHT, Unrecorded
 
 
 class Recorder:
@@ -62,7 +62,7 @@ class Recorder:
         flops_per_sample: float | None,
         facts: dict[str, Any],
     ):
-        self.accelerator, self.plan, self.state, self.unrecorded = accelerator, plan, state, Unrecorded()
+        self.accelerator, self.plan, self.state, self.unrecorded = accelerator, plan, state, RunningSums()
         self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
         is_gpu = accelerator.device.type == "cuda"
         gpu = torch.cuda.get_device_name(accelerator.device) if is_gpu else ""
@@ -159,7 +159,7 @@ class Recorder:
             record["mfu"] = round(samples_per_second * self.flops_per_sample / peak, 4)
         if self.accelerator.scaler is not None:
             record["skipped_steps"] = state.num_skipped
-        self.unrecorded = Unrecorded()
+        self.unrecorded = RunningSums()
         self._write(record)
         self._show(record, (self.plan.num_steps - state.step) * steps.seconds / steps.num_taken)
 

@@ -138,4 +138,4 @@ def gathered(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:
     Args:
         rows: those of this process, of shape (micro-batches, micro_batch, ...).
     """
-    return accelerator.gather(rows[None])[:: layout.num_sharing].transpose(0, 1).flatten(0, 2)
+    return accelerator.gather(rows[None])[:: layout.model_parallel_size].transpose(0, 1).flatten(0, 2)

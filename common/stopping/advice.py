@@ -18,7 +18,7 @@ def advice_for(error: BaseException, plan: Plan) -> str | None:
         amount = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
         size = plan.micro_batch_size
         smaller = next_smaller_divisor(size * plan.accumulation, size)
-        example = ", for example with accelerate_configs/fsdp2.yaml" if plan.layout.shards == 1 else ""
+        example = ", for example with accelerate_configs/fsdp2.yaml" if plan.layout.dp_shard == 1 else ""
         sharded = f"shard the model over more GPUs{example}"
         choices = sharded if smaller is None else f"type --micro_batch_size {smaller}, or {sharded}"
         what = f"{size} sample{'s' * (size > 1)} per forward pass"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError, first_line
-from ..weights.on_disk import made_up, origin_of
+from ..weights.on_disk import origin_of, with_random_weights
 
 FILE = "adapter_model.safetensors"
 
@@ -86,7 +86,7 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
     digest = digest_of_weights(model)
     names = targets if targets == "all-linear" else _layers(model, targets)
     settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
-    with made_up(model), warnings.catch_warnings():  # PEFT makes adapters on the device of the weights
+    with with_random_weights(model), warnings.catch_warnings():  # PEFT makes adapters on the device of the weights
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # PEFT sets it for GPT-2's layers
         try:
             adapted: Any = get_peft_model(model, settings)

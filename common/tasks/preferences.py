@@ -17,7 +17,7 @@ from ..data.facts import say
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
-from ..parallel.kinds import check_trainable, layout_of, prepare
+from ..parallel.strategies import check_trainable, layout_of, prepare
 from ..plan import Plan
 from ..step.guards import check_same_start, freeze_what_is_not_trained
 from ..step.setup import Setup

@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from ..environment import print_once
 from ..errors import UsageError, first_line
-from ..weights.on_disk import leave_on_disk, made_up, on_disk
+from ..weights.on_disk import leave_on_disk, on_disk, with_random_weights
 
 
 def load(
@@ -183,7 +183,7 @@ def _few_layers(model: PreTrainedModel) -> Iterator[None]:
     try:
         for layers, modules in own:
             layers._modules = dict(list(modules.items())[:num_kept])
-        with made_up(model):
+        with with_random_weights(model):
             yield
     finally:
         for layers, modules in own:

@@ -14,7 +14,7 @@ from .parts import TensorReader, placed_like
 Origin = tuple[TensorReader, str]  # what reads a weight, and its name there
 
 
-class Unread(nn.Parameter):
+class LazyParameter(nn.Parameter):
     """A weight on the meta device. It becomes an ordinary one, with its values, before the first operation that asks
     for more than its facts, so that a model which is used before `fit`, or never given to it, works as any other.
 
@@ -27,7 +27,7 @@ class Unread(nn.Parameter):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for weight in tree_leaves((args, kwargs)) if function not in FACTS else ():
-            if isinstance(weight, Unread):
+            if isinstance(weight, LazyParameter):
                 _swap(weight, _read(weight, weight.origin, "cpu"))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs or {})
@@ -50,7 +50,7 @@ FACTS = {
 
 def leave_on_disk(weight: Tensor, reader: TensorReader, name: str) -> None:
     """Notes where a parameter on the meta device is read from."""
-    weight.__class__ = Unread
+    weight.__class__ = LazyParameter
     weight.origin = (reader, name)  # type: ignore[attr-defined]  # now it is one
 
 
@@ -80,7 +80,9 @@ def first_elements(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, device: torch.device | str = "cpu", origins: dict[str, Origin] | None = None) -> None:
+def materialize(
+    module: nn.Module, device: torch.device | str = "cpu", origins: dict[str, Origin] | None = None
+) -> None:
     """Reads the weights that are still on disk: of each, what this process holds.
 
     Args:
@@ -95,21 +97,21 @@ def fill(module: nn.Module, device: torch.device | str = "cpu", origins: dict[st
 
 
 @contextmanager
-def filled(module: nn.Module, device: torch.device | str) -> Iterator[None]:
+def materialized(module: nn.Module, device: torch.device | str) -> Iterator[None]:
     """Fills the module after the `with` block, which divides it."""
     origins = on_disk(module)
     with torch._C.DisableTorchFunctionSubclass():
         yield
-    fill(module, device, origins)
+    materialize(module, device, origins)
 
 
-def held_whole(module: nn.Module) -> AbstractContextManager[None]:
+def with_full_weights(module: nn.Module) -> AbstractContextManager[None]:
     """Holds the whole weights for the `with` block, as maps of the files where these have their types: do not write
     into them."""
     return _lent(module, lambda weight, origin: origin[0].tensor(origin[1]).to(weight.dtype))
 
 
-def made_up(module: nn.Module) -> AbstractContextManager[None]:
+def with_random_weights(module: nn.Module) -> AbstractContextManager[None]:
     """Gives the weights that are on disk random values for the `with` block. The elements of a weight share memory."""
     generator = torch.Generator().manual_seed(0)
 

@@ -41,7 +41,7 @@ CONFIGS = [
     if not path.stem.startswith(("multi_node", "single"))
 ]
 # The first case runs under all configs, the others under one of each kind: together an hour on two cores.
-ALL_CONFIGS, KINDS = "llama", ["ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel"]
+ALL_CONFIGS, STRATEGIES = "llama", ["ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel"]
 STEPS = 3
 # {case or config whose runs may differ: why}
 KNOWN = {
@@ -67,7 +67,7 @@ class Cell:
         is_bad: whether it speaks against one result.
         seconds: of the whole command.
         step_seconds: of the fastest step.
-        check_seconds: that the check of the first steps took.
+        check_seconds: that the parity check took.
         peak_gb: the most memory of its own that one process held.
         where: date, machine and versions.
     """
@@ -209,7 +209,7 @@ def main() -> int:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     is_bad = False
     for name in arguments.case or CASES:
-        configs = arguments.config or (CONFIGS if name == ALL_CONFIGS else KINDS + CASES[name].more)
+        configs = arguments.config or (CONFIGS if name == ALL_CONFIGS else STRATEGIES + CASES[name].more)
         with TemporaryDirectory(prefix="large_") as scratch:
             found = cells(name, CASES[name], configs, Path(scratch))
         is_bad |= any(cell.is_bad for cell in found.values())

@@ -34,7 +34,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step gathers", "ddp"): None,
     ("step returns_what_it_gathers", "ddp"): '"error" of sample',
     ("step unfreezes_late", "fsdp2"): "the weights that want a gradient are not those of the start in step",
-    ("step counts_with_an_iterator", "ddp"): "forward_step changes COUNT, which the check of the first steps cannot",
+    ("step counts_with_an_iterator", "ddp"): "forward_step changes COUNT, which the parity check cannot",
     ("step counts_until_late", "ddp"): None,
     ("step follows_the_step", "deepspeed_zero2"): None,
     ("step not_a_number_for_some", "ddp"): None,

@@ -16,8 +16,8 @@ from support.recipes import USERS
 from support.runs import ROOT, TOLERANCE
 
 BROUGHT = runpy.run_path(str(ROOT / USERS))
-KINDS = [*BROUGHT["kinds"].KINDS, "complex_weight", "mixed_types", "spectral_norm", "old_spectral_norm"]
-CELLS = [(kind, "plain_sgd") for kind in [*KINDS, "bf16_weights"]]
+STRATEGIES = [*BROUGHT["kinds"].STRATEGIES, "complex_weight", "mixed_types", "spectral_norm", "old_spectral_norm"]
+CELLS = [(kind, "plain_sgd") for kind in [*STRATEGIES, "bf16_weights"]]
 CELLS += [
     ("sparse_tables", "sparse_adam"),
     ("sparse_table", "Adagrad"),

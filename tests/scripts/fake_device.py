@@ -31,7 +31,7 @@ from accelerate_recipes.common.command_line import parse
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.data.batches import batches, checked_datasets, resident
 from accelerate_recipes.common.evaluation import evaluate_set
-from accelerate_recipes.common.parallel.kinds import layout_of, prepare
+from accelerate_recipes.common.parallel.strategies import layout_of, prepare
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.stopping.watch import _Pending

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.evaluation import evaluate_set
-from accelerate_recipes.common.parallel.kinds import layout_of, prepare
+from accelerate_recipes.common.parallel.strategies import layout_of, prepare
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
 

@@ -15,8 +15,8 @@ import transformers as hf
 from torch import nn
 
 from accelerate_recipes import RunConfig, UsageError, run, start
-from accelerate_recipes.common.parallel.kinds import layout_of
 from accelerate_recipes.common.parallel.sequence import SequenceGroup, divider_of
+from accelerate_recipes.common.parallel.strategies import layout_of
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, checkpoint_activations, with_losses
 
 VOCABULARY, CONTEXT = 64, 24

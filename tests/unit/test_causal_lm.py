@@ -31,7 +31,7 @@ from accelerate_recipes.common.tasks import causal_lm
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.routers import router_loss
 from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
-from accelerate_recipes.common.weights.on_disk import fill, on_disk
+from accelerate_recipes.common.weights.on_disk import materialize, on_disk
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, bos_token_id=None, eos_token_id=None)
@@ -169,7 +169,7 @@ def test_weights_on_disk_are_read_when_they_are_used(tmp_path: Path) -> None:
         model, _ = causal_lm.load_pretrained(str(tmp_path), 8, "sdpa")
         assert len(on_disk(model)) == len(model.state_dict())
         torch.testing.assert_close(use(model), use(copy.deepcopy(whole)), rtol=0, atol=0)
-        fill(model)
+        materialize(model)
         expected = copy.deepcopy(whole)
         use(expected)
         if len(model.state_dict()["lm_head.weight"]) == 256:  # resized ones are random

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from accelerate_recipes.common.check.alone import Step
 from accelerate_recipes.common.check.compare import replica_gaps, weight_gap
+from accelerate_recipes.common.check.reference_run import Step
 from accelerate_recipes.common.check.sketch import Sketch
 
 

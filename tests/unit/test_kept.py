@@ -1,4 +1,4 @@
-"""Promise: what trains in the check of the first steps has afterwards what it had before, and a copy is never asked."""
+"""Promise: what trains in the parity check has afterwards what it had before, and a copy is never asked."""
 
 import itertools
 import random

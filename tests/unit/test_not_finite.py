@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.layout import Layout
-from accelerate_recipes.common.parallel.kinds import prepare
+from accelerate_recipes.common.parallel.strategies import prepare
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
 

@@ -9,7 +9,7 @@ import torch
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
-from accelerate_recipes.common.parallel.kinds import layout_of
+from accelerate_recipes.common.parallel.strategies import layout_of
 from accelerate_recipes.common.plan import Plan, split_batch
 
 
@@ -32,7 +32,7 @@ def test_plan_starts_at_any_step() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_sizes_divide_or_the_line_names_sizes_that_do(ranks: int, stages: int) -> None:
-    layout = Layout(num_processes=ranks * stages, stages=stages)
+    layout = Layout(num_processes=ranks * stages, pp=stages)
     for batch_size, micro in itertools.product((1, 6, 8, 12, 64), (None, 1, 2, 3, 5, 8, 64)):
         try:
             size, accumulation = split_batch(RunConfig(batch_size=batch_size, micro_batch_size=micro), layout)

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from accelerate_recipes.common.check.first_steps import mixed_types
+from accelerate_recipes.common.check.parity import mixed_types
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.data.batches import Collated, MapDataset, checked_datasets, fetch
 from accelerate_recipes.common.data.padding import pad_to_longest
@@ -362,7 +362,7 @@ def test_output_of_transformers_is_told_of_its_mean() -> None:
 @pytest.mark.parametrize("kind", [DDP, FSDP2, TENSOR, DEEPSPEED, PIPELINE])
 def test_advice_names_another_config(kind: Any) -> None:
     """Of a kind that cannot train a model, no config that asks for this kind: for DDP, one process."""
-    name = re.search(r"accelerate_configs/\w+\.yaml", kind.elsewhere)
+    name = re.search(r"accelerate_configs/\w+\.yaml", kind.fallback)
     assert name is not None
     config = yaml.safe_load((ROOT / name[0]).read_text())
     asks_for = {
@@ -370,6 +370,6 @@ def test_advice_names_another_config(kind: Any) -> None:
         "FSDP2": config["distributed_type"] == "FSDP",
         "DeepSpeed": config["distributed_type"] == "DEEPSPEED",
         "TP": "parallelism_config" in config,
-        "pipeline": "--pipeline_stages" not in kind.elsewhere,
+        "pipeline": "--pipeline_stages" not in kind.fallback,
     }
     assert not asks_for[kind.name]

@@ -111,7 +111,7 @@ def lazy() -> nn.Module:
     return model
 
 
-KINDS: dict[str, Callable[[], nn.Module]] = {
+STRATEGIES: dict[str, Callable[[], nn.Module]] = {
     "lazy": lazy,
     "lazy_convolution": lambda: Images(nn.LazyConv2d(8, 3), nn.GELU(), nn.LazyConv2d(2, 1)),
     "sparse_table": WithTable,

@@ -20,7 +20,7 @@ from accelerate_recipes import RunConfig, fit, flag, run, start
 MODELS = families.ZOO | families.FAMILIES | {name: (build, steps.vector_step) for name, build in NETS.items()}
 MODELS |= {
     name: (build, steps.causal_step if name.startswith("causal") else steps.vector_step)
-    for name, build in (habits.HABITS | kinds.KINDS).items()
+    for name, build in (habits.HABITS | kinds.STRATEGIES).items()
 }
 OPTIMIZERS = optimizers.ZOO | optimizers.HABITS | optimizers.OTHERS
 STEPS, SETS = steps.HABITS | steps.MISTAKES, samples.SETS | samples.MISTAKEN_SETS
@@ -31,7 +31,7 @@ HABITS = [
     *(f"step {name}" for name in steps.HABITS if not name.startswith("causal")),
     *(f"model tied --step {name}" for name in steps.HABITS if name.startswith("causal")),
     *(f"model {name}" for name in habits.HABITS),
-    *(f"model {name} --optimizer plain_sgd" for name in kinds.KINDS),
+    *(f"model {name} --optimizer plain_sgd" for name in kinds.STRATEGIES),
     *("model sparse_tables --optimizer sparse_adam", "model sparse_table --optimizer Adagrad"),
     *(f"set {name}" for name in samples.SETS),
     *(f"sampler {name}" for name in samples.SAMPLERS),

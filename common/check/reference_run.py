@@ -34,7 +34,7 @@ SMALL = 10_000_000  # bytes of weights up to which threads wait for each other l
 
 
 @dataclass
-class Alone:
+class ReferenceRun:
     """Takes optimizer steps with all samples of the global batch in this process: the same engine at size 1.
 
     Attributes:
@@ -90,7 +90,7 @@ class Alone:
         self.is_low, self.changes = self.is_low or observer.is_low, self.changes or changes
         for name in changes.lost:
             raise UsageError(
-                f"forward_step changes {name}, which the check of the first steps cannot set back: let it have a third "
+                f"forward_step changes {name}, which the parity check cannot set back: let it have a third "
                 "argument, step, which is the number of the optimizer step, and compute from it"
             )
         return steps

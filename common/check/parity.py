@@ -14,15 +14,15 @@ from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
 from ..data.batches import Batch, MapDataset, draws_for_batches
 from ..errors import RunError, UsageError, line_of, listed, needs_no_traceback
-from ..parallel.kinds import wrapper_of
+from ..parallel.strategies import main_strategy
 from ..step.engine import Engine, StepResult
 from ..step.setup import Setup
-from .alone import Alone
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .first_pass import FirstPass
 from .kept import NotChecked
 from .noise import without_noise
 from .reference import Reference, take_reference
+from .reference_run import ReferenceRun
 from .sketch import Sketch
 from .trace import Observer, Step
 from .verdict import verdict
@@ -30,7 +30,7 @@ from .verdict import verdict
 TakeStep = Callable[[int, Sequence[Batch], bool], StepResult]  # as Engine.step
 
 
-class FirstSteps:
+class ParityCheck:
     """Checks the first `--check_steps` steps of a run against one process.
 
     `reference` lets the main process take these steps alone, before the config wraps or divides the model, with the
@@ -55,7 +55,7 @@ class FirstSteps:
         config, self.first = self.plan.config, checkpoint.state.step
         num_steps = config.check_steps if group.size > 1 else 0
         self.numbers = range(self.first, min(self.first + num_steps, self.plan.num_steps))
-        self._setup, self._alone = setup, Alone(setup, train_set, checkpoint)
+        self._setup, self._alone = setup, ReferenceRun(setup, train_set, checkpoint)
         self._reference: Reference | None = None  # only the main process has one
         self._error: str | None = None  # of one process
         self._rounding: dict[str, Sketch] = {}
@@ -122,7 +122,7 @@ class FirstSteps:
         return self._observer.watching(setup)
 
     def around(self, engine: Engine) -> TakeStep:
-        """`Engine.step` with the check of the first steps. An error in a step gets its samples as a note.
+        """`Engine.step` with the parity check. An error in a step gets its samples as a note.
 
         Raises:
             UsageError: the result is not that of one process, or only several processes have an error.
@@ -167,7 +167,7 @@ class FirstSteps:
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         raise UsageError(
             f"{self.layout} cannot train this: {line_of(error)}; one "
-            f"process can: type {wrapper_of(self.layout).elsewhere}; the traceback is in {path}"
+            f"process can: type {main_strategy(self.layout).fallback}; the traceback is in {path}"
         ) from None
 
     def _observed(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
@@ -176,10 +176,10 @@ class FirstSteps:
         layers = first_pass.watched_layers(engine.module, self.accelerator.device) if not compiles else nullcontext()
         with layers:
             _, result = self._observer.step(engine, number, micro_batches, is_first=False)
-        if first_pass.draws and self.layout.num_sharing > 1:
+        if first_pass.draws and self.layout.model_parallel_size > 1:
             raise UsageError(
                 f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
-                f"0, or type {wrapper_of(self.layout).elsewhere}"
+                f"0, or type {main_strategy(self.layout).fallback}"
             )
         if self.group.size > 1:
             first_pass.written = []  # DDP itself writes buffers

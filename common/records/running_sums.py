@@ -15,7 +15,7 @@ TOTAL_WEIGHT = "weight of the samples"  # stands beside the names of metrics
 
 
 @dataclass
-class Unrecorded:
+class RunningSums:
     """What happened since the last training record. Checkpoints hold its sums.
 
     Attributes:
@@ -53,7 +53,9 @@ class Unrecorded:
         zero = _total([], device)
         names = [*dict.fromkeys([*own, *self.earlier])]
         totals = accelerator.reduce(torch.stack([own.get(name, zero) for name in names]), "sum").tolist()
-        copies = layout.num_sharing // layout.stages  # the processes that count a sample: of a pipeline, the last stage
+        copies = (
+            layout.model_parallel_size // layout.pp
+        )  # the processes that count a sample: of a pipeline, the last stage
         return {name: total / copies + self.earlier.get(name, 0.0) for name, total in zip(names, totals)}
 
     def state_dict(self, accelerator: Accelerator, layout: Layout) -> dict[str, Any]:

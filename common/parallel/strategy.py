@@ -1,5 +1,5 @@
-"""The interface of a kind of parallelism: all that the loop asks of one. Each kind is one module beside this one, and
-one line in kinds.py."""
+"""The interface of a strategy of parallelism: all that the loop asks of one. Each is one module beside this one, and a
+line in strategies.py."""
 
 import os
 from collections.abc import Callable
@@ -23,8 +23,8 @@ ModelCheck = Callable[[nn.Module, torch.optim.Optimizer, Plan], None]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What differs from one process in a first step, and what a kind of parallelism may have caused.
+class Symptoms:
+    """What differs from one process in a first step, and what a strategy may have caused.
 
     Attributes:
         at_once: values of `forward_step` differ in the first step.
@@ -39,19 +39,19 @@ class Seen:
     optimizer: str
 
 
-class Kind:
-    """One kind of parallelism. A layout combines one or several; one of them wraps the model.
+class Strategy:
+    """A strategy of parallelism. A layout combines one or several; one of them wraps the model.
 
     Attributes:
         name: for the terminal.
-        wraps: whether it can be the one that wraps the model; the first such kind of a layout does.
-        distributed_type: of Accelerate, if it has one for this kind.
+        wraps: whether it can be the one that wraps the model; the first such strategy of a layout does.
+        distributed_type: of Accelerate, if it has one for this strategy.
         needs_all_weights: whether each forward pass must use all weights.
         reads_own_parts: whether a process reads only its own parts of the weights that are on disk.
         launch_checks: raise UsageError for a launch that cannot work.
-        model_checks: raise UsageError for a model or optimizer that this kind cannot train with the result of one
+        model_checks: raise UsageError for a model or optimizer that this strategy cannot train with the result of one
             process.
-        elsewhere: what to type for a model that this kind cannot train.
+        fallback: what to type for a model that this strategy cannot train.
     """
 
     name: ClassVar[str]
@@ -61,10 +61,10 @@ class Kind:
     reads_own_parts: ClassVar[bool] = True
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
-    elsewhere: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
+    fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
 
-    def is_asked(self, config: RunConfig) -> bool:
-        """Whether the launcher's variables or the flags ask for this kind."""
+    def is_requested(self, config: RunConfig) -> bool:
+        """Whether the launcher's variables or the flags ask for this strategy."""
         return False
 
     def sizes(self, config: RunConfig) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Kind:
         return {}
 
     def precision(self) -> str | None:
-        """The precision, if a file of this kind's own names it."""
+        """The precision, if a file of this strategy's own names it."""
         return None
 
     def title(self, layout: Layout) -> str:
@@ -80,7 +80,7 @@ class Kind:
         return self.name
 
     def rehearse(self, timeout: timedelta) -> None:
-        """Lets Accelerate run this kind on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
+        """Lets Accelerate run this strategy on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
         tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
@@ -89,23 +89,23 @@ class Kind:
 
     def variables(self, layout: Layout) -> dict[str, str]:
         """What Accelerate reads of the config file's parallelism_config instead of what it says."""
-        return {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.shards)}
+        return {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.dp_shard)}
 
     def started(self) -> None:
         """Called when the processes have joined."""
 
     def refuse_batch_loss(self) -> None:
-        """Raises UsageError if this kind cannot take a `batch_loss`."""
+        """Raises UsageError if this strategy cannot take a `batch_loss`."""
 
     def divide(self, setup: Setup) -> None:
-        """Divides the model of another kind, before that wraps it."""
+        """Divides the model of another strategy, before that wraps it."""
 
     def wrap(self, setup: Setup) -> Engine:
         """Wraps model and optimizer into what takes the steps. `check_trainable` has accepted them."""
         raise AssertionError(f"{self.name} wraps no model")
 
-    def likely_cause(self, seen: Seen) -> str | None:
-        """What this kind may have to do with a difference, and what to type; None if nothing."""
+    def likely_cause(self, seen: Symptoms) -> str | None:
+        """What this strategy may have to do with a difference, and what to type; None if nothing."""
         return None
 
 

@@ -1,0 +1,23 @@
+"""Promise: the code uses the field's words, which CONTRIBUTING.md explains."""
+
+import re
+
+from support.runs import ROOT
+
+# What they replaced: parity check, strategy, main strategy, fallback, running sums, lazy parameters, dp_replicate.
+REPLACED = (
+    r"FirstSteps|first_steps\.py|Unrecorded|wrapper_of|kinds_of|KINDS|\bKind\b|is_asked|num_sharing|Unread|held_whole"
+)
+REPLACED += r"|made_up|layout\.(?:replicas|shards|tensor|sequence|stages|experts|kinds)\b"
+
+
+def test_replaced_words_stay_out() -> None:
+    files = [path for folder in ("common", "accelerate_recipes", "recipes") for path in ROOT.glob(f"{folder}/**/*.py")]
+    assert len(files) > 150
+    found = [(path.name, word) for path in files for word in re.findall(REPLACED, path.read_text())]
+    assert not found
+
+
+def test_the_glossary_is_short() -> None:
+    glossary = (ROOT / "CONTRIBUTING.md").read_text().partition("## Words")[2]
+    assert 10 <= len(re.findall(r"^\| (?!---|word)", glossary, re.MULTILINE)) <= 25
