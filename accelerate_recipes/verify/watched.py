@@ -20,6 +20,8 @@ from accelerate.utils import DDPCommunicationHookType
 from torch.utils.data import DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from accelerate_recipes.common.check.reference import perturb
+
 ARGUMENTS = "transformers.training_args"
 
 
@@ -109,7 +111,7 @@ class Watcher:
                 self.model = thing
                 self.facts["layers"] = sorted({type(module).__name__ for module in thing.modules()})
                 if self.moves:
-                    _move_by_rounding(thing)
+                    perturb(thing, 1)
             sampler = getattr(thing, "sampler", None)
             self.facts["divided_twice"] |= isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
         handler = getattr(accelerator, "ddp_handler", None)
@@ -248,16 +250,6 @@ def _generator_states() -> list[Any]:
     """Changes when a forward pass draws."""
     devices = [torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else []
     return [hash(torch.get_rng_state().numpy().tobytes()), hash(repr(random.getstate())), *devices]
-
-
-@torch.no_grad()
-def _move_by_rounding(model: torch.nn.Module) -> None:
-    """As common/check/reference.py does: a script on plain Accelerate has no `common` to import it from."""
-    generator = torch.Generator().manual_seed(1)
-    for weight in model.parameters():
-        if weight.is_floating_point():
-            sign = torch.randint(2, weight.shape, generator=generator) * 2 - 1
-            weight.mul_(1 + sign.to(weight.device) * torch.finfo(weight.dtype).eps)
 
 
 class _Imported(MetaPathFinder):

@@ -39,14 +39,14 @@ class Moved:
         start: dict[str, Sketch] = {}
 
         def move(model: nn.Module) -> None:
-            _move_by_rounding(model, roundings, alone.is_low)
+            perturb(model, roundings, alone.is_low)
             start.update(sketches(model))
 
         return cls(alone.steps(numbers, None, move), start)
 
 
 @torch.no_grad()
-def _move_by_rounding(model: nn.Module, roundings: int, is_low: bool) -> None:
+def perturb(model: nn.Module, roundings: int, is_low: bool = False) -> None:
     """Moves each weight by so many rounding errors of its type, or with `is_low` of bfloat16, up or down at random."""
     generator = torch.Generator().manual_seed(roundings)
     for weight in model.parameters():
