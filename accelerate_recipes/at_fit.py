@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from accelerate_recipes.common.errors import UsageError
 
 QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable for what a function is asked, as JSON
 NEEDED = ("accelerator", "model", "optimizer", "forward_step", "train_set", "eval_set", "config")
+OLD_IMPORT = re.compile(r"^\s*(?:from|import) common\b", re.MULTILINE)
 
 
 def at_fit(
@@ -41,14 +43,16 @@ def at_fit(
         UsageError: the recipe ended before it called `fit`; the message is the last line that it printed. Or it imports
             a loop of its own, which this package cannot ask.
     """
-    if script is not None and (script.parent / "common" / "loop.py").is_file():
+    if script is not None and OLD_IMPORT.search(script.read_text(encoding="utf-8", errors="replace")):
         raise UsageError(
-            f"{script} has the loop of an earlier version in common/: import from accelerate_recipes instead, and from "
-            "accelerate_recipes.common for common"
+            f"{script} imports the loop of an earlier version, common: import from accelerate_recipes instead, and "
+            "from accelerate_recipes.common for common"
         )
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", __spec__.name, function, "meta" * on_meta, str(result)]
+        # Not with -m, which looks for the package in the present folder first.
+        start = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from {__name__} import main; main()"
+        command = [sys.executable, "-P", "-c", start, function, "meta" * on_meta, str(result)]
         command += [str(script or ""), *flags, "--output_dir", str(Path(folder) / "run")]
         run = subprocess.run(
             command,
@@ -68,7 +72,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
 
-def _main(function: str, weights: str, result: str, script: str, *flags: str) -> None:
+def main() -> None:
+    """Asks the function. The process runs nothing else."""
+    function, weights, result, script, *flags = sys.argv[1:]
     module, name = function.split(":")
 
     def ask(*arguments: Any, **keywords: Any) -> None:
@@ -101,9 +107,5 @@ def _main(function: str, weights: str, result: str, script: str, *flags: str) ->
 
         building.enter_context(weights_on_meta())
     sys.argv = [script, *flags]
-    sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
+    sys.path.insert(0, str(Path(script).resolve().parent))  # as python does for a script
     runpy.run_path(script, run_name="__main__")
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

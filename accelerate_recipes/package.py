@@ -11,6 +11,8 @@ from pathlib import Path
 
 from accelerate_recipes import bundle
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.package import names_the_code
+from accelerate_recipes.common.package import version as own_version
 
 NAME = "accelerate-recipes"
 _PACKAGE = Path(__file__).parent
@@ -19,7 +21,7 @@ _DATA = (bundle.CONFIGS, bundle.LAUNCHERS, bundle.RECIPES)  # in the package; in
 
 def files() -> dict[str, Path]:
     """{name in a wheel: file}"""
-    places = {_PACKAGE.name: _PACKAGE}
+    places = {_PACKAGE.name: _PACKAGE, f"{_PACKAGE.name}/common": bundle.COMMON}  # in a checkout, the second is a link
     if not bundle.ROOT.is_relative_to(_PACKAGE):
         places |= {f"{_PACKAGE.name}/bundle/{place.name}": place for place in _DATA}
     return {
@@ -28,11 +30,11 @@ def files() -> dict[str, Path]:
 
 
 def _in(folder: Path) -> list[Path]:
-    """The files below a folder. In a checkout, `common` is a link."""
+    """The files below a folder, without what runs and Python leave there."""
     found: list[Path] = []
-    for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-        found += [Path(place, name) for name in sorted(names) if not name.startswith(".")]
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in ("__pycache__", "outputs") and name[0] != ".")
+        found += [Path(place, name) for name in sorted(names) if name[0] != "."]
     return found
 
 
@@ -43,12 +45,18 @@ def requirements(extra: str = "") -> list[str]:
 
 
 def write_wheel(folder: Path) -> Path:
-    """Writes a wheel of the package into a folder, as a build from the checkout would; returns its path."""
-    stem = f"{_PACKAGE.name}-{bundle.VERSION}"
+    """Writes a wheel of the package into a folder, as a build from the checkout would; returns its path.
+
+    Where the version does not name the code, a digest of the files stands after it.
+    """
     contents = {name: path.read_bytes() for name, path in files().items()}
-    installed = _installed()
+    version, installed = own_version(), _installed()
+    if not names_the_code():
+        version = f"{bundle.VERSION}+{hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()[:8]}"
+    stem = f"{_PACKAGE.name}-{version}"
     for name in ("METADATA", "entry_points.txt", "licenses/LICENSE"):
-        contents[f"{stem}.dist-info/{name}"] = (installed.read_text(name) or "").encode()
+        text = (installed.read_text(name) or "").replace(f"Version: {installed.version}\n", f"Version: {version}\n", 1)
+        contents[f"{stem}.dist-info/{name}"] = text.encode()
     about = f"Wheel-Version: 1.0\nGenerator: {NAME} {bundle.VERSION}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     contents[f"{stem}.dist-info/WHEEL"] = about.encode()
     record = io.StringIO()
@@ -67,8 +75,14 @@ def write_wheel(folder: Path) -> Path:
 
 def _installed() -> Distribution:
     try:
-        return distribution(NAME)
+        installed = distribution(NAME)
     except PackageNotFoundError:
         raise UsageError(
             f"{NAME} is not installed, which a new project needs: type pip install -e . in its checkout"
         ) from None
+    if installed.version.partition("+")[0] != bundle.VERSION:
+        raise UsageError(
+            f"{NAME} {installed.version} is installed, its files are of {bundle.VERSION}: type pip install -e . in its "
+            "checkout again"
+        )
+    return installed

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from accelerate_recipes import bundle, package
-from accelerate_recipes.catalog import FLAGS, find_config, find_recipe
+from accelerate_recipes.catalog import FLAGS, find_config, find_recipe, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
 from accelerate_recipes.paths import check_new_folder
@@ -21,6 +21,7 @@ FILES = {
     "accelerate_recipes": "the package that `train.py` imports, for you to change",
     "wheels": "the package that `train.py` imports, as long as it is on no index",
 }
+PACKAGES = 'packages.find.include = ["accelerate_recipes*"]\npackage-data = { "*" = ["*"] }'
 SCRIPTS = '\n[project.scripts]\naccelerate-recipes = "accelerate_recipes.cli:main"\n'
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -52,6 +53,8 @@ def make(
         raise UsageError("--own-loop, --single-file and --vendor make different projects: type one of them")
     script = _single_file(recipe) if single_file else find_recipe(recipe)
     chosen = [find_config(name) for name in dict.fromkeys(configs or ["ddp"])]
+    if len({config.name for config in chosen}) < len(chosen):
+        raise UsageError("--config names two files of one name, which a project cannot hold: rename one")
     for config in chosen:
         _check_pair(script, config)
     if not str(folder).isprintable():
@@ -105,12 +108,12 @@ def _write(project: Path, script: Path, configs: list[Path], own_loop: bool, ven
     flags = {config.stem: "" if is_alone else FLAGS.get((script.stem, config.stem)) or "" for config in configs}
     values = {
         "config": configs[0].stem,
-        "dependencies": json.dumps(_dependencies(script, is_alone, vendor, "deepspeed" in " ".join(flags)), indent=4),
+        "dependencies": json.dumps(_dependencies(script, is_alone, vendor, _needs_deepspeed(configs)), indent=4),
         "files": "".join(f"| `{name}` | {what} |\n" for name, what in FILES.items() if (project / name).exists()),
         "flags": flags[configs[0].stem],
         "flags_of_configs": json.dumps({config: own for config, own in flags.items() if own}),
         "name": re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project",
-        "modules": 'packages = ["accelerate_recipes"]' if vendor else "py-modules = []",
+        "modules": PACKAGES if vendor else "py-modules = []",
         "origin": f"{script.relative_to(bundle.ROOT).as_posix()} of accelerate-recipes {bundle.VERSION}",
         "scripts": SCRIPTS * vendor,
         "uv": f'\n[tool.uv.sources]\naccelerate-recipes = {{ path = "wheels/{wheel.name}" }}\n' if wheel else "",
@@ -137,6 +140,10 @@ def _own_files(script: Path, configs: list[Path], own_loop: bool) -> dict[str, s
         imports, ours = r"^(from accelerate_recipes import .*)fit, (.*)$", r"\1\2\nfrom loop import fit"
         text = re.sub(imports, ours, text, flags=re.MULTILINE)
     return found | {"train.py": text}
+
+
+def _needs_deepspeed(configs: list[Path]) -> bool:
+    return any(mapping_in(config).get("distributed_type") == "DEEPSPEED" for config in configs)
 
 
 def _new_file(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """For the tests of a project: does a script give one result under a config?"""
 
+import re
 import shlex
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,8 +30,8 @@ def one_result(script: Path, config: Path, flags: str = "", steps: int = 20) -> 
     """
     often = ["--max_steps", str(steps), "--log_every", "1", "--eval_every", str(max(1, steps // 2))]
     words = [*often, *shlex.split(flags)]
-    sizes = {size[0] for size in SIZES.values()}  # how the config divides the model
-    alone = [word for word, before in zip(words, ["", *words]) if not sizes & {word, before}]
+    sizes = "|".join(size[0].replace("_", "[_-]") for size in SIZES.values())  # how a config divides the model
+    alone = [*often, *shlex.split(re.sub(rf"({sizes})[ =]\d+", "", flags))]
     with TemporaryDirectory(prefix="one_result_") as scratch:
         run = _done(Launch(script, config, words, ONE_MACHINE), Path(scratch) / "run")
         precision = ["--mixed_precision", "bf16"] if run.card["precision"] == "bf16" else []

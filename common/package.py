@@ -6,12 +6,13 @@ import json
 import sys
 import sysconfig
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 from .. import __version__
 
 _PACKAGE = Path(__file__).parents[1]
+LOCAL = "+local"
 _RECIPES = _PACKAGE / "bundle" / "recipes"  # an installed recipe is a recipe
 
 
@@ -28,14 +29,20 @@ def is_own(file: str) -> bool:
 def version() -> str:
     """The version of this package; with "+local" after it unless it names the code: in a checkout, in a vendored
     folder, installed from a folder or a commit, or with files that are not those of the wheel."""
-    return __version__ if _is_as_released() else f"{__version__}+local"
-
-
-def _is_as_released() -> bool:
     try:
         installed = distribution("accelerate-recipes")
     except PackageNotFoundError:
-        return False
+        return f"{__version__}{LOCAL}"
+    return installed.version if _is_whole(installed) else f"{__version__}{LOCAL}"
+
+
+def names_the_code() -> bool:
+    """Whether two packages of this version have the same files."""
+    return not version().endswith(LOCAL)
+
+
+def _is_whole(installed: Distribution) -> bool:
+    """Whether the running files are those that a wheel installed."""
     origin = json.loads(installed.read_text("direct_url.json") or "{}")  # pip writes none for a name and a version
     if {"dir_info", "vcs_info"} & origin.keys():
         return False
@@ -59,7 +66,7 @@ def files_of_run() -> dict[str, Path]:
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix == ".py" and path.is_relative_to(script.parent) and is_own(str(path)):
             files[str(path.relative_to(script.parent))] = path
-    if version() != __version__:
+    if not names_the_code():
         ours = [_PACKAGE / "__init__.py", *(_PACKAGE / "common").rglob("*.py")]
         files |= {str(path.relative_to(_PACKAGE.parent)): path for path in ours}
     return files

@@ -18,8 +18,8 @@ BUCKET = 25 * 2**20  # bytes; DDP's default
 
 @contextmanager
 def weights_on_meta() -> Iterator[None]:
-    """Parameters of modules that are built in the `with` block take no memory and have no values. To the recipe's
-    `common`, they are still on disk."""
+    """Parameters of modules that are built in the `with` block take no memory and have no values, like those that
+    are still on disk."""
     from accelerate_recipes.common.weights.on_disk import LazyParameter
 
     class Weightless(LazyParameter):
@@ -82,9 +82,8 @@ def processes(number: int, rank: int) -> Iterator[None]:
             stack.enter_context(patch.object(masks, "is_tracing", lambda *_: False))
         if experts := sys.modules.get("transformers.integrations.moe"):  # its operation for tracing takes any type
             stack.enter_context(patch.object(experts, "_can_use_grouped_mm", lambda *_: False))
-        if sharing := sys.modules.get(
-            "accelerate_recipes.common.parallel.expert"
-        ):  # all processes have as many tokens as this one
+        if sharing := sys.modules.get("accelerate_recipes.common.parallel.expert"):
+            # All processes have as many tokens as this one.
             stack.enter_context(patch.object(sharing.ExpertGroup, "_longest", lambda _, number: number))
         if number > 1:
             joined()

@@ -18,7 +18,7 @@ from accelerate_recipes.plan.fakes import make_fake, pipeline_with_shapes, proce
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.tracker import Tracker
 
-if TYPE_CHECKING:  # a process imports those of its recipe
+if TYPE_CHECKING:
     from accelerate_recipes.common.layout import Layout
     from accelerate_recipes.common.plan import Plan
 

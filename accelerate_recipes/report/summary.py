@@ -9,7 +9,6 @@ from typing import Any
 from accelerate_recipes.common.state import lower_is_better
 from accelerate_recipes.report.runs import Curve, Run
 
-# As --metric_for_best_model has it.
 # Flags that belong to one run and do not change what it computes.
 NOT_COMPARED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only")
 _FACTS = {

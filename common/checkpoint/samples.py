@@ -66,8 +66,8 @@ def _facts(dataset: MapDataset, drawn: Sequence[int], number: int, config: RunCo
 def _read(dataset: MapDataset, ids: list[int], config: RunConfig) -> Iterator[tuple[str, dict[str, Fact]]]:
     """(id, what the sample is) of each. With workers one of them reads: a dataset may open its files at its first
     sample, and processes that share an open file read each other's bytes."""
-    if isinstance(dataset, Collated) and isinstance(dataset.collate_fn, Padding):
-        dataset = Collated(dataset.dataset, dataset.collate_fn.of_data())
+    if isinstance(dataset, Collated) and isinstance(dataset.collate_fn, Padding):  # the data do not depend on a layout
+        dataset = Collated(dataset.dataset, dataset.collate_fn.without_layout())
     config = copy.copy(config)
     config.num_workers = min(config.num_workers, 1)
     stream = batches(dataset, [(0, torch.tensor([index])) for index in ids], CPU, config)

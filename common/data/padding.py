@@ -42,9 +42,9 @@ class Padding:
     multiple_of: int
     without: Collection[str]
 
-    def of_data(self) -> "Padding":
-        """The same, without what a layout asks for: the data do not depend on it."""
-        return replace(self, multiple_of=1, without=())
+    def without_layout(self) -> "Padding":
+        """The same, without what a pipeline asks for: one length for all, and names that it leaves out."""
+        return replace(self, multiple_of=1, without=()) if self.without else self
 
     def __call__(self, samples: list[Any]) -> Batch:
         batch: Batch = {}

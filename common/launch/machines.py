@@ -6,10 +6,12 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,6 +29,7 @@ LAUNCHER_VARIABLES = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")
 # Keeps the store alive: the first process may serve it (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE), and others
 # still read from it.
 _kept: list[dist.Store] = []
+OURS = "accelerate_recipes/"
 OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", CODE_FILE)
 
 
@@ -78,7 +81,12 @@ def agreement(config: RunConfig) -> Iterator[None]:
     first = machines[0]
     for machine, other in enumerate(machines):
         for kind in ("versions", "launcher", "flags", "files"):
-            for name in sorted(other[kind].keys() | first[kind].keys()):
+            names = other[kind].keys() | first[kind].keys()
+            if kind == "files":  # one machine alone may import a module of the recipe, such as one that plots
+                names = {
+                    name for name in names if name in other[kind].keys() & first[kind].keys() or name.startswith(OURS)
+                }
+            for name in sorted(names):
                 there, here = (of_machine[kind].get(name) or "none" for of_machine in (other, first))
                 if there != here:
                     raise UsageError(
@@ -139,6 +147,13 @@ def _facts(config: RunConfig) -> dict[str, Any]:
         "error": None,
         "versions": versions("torch", "accelerate", "deepspeed", "transformers", "safetensors"),
         "flags": {f"--{name}": str(value) for name, value in asdict(config).items()},
-        "launcher": {"local processes": local_world_size(), **launcher},
-        "files": {name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files_of_run().items()},
+        "launcher": {"script": Path(sys.argv[0]).name, "local processes": local_world_size(), **launcher},
+        "files": {name: _digest(path) for name, path in files_of_run().items()},
     }
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:  # a recipe that was typed in, or a file that is gone
+        return "none"

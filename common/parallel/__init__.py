@@ -1,1 +1,1 @@
-"""The kinds of parallelism, one module each."""
+"""The strategies of parallelism, one module each."""

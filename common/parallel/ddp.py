@@ -11,7 +11,7 @@ from .strategy import Strategy, Symptoms
 
 
 class Ddp(Strategy):
-    """Takes what no other kind asks for."""
+    """Takes what no other strategy asks for."""
 
     name = "DDP"
     needs_all_weights = True  # DDP waits for the gradient of each

@@ -99,7 +99,7 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
     """Packages and compilers that DeepSpeed needs."""
     for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
         if find_spec(package) is None:
-            raise UsageError(f"this config needs {package}: type pip install -e '.[deepspeed]'")
+            raise UsageError(f"this config needs {package}: type pip install deepspeed ninja")
     if layout.device != "cpu" and not offloads():
         return
     if shutil.which("ninja") is None:

@@ -30,10 +30,9 @@ NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """Experts without FSDP2 or beside a kind that divides layers, or a group that does not divide the processes."""
-    if (
-        not is_true("ACCELERATE_USE_FSDP") or layout.model_parallel_size > 1
-    ):  # Accelerate refuses divided weights under DDP
+    """Experts without FSDP2 or beside a strategy that divides layers, or a group that does not divide the processes."""
+    # Accelerate refuses divided weights under DDP.
+    if not is_true("ACCELERATE_USE_FSDP") or layout.model_parallel_size > 1:
         raise UsageError(
             f"--expert_parallel {layout.ep} needs FSDP2 for the other weights: type --config_file "
             "accelerate_configs/fsdp2_expert_parallel.yaml"

@@ -48,7 +48,7 @@ def load_extensions(names: list[str]) -> None:
     """
     from deepspeed.accelerator import get_accelerator
 
-    own = "TORCH_EXTENSIONS_DIR" not in os.environ
+    own = os.environ.get("TORCH_EXTENSIONS_DIR") in (None, str(extensions_folder()))
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder())))
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "accelerate_recipes.lock"):
@@ -71,6 +71,7 @@ def load_extensions(names: list[str]) -> None:
                 builder.load(verbose=False)
             finally:
                 os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+            shutil.rmtree(folder / name, ignore_errors=True)
             Path(building, name).rename(folder / name)
             Path(building).rmdir()
 

@@ -104,7 +104,7 @@ class Fsdp2(Strategy):
             model.register_forward_hook(float32_outputs)  # Accelerate's autocast under DDP casts; FSDP2 does not
         compile_if_asked(model, plan, sharded_layers(model))
         offloads = is_true("FSDP_OFFLOAD_PARAMS")
-        # Weights that another kind has divided stay as they are, and those without dimensions whole.
+        # Weights that another strategy has divided stay as they are, and those without dimensions whole.
         ignored = [weight for weight in model.parameters() if is_divided(weight)] + scalars_of(model)
         plugin.ignored_modules = [nn.ParameterList(ignored)] if ignored else None
         device = torch.device("cpu") if offloads else accelerator.device

@@ -21,7 +21,7 @@ from .strategy import Strategy, Symptoms
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """An sp_size beside a kind that divides more than weights."""
+    """An sp_size beside a strategy that divides more than weights."""
     wrapper = next(name for name in layout.strategies if name != SequenceParallel.name)
     if wrapper not in ("DDP", "FSDP2"):
         raise UsageError(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..files import for_json, replace_file
+from ..files import for_json
 
 
 def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:
@@ -17,6 +17,8 @@ def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:
         examples: {name: values of each sample, of shape (samples, ...)}.
     """
     columns = {name: values.tolist() for name, values in examples.items()}
-    rows = (dict(zip(columns, for_json(list(row)))) for row in zip(*columns.values()))
-    lines = [json.dumps({"sample": sample, **row}) + "\n" for sample, row in enumerate(rows)]
-    replace_file(path, "".join(lines).encode())
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        for sample, row in enumerate(zip(*columns.values())):
+            file.write(json.dumps({"sample": sample, **dict(zip(columns, for_json(list(row))))}) + "\n")
+    part.rename(path)

@@ -53,9 +53,8 @@ class RunningSums:
         zero = _total([], device)
         names = [*dict.fromkeys([*own, *self.earlier])]
         totals = accelerator.reduce(torch.stack([own.get(name, zero) for name in names]), "sum").tolist()
-        copies = (
-            layout.model_parallel_size // layout.pp
-        )  # the processes that count a sample: of a pipeline, the last stage
+        # The processes that count a sample: of a pipeline, the last stage.
+        copies = layout.model_parallel_size // layout.pp
         return {name: total / copies + self.earlier.get(name, 0.0) for name, total in zip(names, totals)}
 
     def state_dict(self, accelerator: Accelerator, layout: Layout) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What no layout can train, as far as it shows before a step, and what several kinds of parallelism refuse."""
+"""What no layout can train, as far as it shows before a step, and what several strategies refuse."""
 
 import inspect
 from collections.abc import Mapping

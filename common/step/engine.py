@@ -47,7 +47,7 @@ class StepResult:
 
 
 class Engine(EngineState):
-    """Takes optimizer steps with the model and optimizer that a kind of parallelism has wrapped. DeepSpeed and
+    """Takes optimizer steps with the model and optimizer that a strategy has wrapped. DeepSpeed and
     pipelines have a `step` of their own.
 
     Attributes:

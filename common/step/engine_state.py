@@ -22,7 +22,7 @@ class EngineState:
 
     Attributes:
         accelerator: from `start(config)`.
-        model: as the engine's kind of parallelism wrapped it.
+        model: as the engine's strategy wrapped it.
         optimizer: as Accelerate wrapped it, or the recipe's own.
         plan: of the run.
         ema: the moving average of the weights; None without `--ema_decay`.

@@ -1,4 +1,4 @@
-"""What takes the steps of a run, before it is wrapped, and what several kinds of parallelism do with it."""
+"""What takes the steps of a run, before it is wrapped, and what several strategies do with it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,7 +146,7 @@ def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] =
 
 
 def say_what_is_cast(accelerator: Accelerator, model: nn.Module, kind: str) -> None:
-    """Prints a line if a kind of parallelism turns 16-bit weights of a model into float32."""
+    """Prints a line if a strategy turns 16-bit weights of a model into float32."""
     others = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()} - {"float32"})
     if others:
         accelerator.print(f"{kind} trains and exports this model's {', '.join(others)} weights in float32")

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .. import BEGUN_AS
 from ..environment import was_launched
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TWICE_S = 1.0  # one Ctrl-C sends SIGINT twice at once: from the terminal and from the launcher
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-_BEGUN_AS = os.getpid(), os.getppid()  # a fork of this process has another parent from the start
 _received: list[str] = []
 _at_once: Callable[[str], object] | None = None
 _before: dict[int, Any] = {}  # {signal number: handler before `catch`}
@@ -57,7 +57,8 @@ def end_with_launcher() -> None:
     if not was_launched() or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if (os.getpid() == _BEGUN_AS[0] and os.getppid() != _BEGUN_AS[1]) or _is_orphan():
+    # A fork has another parent from its start.
+    if (os.getpid() == BEGUN_AS[0] and os.getppid() != BEGUN_AS[1]) or _is_orphan():
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -11,7 +11,7 @@ from support.runs import ROOT
 SMALLEST = {
     "checkpoint.py": "--megabytes 1 --rounds 1",
     "control_plane.py": "--processes 2 --layers 2",
-    "first_steps.py": "--size 10m --config ddp",
+    "parity_check.py": "--size 10m --config ddp",
     "large_text.py": "--sizes 1 --tokenizers bytes",
     "loop_cost.py": "--steps 20 --rounds 1 --tasks 0",
     "loss_memory.py": "--rounds 1",

@@ -105,7 +105,7 @@ def test_fp16_without_a_gpu_says_so_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "arguments", "expected"),
     [
-        ("deepspeed", "", "type pip install -e '.[deepspeed]'"),
+        ("deepspeed", "", "type pip install deepspeed ninja"),
         ("datasets", "--data ylecun/mnist", "this data needs datasets: type pip install datasets"),
     ],
 )

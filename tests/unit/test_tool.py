@@ -75,7 +75,8 @@ def test_a_project_is_what_its_owner_reads(
         project = tmp_path / path.stem
         assert tool(monkeypatch, "new", path.stem, str(project), "--config", "ddp") == 0
         files = {str(path.relative_to(project)) for path in project.rglob("*") if path.is_file()}
-        wheel = f"wheels/accelerate_recipes-{VERSION}-py3-none-any.whl"
+        (wheel,) = (str(path.relative_to(project)) for path in project.glob("wheels/*.whl"))
+        assert wheel.startswith(f"wheels/accelerate_recipes-{VERSION}")
         read = {
             "Makefile",
             "README.md",
@@ -129,6 +130,7 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         ("new linear_regression project --config pipeline_parallel", "linear_regression.py has no plan for it; type"),
         ("new mnist project --single-file --config hsdp", "was not verified under it; type one of single, "),
         ("new finetune project --single-file", "finetune: no recipe as a single file; type one of linear_regression, "),
+        ("new mnist project --config ddp --config full/ddp.yaml", "--config names two files of one name"),
         ("new mnist project --single-file --vendor", "make different projects: type one of them"),
         ("verify nowhere.py", "nowhere.py: no such file; type the path of a recipe"),
         ("verify full/train.py --config dpp", "dpp: no such config"),
@@ -158,10 +160,12 @@ def test_bad_input_gets_one_line_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "train.py").touch()
+    if "full/ddp.yaml" in arguments:
+        (tmp_path / "full" / "ddp.yaml").write_text("num_processes: 2")
     assert tool(monkeypatch, *arguments.split(" ")) == 2
     output = capsys.readouterr()
     assert line in output.err and output.err.count("\n") == 1 and not output.out
-    assert [path.name for path in tmp_path.rglob("*")] == ["full", "train.py"]
+    assert {path.name for path in tmp_path.rglob("*")} <= {"full", "train.py", "ddp.yaml"}
 
 
 def test_pipes_and_nested_brackets_are_not_waited_for(

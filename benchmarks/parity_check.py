@@ -1,7 +1,7 @@
 """What the parity check costs: seconds beside those of plain steps, and the peak memory of each process.
 
-    python benchmarks/first_steps.py
-    python benchmarks/first_steps.py --size 134m --config fsdp2
+    python benchmarks/parity_check.py
+    python benchmarks/parity_check.py --size 134m --config fsdp2
 
 Trains a Llama of benchmarks/llama.py with random weights, AdamW, float32, a batch of 8 × 32 tokens, for four steps on
 two processes, with the check and without it. A plain step is the fastest one. The memory is the most that a process
