@@ -39,9 +39,3 @@ def remove_variables() -> None:
     """Removes the variables of a launcher around this process, which a run must not inherit."""
     for name in filter(_INHERITED.match, list(os.environ)):
         del os.environ[name]
-
-
-def set_variables(config: Path) -> None:
-    """Sets the variables of the launcher for a config file, and none of another launcher."""
-    remove_variables()
-    os.environ.update(launched(config))

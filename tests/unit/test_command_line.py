@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -127,3 +127,8 @@ def test_commit_is_dirty_by_tracked_files_only(tmp_path: Path, monkeypatch: pyte
     assert commit is not None and re.fullmatch("[0-9a-f]{40}", commit) and git_diff() is None
     script.write_text("changed")
     assert git_commit() == f"{commit}-dirty" and "+changed" in (git_diff() or "")
+
+
+def test_flags_of_all_recipes_are_35() -> None:
+    """Each costs every reader of --help. A new one replaces another, or changes this number in a commit that says why."""
+    assert len(fields(RunConfig)) == 35
