@@ -130,5 +130,5 @@ def test_commit_is_dirty_by_tracked_files_only(tmp_path: Path, monkeypatch: pyte
 
 
 def test_flags_of_all_recipes_are_35() -> None:
-    """Each costs every reader of --help. A new one replaces another, or changes this number in a commit that says why."""
+    """Each costs every reader of --help: a new one replaces another, or changes this number, and says why."""
     assert len(fields(RunConfig)) == 35
