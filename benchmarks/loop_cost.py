@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from accelerate_recipes.common.config import RunConfig
-from accelerate_recipes.common.data.batches import Batch, ForwardStep
+from accelerate_recipes.common.data.sets import Batch, ForwardStep
 from accelerate_recipes.common.loop import fit
 from accelerate_recipes.common.tasks.images import ImageDataset
 from accelerate_recipes.common.tasks.text import TokenDataset

@@ -12,9 +12,10 @@ from torch.utils.data import Subset
 
 from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
-from .data.batches import Collated, Examples, MapDataset, Metrics, batches, resident
+from .data.batches import batches, resident
 from .data.facts import say_sizes
 from .data.mixture import of_sources, without_sources
+from .data.sets import Collated, Examples, MapDataset, Metrics
 from .errors import StoppedError, UsageError
 from .files import for_json
 from .parallel.strategies import check_trainable, prepare

@@ -15,8 +15,9 @@ from .checkpoint.resume import find_checkpoint
 from .checkpoint.save import Saver
 from .config import RunConfig
 from .cpu_group import CpuGroup
-from .data.batches import CollateFn, Examples, ForwardStep, MapDataset, Metrics, batches, checked_datasets
+from .data.batches import batches
 from .data.mixture import by_source
+from .data.sets import CollateFn, Examples, ForwardStep, MapDataset, Metrics, checked_datasets
 from .evaluation import Evaluation, evaluate_exported
 from .parallel.strategies import check_trainable, layout_of, prepare
 from .plan import Plan, Sampler

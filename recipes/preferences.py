@@ -26,8 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.data.batches import ForwardStep
 from accelerate_recipes.common.data.mixture import parts_of
+from accelerate_recipes.common.data.sets import ForwardStep
 from accelerate_recipes.common.environment import has_gpu
 from accelerate_recipes.common.seeds import CPU, kept_generators
 from accelerate_recipes.common.tasks.causal_lm import (

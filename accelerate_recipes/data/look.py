@@ -41,9 +41,10 @@ def look(
     **keywords: Any,
 ) -> dict[str, Any]:
     """Takes the arguments of `fit`. Returns facts about the data, and the first samples of the first step."""
-    from accelerate_recipes.common.data.batches import batches, checked_datasets
+    from accelerate_recipes.common.data.batches import batches
     from accelerate_recipes.common.data.facts import said
     from accelerate_recipes.common.data.mixture import Mixture, by_source
+    from accelerate_recipes.common.data.sets import checked_datasets
     from accelerate_recipes.common.errors import UsageError
     from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan

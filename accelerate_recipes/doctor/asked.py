@@ -62,8 +62,8 @@ def refusals(
 ) -> Answer:
     """What a run under the config would refuse. Takes the arguments of `fit`, or none."""
     from accelerate_recipes import RunConfig, UsageError
-    from accelerate_recipes.common.data.batches import checked_datasets
     from accelerate_recipes.common.data.mixture import by_source
+    from accelerate_recipes.common.data.sets import checked_datasets
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
     from accelerate_recipes.common.parallel.strategies import check_batch_loss, layout_of, model_checks
     from accelerate_recipes.common.plan import Plan

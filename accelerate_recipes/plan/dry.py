@@ -68,8 +68,8 @@ def _measured(
     **keywords: Any,
 ) -> Facts | NoPlan:
     from accelerate_recipes.common.check.reference import why_not_checked
-    from accelerate_recipes.common.data.batches import checked_datasets
     from accelerate_recipes.common.data.mixture import by_source
+    from accelerate_recipes.common.data.sets import checked_datasets
     from accelerate_recipes.common.environment import is_true
     from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan

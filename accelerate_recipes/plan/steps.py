@@ -66,7 +66,7 @@ class DryRun:
             stack.enter_context(processes(number, number - 1 if self.last else 0))
             accelerator = _accelerator(plan.layout)
             if layout.pp > 1:
-                from accelerate_recipes.common.data.batches import numbered
+                from accelerate_recipes.common.data.sets import numbered
                 from accelerate_recipes.common.parallel import pipeline
 
                 tokens = pipeline._model_arguments(numbered(self.forward_step), batches[0], 0)[0]

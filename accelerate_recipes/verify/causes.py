@@ -33,7 +33,8 @@ def evidence(
     import torch
 
     from accelerate_recipes.common import seeds
-    from accelerate_recipes.common.data.batches import Collated, fetch, numbered
+    from accelerate_recipes.common.data.batches import fetch
+    from accelerate_recipes.common.data.sets import Collated, numbered
 
     modules = dict(model.named_modules())
     found: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import Batch, NumberedStep
+from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
 from ..plan import Plan
 from ..seeds import EVALUATION, generator_states, kept_generators, seed_forward

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
-from ..data.batches import Batch, MapDataset, draws_for_batches
+from ..data.batches import draws_for_batches
+from ..data.sets import Batch, MapDataset
 from ..errors import RunError, UsageError, line_of, listed, needs_no_traceback
 from ..parallel.strategies import main_strategy
 from ..step.engine import Engine, StepResult

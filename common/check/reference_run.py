@@ -14,7 +14,8 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from ..checkpoint.resume import Checkpoint, FreshStart
-from ..data.batches import Batch, MapDataset, NumberedStep, batches
+from ..data.batches import batches
+from ..data.sets import Batch, MapDataset, NumberedStep
 from ..environment import local_world_size, num_cores
 from ..errors import UsageError
 from ..plan import Plan

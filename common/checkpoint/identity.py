@@ -10,8 +10,8 @@ from torch import nn
 
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
-from ..data.batches import MapDataset
 from ..data.mixture import Mixture
+from ..data.sets import MapDataset
 from ..layout import Layout
 from ..plan import Plan
 from .samples import evaluation_facts, other_sample, training_facts

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
-from ..data.batches import Collated, MapDataset, batches
+from ..data.batches import batches
 from ..data.padding import Padding
+from ..data.sets import Collated, MapDataset
 from ..plan import Plan
 from ..seeds import CPU, kept_generators
 

@@ -1,166 +1,25 @@
-"""The interface of a dataset, and batches on the device."""
+"""Batches of a dataset on the device: fetched by this process or by workers."""
 
-import inspect
 import signal
 import threading
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from multiprocessing.queues import Queue
-from numbers import Number
-from os import PathLike
-from typing import Any, Protocol, Self, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..accidents import advice, lost_worker
 from ..config import RunConfig
 from ..errors import UsageError, WorkerError, line_of, listed, noted, trace_of
 from ..plan import Samples
 from ..seeds import CPU, generator_states, seed_batch, seed_sample
+from .collate import collate
+from .sets import Batch, Collated, CollateFn, InMemoryDataset, MapDataset
 
 MAX_BYTES_ON_DEVICE = 2**30  # larger datasets stay in the CPU's memory
-
-Batch = dict[str, torch.Tensor]
-# (model, batch) or (model, batch, number of the optimizer step) -> metrics. A pipeline passes a function as the model.
-ForwardStep = Callable[..., dict[str, torch.Tensor]]
-NumberedStep = Callable[[Any, Batch, int], dict[str, torch.Tensor]]  # what the loop calls
-CollateFn = Callable[[list[Any]], Batch]
-Metrics = dict[str, float]
-Examples = dict[str, torch.Tensor]  # {name: values of `forward_step` for all samples of an evaluation set}
-
-
-class MapDataset(Protocol):
-    """A map-style dataset from any library."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-class InMemoryDataset(Dataset):
-    """A dataset whose samples are rows of tensors in memory. A batch is one indexing operation per tensor. It must not
-    draw random numbers.
-
-    Without `--num_workers`, `batches` calls `rows` where the tensors are, and `transform` on the model's device. On a
-    GPU it moves small datasets there as a whole, and large ones batch by batch.
-    """
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def rows(self, ids: torch.Tensor) -> Batch:
-        """The samples of these ids as stored. `ids`: int64 of shape (batch,), on the device of the data."""
-
-    def transform(self, batch: Batch) -> Batch:
-        """Turns the result of `rows` into what the model gets. Runs on the model's device, except in a worker."""
-        return batch
-
-    def __getitem__(self, index: int) -> Batch:
-        return {name: values[0] for name, values in self.__getitems__([index]).items()}
-
-    def __getitems__(self, ids: list[int]) -> Batch:
-        return self.transform(self.rows(torch.tensor(ids)))
-
-    def to(self, device: torch.device) -> Self:
-        """A copy with its tensors on the device."""
-        moved = copy(self)
-        vars(moved).update({name: tensor.to(device) for name, tensor in self._tensors().items()})
-        return moved
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its tensors."""
-        return next(iter(self._tensors().values())).device
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of its tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-
-
-class Collated(Dataset):
-    """A dataset with a function of its own that makes a batch of samples."""
-
-    def __init__(self, dataset: MapDataset, collate_fn: CollateFn):
-        self.dataset, self.collate_fn = dataset, collate_fn
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
-
-def numbered(forward_step: ForwardStep) -> NumberedStep:
-    """`forward_step` as the loop calls it. It gets the number of the optimizer step if it has a third argument that is
-    called `step`, or that has no default."""
-    try:
-        third = [*inspect.signature(forward_step).parameters.values()][2:3]
-    except ValueError:  # of a function in C
-        third = []
-    for each in third:
-        if each.kind is each.POSITIONAL_OR_KEYWORD and (each.name == "step" or each.default is each.empty):
-            return forward_step
-    return lambda model, batch, number: forward_step(model, batch)
-
-
-def checked_datasets(
-    train_set: MapDataset, eval_set: MapDataset | Mapping[str, MapDataset], collate_fn: CollateFn | None
-) -> tuple[MapDataset, dict[str, MapDataset]]:
-    """(training set, {name: evaluation set}), with the `collate_fn`. The name of a single evaluation set is "".
-
-    Raises:
-        UsageError: a set has no samples or is not map-style, so that `dataset[index]` does not work.
-    """
-    eval_sets = dict(eval_set) if isinstance(eval_set, Mapping) else {"": eval_set}
-    if not eval_sets:
-        raise UsageError("no evaluation set: expected a dataset, or a dict of datasets")
-    _check(train_set, "training set")
-    for dataset in eval_sets.values():
-        _check(dataset, "evaluation set")
-    if collate_fn is None:
-        return train_set, eval_sets
-    return Collated(train_set, collate_fn), {name: Collated(dataset, collate_fn) for name, dataset in eval_sets.items()}
-
-
-def _check(dataset: Any, what: str) -> None:
-    kind = "None" if dataset is None else type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise UsageError(
-            f"the {what} is a {kind}; fit makes batches itself, of --batch_size samples: give it the dataset in it, "
-            "and its collate_fn as collate_fn="
-        )
-    if isinstance(dataset, str | PathLike):
-        raise UsageError(
-            f'the {what} is a path, {dataset}: give fit the samples there, for example by load_dataset("csv", '
-            'data_files=PATH, split="train").with_format("torch"), from datasets'
-        )
-    if not isinstance(dataset, Dataset) and callable(getattr(dataset, "keys", None)):  # a dict, or a table
-        names = ", ".join(map(str, islice(dataset.keys(), 3)))
-        raise UsageError(
-            f"the {what} is a {kind} of {names}: expected one set, of which dataset[0] is the first sample, such as "
-            "dataset[NAME]; a table has one after datasets.Dataset.from_dict(...) or from_pandas(...)"
-        )
-    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not is_map_style and not hasattr(dataset, "__iter__"):
-        raise UsageError(f"the {what} is {kind}: expected a dataset with len(dataset) and dataset[index], a dict")
-    if isinstance(dataset, IterableDataset) or not is_map_style:
-        raise UsageError(
-            f"{kind} is not a map-style dataset: a run that resumes exactly needs len(dataset) and dataset[index]; "
-            "load it without streaming=True, or type convert_stream(dataset, FOLDER), from "
-            "accelerate_recipes.common.tasks.streams"
-        )
-    if len(dataset) == 0:
-        raise UsageError(f"{kind} is empty: training and evaluation need samples")
 
 
 def batches(
@@ -234,7 +93,7 @@ def fetch(dataset: MapDataset, ids: list[int], seed: int = 0, epoch: int = 0) ->
     else:
         samples = [_sample(dataset, index, seed, epoch) for index in ids]
     seed_batch(seed, ~epoch, ids)
-    return _collate(samples, len(ids), collate_fn)
+    return collate(samples, len(ids), collate_fn)
 
 
 def draws_for_batches(dataset: MapDataset) -> bool:
@@ -245,7 +104,7 @@ def draws_for_batches(dataset: MapDataset) -> bool:
     samples = inner.__getitems__([0]) if hasattr(inner, "__getitems__") else [inner[0]]
     if not hasattr(inner, "__getitems__"):
         before = generator_states(CPU)
-    _collate(samples, 1, collate_fn)
+    collate(samples, 1, collate_fn)
     return generator_states(CPU) != before
 
 
@@ -340,65 +199,3 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.device.type == "cpu":
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
-
-
-def _collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
-    """A batch of `size` samples, from a list of samples or from a batch that `__getitems__` made."""
-    is_own, first = collate_fn is not default_collate, samples[0] if isinstance(samples, list) and samples else samples
-    if not is_own and not isinstance(first, dict):
-        raise UsageError(
-            f'samples are of the type {type(first).__name__}: expected dicts, such as {{"image": ..., "label": ...}}, '
-            "or a collate_fn that makes such a dict of a list of samples"
-        )
-    try:
-        batch = samples if isinstance(samples, dict) else collate_fn(samples)
-    except (RuntimeError, TypeError, KeyError) as error:
-        raise UsageError(_why_no_batch(samples, error, is_own)) from None
-    rows = f"({size}, ...), a row for each sample"
-    if not isinstance(batch, dict):
-        raise UsageError(f"collate_fn returns a {type(batch).__name__}: expected a dict of tensors of shape {rows}")
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            if value.ndim == 0 or len(value) != size or (name == "weight" and value.ndim > 1):
-                expected = f"{rows}; pad what differs in number, such as the nodes of graphs"
-                expected = f"({size},), one number per sample" if name == "weight" else expected
-                raise UsageError(f'"{name}" of a batch has shape {tuple(value.shape)}: expected {expected}')
-        elif not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise UsageError(_no_tensor(name, value, "batch" if is_own or samples is batch else "sample"))
-    return batch
-
-
-def _no_tensor(name: str, value: Any, where: str) -> str:
-    inner = value[0] if isinstance(value, list | tuple) and value else value
-    instead = 'make it a tensor; of datasets, .with_format("torch") does so with lists'
-    if isinstance(inner, dict):
-        instead = "give each tensor in it a name of its own, and pad what differs in number, such as boxes, with a mask"
-    return f'"{name}" of a {where} is a {type(value).__name__}: expected a tensor, number or string: {instead}'
-
-
-def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
-    """Why `default_collate`, or a `collate_fn` of the user's own, made no batch of samples."""
-    dicts = samples if all(isinstance(sample, dict) for sample in samples) else []
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    for name in dicts[0] if dicts else ():
-        if not all(name in sample for sample in dicts):
-            return f'"{name}" is not in each sample: expected dicts with the same names'
-        values = [sample[name] for sample in dicts]
-        if any(value is None for value in values):
-            return f'"{name}" is None in a sample: expected a tensor, number or string'
-        if all(hasattr(value, "shape") for value in values):
-            shapes[name] = sorted({tuple(value.shape) for value in values})
-        elif not is_own and not isinstance(values[0], Number | str):
-            return _no_tensor(name, values[0], "sample")
-    unequal = [name for name, found in shapes.items() if len(found) > 1]
-    if is_own and not (unequal and isinstance(error, RuntimeError)):
-        return f"collate_fn makes no batch of the samples: {line_of(error)}"
-    # What pad_to_longest cannot pad: the first dimension of tensors may differ, and no other.
-    tensors = [name for name in unequal if isinstance(dicts[0][name], torch.Tensor)]
-    others = [name for name in unequal if name not in tensors or len({shape[1:] for shape in shapes[name]}) > 1]
-    for name in (*others, *unequal):
-        one, other, *_ = shapes[name]
-        how = ", or type collate_fn=pad_to_longest() in the call of fit"
-        how = " in the dataset or in a collate_fn, with a mask" if others or is_own else how
-        return f'"{name}" has shape {one} in one sample and {other} in another: pad them to one shape{how}'
-    return f"samples do not make a batch ({str(error).splitlines()[0]})"

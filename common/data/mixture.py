@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from ..errors import UsageError
 from ..plan import Sampler
-from .batches import Batch, ForwardStep, MapDataset
+from .sets import Batch, ForwardStep, MapDataset
 
 SOURCE = "source of the sample"  # in a batch: its number
 SHARE = "share"  # of a source in the samples, or in what weighs them

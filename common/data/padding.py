@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from .batches import Batch
+from .sets import Batch
 
 
 def pad_to_longest(

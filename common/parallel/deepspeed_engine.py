@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ..data.batches import Batch
+from ..data.sets import Batch
 from ..errors import UsageError
 from ..seeds import UPDATE, seed_forward
 from ..step.engine import Engine, StepResult

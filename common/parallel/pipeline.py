@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..config import RunConfig
-from ..data.batches import Batch, NumberedStep
+from ..data.sets import Batch, NumberedStep
 from ..environment import is_true
 from ..errors import UsageError
 from ..layout import Layout

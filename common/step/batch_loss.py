@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..data.batches import Batch
+from ..data.sets import Batch
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan

@@ -11,7 +11,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from ..data.batches import Batch
+from ..data.sets import Batch
 from ..errors import UsageError, line_of
 from ..norms import clip
 from ..seeds import UPDATE, seed_forward

@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..cpu_group import CpuGroup
-from ..data.batches import Batch, ForwardStep, MapDataset, NumberedStep, fetch, numbered
+from ..data.batches import fetch
+from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep, numbered
 from ..errors import UsageError
 from ..weights.on_disk import first_elements
 

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..data.batches import MapDataset, fetch, numbered
+from ..data.batches import fetch
+from ..data.sets import MapDataset, numbered
 from ..errors import UsageError
 from ..seeds import CPU, kept_generators
 from .engine import evaluating

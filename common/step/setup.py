@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..data.batches import ForwardStep, NumberedStep
+from ..data.sets import ForwardStep, NumberedStep
 from ..norms import LOW_PRECISION
 from ..plan import Plan
 from ..weights.parts import is_divided, local

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..config import RunConfig
-from ..data.batches import CollateFn
 from ..data.facts import say
 from ..data.padding import pad_to_longest
+from ..data.sets import CollateFn
 from ..errors import UsageError
 from .cache import cache_folder
 from .causal_lm import IGNORED, trained_places

@@ -9,7 +9,7 @@ import numpy
 import psutil
 import torch
 
-from ..data.batches import Batch, InMemoryDataset
+from ..data.sets import Batch, InMemoryDataset
 from ..environment import local_world_size
 from ..errors import UsageError
 from .embedded import sklearn_file

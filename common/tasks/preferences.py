@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
-from ..data.batches import Batch, CollateFn, Examples, ForwardStep, MapDataset, checked_datasets
 from ..data.facts import say
+from ..data.sets import Batch, CollateFn, Examples, ForwardStep, MapDataset, checked_datasets
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set

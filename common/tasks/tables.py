@@ -6,7 +6,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..data.batches import Batch, InMemoryDataset
+from ..data.sets import Batch, InMemoryDataset
 from ..errors import UsageError
 from .embedded import sklearn_file
 from .rows import Table

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..data.batches import Batch, InMemoryDataset
+from ..data.sets import Batch, InMemoryDataset
 from ..errors import UsageError
 from .cache import cache_folder, progress_bar, write_once
 from .causal_lm import IGNORED

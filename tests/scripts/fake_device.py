@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate_recipes.common.command_line import parse
 from accelerate_recipes.common.cpu_group import CpuGroup
-from accelerate_recipes.common.data.batches import batches, checked_datasets, resident
+from accelerate_recipes.common.data.batches import batches, resident
+from accelerate_recipes.common.data.sets import checked_datasets
 from accelerate_recipes.common.evaluation import evaluate_set
 from accelerate_recipes.common.parallel.strategies import layout_of, prepare
 from accelerate_recipes.common.plan import Plan

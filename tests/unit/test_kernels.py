@@ -7,7 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate_recipes.common.config import RunConfig
-from accelerate_recipes.common.data.batches import Batch, batches
+from accelerate_recipes.common.data.batches import batches
+from accelerate_recipes.common.data.sets import Batch
 from accelerate_recipes.common.parallel.ddp import _let_ddp_send_state_alone
 from accelerate_recipes.common.step.setup import choose_fused_kernels
 from accelerate_recipes.common.tasks.images import ImageDataset

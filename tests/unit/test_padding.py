@@ -6,7 +6,8 @@ import torch
 
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.data import pad_to_longest
-from accelerate_recipes.common.data.batches import Collated, batches
+from accelerate_recipes.common.data.batches import batches
+from accelerate_recipes.common.data.sets import Collated
 
 SAMPLES = [
     {"tokens": torch.tensor([5, 6, 7]), "labels": torch.tensor([1, 2, 3]), "score": 0.5, "name": "a"},

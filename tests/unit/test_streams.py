@@ -16,7 +16,8 @@ from datasets import Dataset, Image, load_dataset
 from filelock import FileLock
 from torch.utils.data import IterableDataset
 
-from accelerate_recipes.common.data.batches import checked_datasets, fetch
+from accelerate_recipes.common.data.batches import fetch
+from accelerate_recipes.common.data.sets import checked_datasets
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.sources import load_splits
 from accelerate_recipes.common.tasks.streams import convert_stream

@@ -1,0 +1,72 @@
+"""A batch of samples, or the line that says why they make none."""
+
+from numbers import Number
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from ..errors import UsageError, line_of
+from .sets import Batch, CollateFn
+
+
+def collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
+    """A batch of `size` samples, from a list of samples or from a batch that `__getitems__` made."""
+    is_own, first = collate_fn is not default_collate, samples[0] if isinstance(samples, list) and samples else samples
+    if not is_own and not isinstance(first, dict):
+        raise UsageError(
+            f'samples are of the type {type(first).__name__}: expected dicts, such as {{"image": ..., "label": ...}}, '
+            "or a collate_fn that makes such a dict of a list of samples"
+        )
+    try:
+        batch = samples if isinstance(samples, dict) else collate_fn(samples)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise UsageError(_why_no_batch(samples, error, is_own)) from None
+    rows = f"({size}, ...), a row for each sample"
+    if not isinstance(batch, dict):
+        raise UsageError(f"collate_fn returns a {type(batch).__name__}: expected a dict of tensors of shape {rows}")
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            if value.ndim == 0 or len(value) != size or (name == "weight" and value.ndim > 1):
+                expected = f"{rows}; pad what differs in number, such as the nodes of graphs"
+                expected = f"({size},), one number per sample" if name == "weight" else expected
+                raise UsageError(f'"{name}" of a batch has shape {tuple(value.shape)}: expected {expected}')
+        elif not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise UsageError(_no_tensor(name, value, "batch" if is_own or samples is batch else "sample"))
+    return batch
+
+
+def _no_tensor(name: str, value: Any, where: str) -> str:
+    inner = value[0] if isinstance(value, list | tuple) and value else value
+    instead = 'make it a tensor; of datasets, .with_format("torch") does so with lists'
+    if isinstance(inner, dict):
+        instead = "give each tensor in it a name of its own, and pad what differs in number, such as boxes, with a mask"
+    return f'"{name}" of a {where} is a {type(value).__name__}: expected a tensor, number or string: {instead}'
+
+
+def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
+    """Why `default_collate`, or a `collate_fn` of the user's own, made no batch of samples."""
+    dicts = samples if all(isinstance(sample, dict) for sample in samples) else []
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for name in dicts[0] if dicts else ():
+        if not all(name in sample for sample in dicts):
+            return f'"{name}" is not in each sample: expected dicts with the same names'
+        values = [sample[name] for sample in dicts]
+        if any(value is None for value in values):
+            return f'"{name}" is None in a sample: expected a tensor, number or string'
+        if all(hasattr(value, "shape") for value in values):
+            shapes[name] = sorted({tuple(value.shape) for value in values})
+        elif not is_own and not isinstance(values[0], Number | str):
+            return _no_tensor(name, values[0], "sample")
+    unequal = [name for name, found in shapes.items() if len(found) > 1]
+    if is_own and not (unequal and isinstance(error, RuntimeError)):
+        return f"collate_fn makes no batch of the samples: {line_of(error)}"
+    # What pad_to_longest cannot pad: the first dimension of tensors may differ, and no other.
+    tensors = [name for name in unequal if isinstance(dicts[0][name], torch.Tensor)]
+    others = [name for name in unequal if name not in tensors or len({shape[1:] for shape in shapes[name]}) > 1]
+    for name in (*others, *unequal):
+        one, other, *_ = shapes[name]
+        how = ", or type collate_fn=pad_to_longest() in the call of fit"
+        how = " in the dataset or in a collate_fn, with a mask" if others or is_own else how
+        return f'"{name}" has shape {one} in one sample and {other} in another: pad them to one shape{how}'
+    return f"samples do not make a batch ({str(error).splitlines()[0]})"
