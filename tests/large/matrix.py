@@ -3,9 +3,9 @@
     make test-large
     PYTHONPATH=tests python tests/large/matrix.py --case llama --config fsdp2 --config tensor_parallel
 
-Each run takes three steps with the check of the first two. It must end with the loss, the norm of the gradient and the
-weights of one process, or with a line that says at its start why not. Exit code 1 if one does neither: if the check of
-the first steps refuses a run, too. Results stay in docs/large.json, so that a part can be run again.
+Each run takes three steps, of which the parity check takes the first two. It must end with the loss, the norm of the
+gradient and the weights of one process, or with a line that says at its start why not. Exit code 1 if one does neither:
+if the parity check refuses a run, too. Results stay in docs/large.json, so that a part can be run again.
 """
 
 import argparse
@@ -51,8 +51,8 @@ KNOWN = {
 INTRODUCTION = """<!-- Written by tests/large/matrix.py: make test-large -->
 # Models of real size
 
-`make test-large` trains models with random weights for three steps under each config, with the check of the first two.
-The numbers are the largest relative differences from one process, as in a certificate ([verify.md](verify.md)). "same,
+`make test-large` trains models with random weights for three steps under each config, with the parity check of two. The
+numbers are the largest relative differences from one process, as in a certificate ([verify.md](verify.md)). "same,
 to rounding errors": one process with other micro-batches, or on one thread, is as far from itself, as in a bias with no
 gradient but rounding ([check.md](check.md)). The step is the fastest of a run. The memory is the most that one process
 held, without that of mapped files."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from accelerate_recipes.common.parallel.extensions import extensions_folder
 from support.launching import accelerate, fork, launch
 from support.plain import losses, threads_left
 from support.runs import ROOT, Run, largest_difference
@@ -67,7 +68,9 @@ def test_script_stands_alone_and_is_short(script: str) -> None:
 def test_script_gives_the_result_of_the_recipe(
     tmp_path: Path, reference: Callable[..., Run], script: str, config: str, more: str
 ) -> None:
-    run = fork(tmp_path / "run", config, path_of(script), f"{FLAGS[script]} {more}")
+    # Else torch compiles DeepSpeed's extension once more, for a minute.
+    env = {"TORCH_EXTENSIONS_DIR": str(extensions_folder())}
+    run = fork(tmp_path / "run", config, path_of(script), f"{FLAGS[script]} {more}", env=env)
     flags = f"{FLAGS[script]} --log_every 1 --eval_every 20{OF_RECIPE[script]}"
     recipe = reference(f"recipes/{script}.py", flags)
     assert len(losses(run)) == 20
