@@ -1,8 +1,6 @@
 """Where the recipes, configs, launchers and `common` are: inside the installed package, or in the checkout."""
 
 import re
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from accelerate_recipes import __version__
@@ -14,15 +12,6 @@ CONFIGS = ROOT / "accelerate_configs"
 COMMON = Path(__file__).parent / "common"  # in a checkout a link
 LAUNCHERS = ROOT / "launchers"
 VERSION = __version__
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """{name: version} of those of these packages that are installed."""
-    found: dict[str, str] = {}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def recipes() -> list[Path]:

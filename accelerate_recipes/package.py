@@ -1,6 +1,5 @@
 """The files of this package, and a wheel of them: for projects that must do without the checkout."""
 
-import base64
 import csv
 import hashlib
 import io
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from accelerate_recipes import bundle
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.package import names_the_code
+from accelerate_recipes.common.package import digest_in_record, names_the_code
 from accelerate_recipes.common.package import version as own_version
 
 NAME = "accelerate-recipes"
@@ -62,8 +61,7 @@ def write_wheel(folder: Path) -> Path:
     record = io.StringIO()
     rows = csv.writer(record, lineterminator="\n")
     for name, content in contents.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-        rows.writerow((name, f"sha256={digest}", len(content)))
+        rows.writerow((name, f"sha256={digest_in_record(content)}", len(content)))
     rows.writerow((f"{stem}.dist-info/RECORD", "", ""))
     contents[f"{stem}.dist-info/RECORD"] = record.getvalue().encode()
     wheel = folder / f"{stem}-py3-none-any.whl"

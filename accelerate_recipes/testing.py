@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from accelerate_recipes.catalog import SIZES, find_config
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.compare import compare, starts_alike
-from accelerate_recipes.verify.runs import Finished, Launch
+from accelerate_recipes.verify.runs import Finished, Launch, recording
 
 ONE_MACHINE = ["--num_machines", "1", "--machine_rank", "0", "--rdzv_backend", "static"]
 
@@ -28,10 +28,9 @@ def one_result(script: Path, config: Path, flags: str = "", steps: int = 20) -> 
     Raises:
         AssertionError: the runs differ, or one did not end; the message says where or why.
     """
-    often = ["--max_steps", str(steps), "--log_every", "1", "--eval_every", str(max(1, steps // 2))]
-    words = [*often, *shlex.split(flags)]
+    words = [*recording(steps), *shlex.split(flags)]
     sizes = "|".join(size[0].replace("_", "[_-]") for size in SIZES.values())  # how a config divides the model
-    alone = [*often, *shlex.split(re.sub(rf"({sizes})[ =]\d+", "", flags))]
+    alone = [*recording(steps), *shlex.split(re.sub(rf"({sizes})[ =]\d+", "", flags))]
     with TemporaryDirectory(prefix="one_result_") as scratch:
         run = _done(Launch(script, config, words, ONE_MACHINE), Path(scratch) / "run")
         precision = ["--mixed_precision", "bf16"] if run.card["precision"] == "bf16" else []

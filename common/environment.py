@@ -4,16 +4,13 @@ import os
 import platform
 import shutil
 import sysconfig
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from pathlib import Path
 
 import psutil
 import torch
 
 from .errors import UsageError
-from .package import version
+from .package import installed_versions, version
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # path of a file for the recipe's exit code; launchers/node.py reads it
@@ -126,11 +123,7 @@ def launcher_was_given(variable: str) -> bool:
 
 def versions(*packages: str) -> dict[str, str]:
     """{name: version} of Python, of this package, and of those of `packages` that are installed."""
-    installed = {"python": platform.python_version(), "accelerate-recipes": version()}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            installed[package] = version_of(package)
-    return installed
+    return {"python": platform.python_version(), "accelerate-recipes": version()} | installed_versions(*packages)
 
 
 def check_compiler(who: str, compiler: str) -> None:

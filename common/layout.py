@@ -20,7 +20,7 @@ class Layout:
         dp_shard: processes among which FSDP2 divides each weight.
         tp: processes that share each layer.
         sp: processes that share the tokens of each sample.
-        pp: of a pipeline.
+        pp: stages of a pipeline.
         ep: processes that share the experts of each layer; each has samples of its own.
         needs_all_weights: whether each forward pass must use all weights.
     """

@@ -5,6 +5,7 @@ import hashlib
 import json
 import sys
 import sysconfig
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -48,13 +49,21 @@ def _is_whole(installed: Distribution) -> bool:
         return False
     # Another folder of this name may come first in sys.path: whole paths are compared.
     digests = {Path(str(file.locate())): file.hash.value for file in installed.files or [] if file.hash}
-    return all(digests.get(path) == _digest(path) for path in _PACKAGE.rglob("*.py"))
+    return all(digests.get(path) == digest_in_record(path.read_bytes()) for path in _PACKAGE.rglob("*.py"))
 
 
-def _digest(path: Path) -> str:
-    """As the wheel's RECORD has it."""
-    digest = hashlib.sha256(path.read_bytes()).digest()
-    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+def digest_in_record(content: bytes) -> str:
+    """The SHA-256 of a file as the RECORD of a wheel has it."""
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """{name: version} of those of these packages that are installed."""
+    found: dict[str, str] = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = distribution(package).version
+    return found
 
 
 def files_of_run() -> dict[str, Path]:

@@ -11,7 +11,7 @@ from accelerate_recipes.catalog import mapping_in
 from accelerate_recipes.doctor.finding import Edit
 from accelerate_recipes.doctor.machine import Machine
 
-STRATEGIES = (
+DISTRIBUTED_TYPES = (
     *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED"),
     *("FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON"),
 )

@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 
-from accelerate_recipes.bundle import versions
 from accelerate_recipes.catalog import mapping_in, may_have_gpus
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.package import installed_versions
 
 GIB = 2**30
 # The packages that a run uses, and those of which Accelerate needs one for fp8.
@@ -103,7 +103,7 @@ def look() -> Machine:
         compiler=shutil.which(os.environ.get("CXX", "c++")),
         ninja=shutil.which("ninja"),
         mpirun=shutil.which("mpirun") or shutil.which("mpiexec"),
-        versions=versions(*PACKAGES),
+        versions=installed_versions(*PACKAGES),
         default_config=default_config,
         default_values=_values(default_config),
     )

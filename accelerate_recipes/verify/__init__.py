@@ -18,7 +18,7 @@ from accelerate_recipes.verify.against import kept
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import CHECKED, Row, Table, write
 from accelerate_recipes.verify.compare import Difference, compare, starts_alike
-from accelerate_recipes.verify.runs import Finished, Launch
+from accelerate_recipes.verify.runs import Finished, Launch, recording
 
 EVIDENCE = "accelerate_recipes.verify.causes:evidence"
 
@@ -165,8 +165,7 @@ class _Verification:
         return kept(self.reference, self._all_flags())
 
     def _all_flags(self, config: Path | None = None) -> list[str]:
-        records = ["--max_steps", str(self.steps), "--log_every", "1", "--eval_every", str(max(1, self.steps // 2))]
-        return [*self.flags, *records, *(SIZES.get(config.stem, []) if config is not None else [])]
+        return [*self.flags, *recording(self.steps), *(SIZES.get(config.stem, []) if config is not None else [])]
 
     def _bf16(self, launch: Launch) -> Finished:
         """The reference for configs in bf16: one process in bf16. The first call runs it."""

@@ -14,7 +14,7 @@ from accelerate_recipes.console import print_json
 from accelerate_recipes.paths import check_file, check_new_file, text_of
 from accelerate_recipes.verify.certificate import versions
 from accelerate_recipes.verify.compare import TIMES_FLOOR, TOLERANCE, load, relative
-from accelerate_recipes.verify.runs import Finished, Launch
+from accelerate_recipes.verify.runs import Finished, Launch, recording
 from accelerate_recipes.verify.watch import Watched, watch
 
 _NAMES = ("train/loss", "grad_norm", "learning_rate")
@@ -76,7 +76,7 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
             taken = _watched(script, flags, steps, Path(scratch) / "single")
             moved: Steps | None = _watched(script, flags, steps, Path(scratch) / "moved", "moved")
         else:
-            flags = [*flags, "--max_steps", str(steps), "--log_every", "1", "--eval_every", str(max(1, steps // 2))]
+            flags = [*flags, *recording(steps)]
             taken, moved = _recipe(script, flags, Path(scratch) / "single"), None
             if taken.size is not None and taken.size > 1:
                 other = next(size for size in range(taken.size // 2, 0, -1) if taken.size % size == 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from accelerate_recipes import bundle
+from accelerate_recipes.common.package import installed_versions
 from accelerate_recipes.console import print_json
 from accelerate_recipes.verify.compare import Difference
 
@@ -193,7 +194,7 @@ def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
 
 def versions() -> dict[str, str]:
     """{name: version} of this tool, Python and what a result depends on."""
-    return {"accelerate-recipes": bundle.VERSION, "python": platform.python_version()} | bundle.versions(*_PACKAGES)
+    return {"accelerate-recipes": bundle.VERSION, "python": platform.python_version()} | installed_versions(*_PACKAGES)
 
 
 def _number(value: float | None) -> str:

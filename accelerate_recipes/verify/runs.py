@@ -23,6 +23,11 @@ from accelerate_recipes.common.records.run_card import read_card
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
 
 
+def recording(steps: int) -> list[str]:
+    """The flags of a run whose steps are compared: so many, each with a record, and two evaluations."""
+    return ["--max_steps", str(steps), "--log_every", "1", "--eval_every", str(max(1, steps // 2))]
+
+
 @dataclass(frozen=True)
 class Finished:
     """A run that has ended.

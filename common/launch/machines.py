@@ -81,11 +81,9 @@ def agreement(config: RunConfig) -> Iterator[None]:
     first = machines[0]
     for machine, other in enumerate(machines):
         for kind in ("versions", "launcher", "flags", "files"):
-            names = other[kind].keys() | first[kind].keys()
+            names, shared = other[kind].keys() | first[kind].keys(), other[kind].keys() & first[kind].keys()
             if kind == "files":  # one machine alone may import a module of the recipe, such as one that plots
-                names = {
-                    name for name in names if name in other[kind].keys() & first[kind].keys() or name.startswith(OURS)
-                }
+                names = shared | {name for name in names if name.startswith(OURS)}
             for name in sorted(names):
                 there, here = (of_machine[kind].get(name) or "none" for of_machine in (other, first))
                 if there != here:

@@ -97,7 +97,7 @@ def test_keys_are_those_of_accelerate() -> None:
     }
     assert sections == keys.SECTIONS
     assert set(ClusterConfig.__dataclass_fields__) | {"fp16", "dynamo_backend"} == keys.TOP
-    assert set(launching.STRATEGIES) == set(DistributedType.__members__)
+    assert set(launching.DISTRIBUTED_TYPES) == set(DistributedType.__members__)
     # Accelerate takes a value from the file only if the flag's default is None. TPUs alone have the other keys; the
     # rendezvous is the same with and without same_network.
     never_read = {name for name in ClusterConfig.__dataclass_fields__ if flags.get(name) is not None}

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate_recipes.doctor.config import ONE_PROCESS, PREFIXES, STRATEGIES, Config, is_true
+from accelerate_recipes.doctor.config import DISTRIBUTED_TYPES, ONE_PROCESS, PREFIXES, Config, is_true
 from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml, words
 
 OF_TPUS = {
@@ -108,7 +108,7 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
     has_tp = config.section("parallelism_config").get("parallelism_config_tp_size", 1) != 1
     kinds = () if has_tp else ("DEEPSPEED", "FSDP")  # of these recipes, which have tensor parallelism under MULTI_GPU
     for section, (key, readers) in READERS.items():
-        if config.section(section) and given[key] not in readers and config.kind in STRATEGIES:
+        if config.section(section) and given[key] not in readers and config.kind in DISTRIBUTED_TYPES:
             yield Finding(
                 f"{section} has no effect, because {key} is {given[key]}",
                 f"Accelerate reads this section under {key}: {' or '.join(readers)} alone",

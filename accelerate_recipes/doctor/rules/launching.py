@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate_recipes.doctor.config import STRATEGIES, Config, is_count
+from accelerate_recipes.doctor.config import DISTRIBUTED_TYPES, Config, is_count
 from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml
 from accelerate_recipes.doctor.rules.keys import READERS
 
@@ -35,13 +35,13 @@ def sagemaker(config: Config) -> Iterator[Finding]:
 
 def unknown_kind(config: Config) -> Iterator[Finding]:
     """No distributed_type, or one that Accelerate does not know."""
-    if config.kind in STRATEGIES or not config.is_local:
+    if config.kind in DISTRIBUTED_TYPES or not config.is_local:
         return
-    near = difflib.get_close_matches(config.kind.upper(), STRATEGIES, n=1)
+    near = difflib.get_close_matches(config.kind.upper(), DISTRIBUTED_TYPES, n=1)
     near += [kinds[-1] for name, (key, kinds) in READERS.items() if key == "distributed_type" and config.section(name)]
     yield Finding(
         f"distributed_type is {config.kind}" if config.kind else "the file has no distributed_type",
-        f"accelerate launch ends with an error; it knows {', '.join(STRATEGIES)}",
+        f"accelerate launch ends with an error; it knows {', '.join(DISTRIBUTED_TYPES)}",
         Edit("distributed_type", near[0] if near else "NO" if config.num_processes == 1 else "MULTI_GPU"),
     )
 
