@@ -80,7 +80,7 @@ def test_model_without_its_run_card_or_files_is_not_done(tmp_path: Path) -> None
     assert (run.output_dir / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("config", ["single", "ddp"])
+@pytest.mark.parametrize("config", [pytest.param("single", marks=pytest.mark.full), "ddp"])
 def test_launcher_that_is_killed_before_the_first_step_leaves_no_process(tmp_path: Path, config: str) -> None:
     command = [*ACCELERATE_LAUNCH, "--config_file", str(CONFIGS / f"{config}.yaml"), "--main_process_port", "0"]
     command += [str(ROOT / MNIST), "--epochs", "1000", "--output_dir", str(tmp_path / "run")]

@@ -16,7 +16,11 @@ SAMPLES = r"\d+(, \d+){3}"
 @pytest.mark.parametrize(
     ("bug", "line"),
     [
-        ("shape", rf"RuntimeError: mat1 and mat2 shapes .* \(bugs.py:\d+, process [01], step 1, samples {SAMPLES}\)"),
+        pytest.param(
+            "shape",
+            rf"RuntimeError: mat1 and mat2 shapes .* \(bugs.py:\d+, process [01], step 1, samples {SAMPLES}\)",
+            marks=pytest.mark.full,
+        ),
         ("label", rf"IndexError: Target 9 is out of bounds. \(bugs.py:\d+, process [01], step 7, samples {SAMPLES}\)"),
         ("item --num_workers 1", r"ValueError: bad picture \(bugs.py:\d+, process [01], sample 37\)"),
         pytest.param(

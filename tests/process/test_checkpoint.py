@@ -68,13 +68,13 @@ def test_killed_run_goes_on_as_the_undisturbed_one(
     ("config", "options"),
     [
         ("hsdp", ""),
-        ("deepspeed_zero1", ""),
         ("deepspeed_zero3", ""),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [
                 ("ddp_bf16", ""),
                 ("fsdp2_bf16", ""),
+                ("deepspeed_zero1", ""),
                 ("deepspeed_zero1", "--mixed_precision bf16"),
                 ("deepspeed_zero2_bf16", ""),
                 ("deepspeed_zero3", "--mixed_precision bf16"),

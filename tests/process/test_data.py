@@ -36,7 +36,7 @@ def write_parquet(folder: Path, shape: tuple[int, ...], splits: dict[str, int]) 
         Dataset.from_dict(rows, features=features).to_parquet(str(path))
 
 
-@pytest.mark.parametrize(("shape", "channels"), [((12, 12, 3), 3), ((12, 12), 1)])
+@pytest.mark.parametrize(("shape", "channels"), [((12, 12, 3), 3), pytest.param((12, 12), 1, marks=pytest.mark.full)])
 def test_parquet_files_train_on_two_processes(tmp_path: Path, shape: tuple[int, ...], channels: int) -> None:
     write_parquet(tmp_path / "data", shape, {"train": 256, "test": 50})
     env = {"HF_HOME": str(tmp_path / "cache")}

@@ -82,7 +82,7 @@ def test_pictures_are_those_of_the_data(asked: Ask, tmp_path: Path) -> None:
         assert {"name": "label", "text": str(int(train_set.labels[sample["id"]]))} in sample["parts"]
 
 
-@pytest.mark.parametrize("flags", [(), ("--packing",)])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.full), ("--packing",)])
 def test_trained_tokens_are_marked(asked: Ask, tmp_path: Path, flags: tuple[str, ...]) -> None:
     rows = [{"prompt": f"day {day}?", "completion": f"2024-01-{day:02}"} for day in range(1, 29)]
     (tmp_path / "days.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

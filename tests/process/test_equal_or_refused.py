@@ -186,7 +186,7 @@ def test_family_of_transformers_has_one_result_or_is_refused(
     "habit",
     ["optimizer counter_in_the_group", "optimizer number_in_the_state", "collate_fn masks", "optimizer lookahead"],
 )
-@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("config", ["single", pytest.param("ddp", marks=pytest.mark.full), "fsdp2"])
 def test_resume_goes_on_with_the_numbers_of_the_optimizer(
     tmp_path: Path, reference: Callable[..., Run], config: str, habit: str
 ) -> None:

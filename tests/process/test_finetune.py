@@ -25,9 +25,9 @@ def assert_close(run: Run, expected: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(reference: Callable[..., Run]) -> Path:
     """A small chat model with its tokenizer."""
-    return fork(tmp_path_factory.mktemp("base") / "run", "single", FINETUNE, SHORT).output_dir / "model"
+    return reference(FINETUNE, SHORT).output_dir / "model"
 
 
 @pytest.mark.parametrize("config", [*SOME, pytest.param("tensor_parallel", marks=pytest.mark.full)])
@@ -76,10 +76,8 @@ def test_other_optimizers(tmp_path: Path, reference: Callable[..., Run], optimiz
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Run:
-    return fork(
-        tmp_path_factory.mktemp("lora") / "run", "single", FINETUNE, f"{LORA} --model_name_or_path {base} --merge"
-    )
+def adapted(reference: Callable[..., Run], base: Path) -> Run:
+    return reference(FINETUNE, f"{LORA} --model_name_or_path {base} --merge")
 
 
 def adapters(run: Run) -> dict[str, torch.Tensor]:

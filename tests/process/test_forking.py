@@ -13,8 +13,8 @@ LOCAL_CONFIGS = [*FLOAT32_CONFIGS, *BF16_CONFIGS]
 RECIPE_OF = {"single": "mnist cnn", "ddp": "linear regression"}
 RECIPE_OF |= dict.fromkeys(["pipeline_parallel", "sequence_parallel", "fsdp2_sequence_parallel"], "transformer")
 RECIPE_OF |= {"fsdp2_expert_parallel": "experts"}
-# The other configs differ from these in variables alone, and a test below launches each config to compare them.
-LAUNCHED = ("single", "deepspeed_zero2")
+# The other configs differ from it in variables alone, and a test below launches each config to compare them.
+LAUNCHED = ("deepspeed_zero2",)
 OTHERS = ("ddp", "ddp_bf16", "fsdp2", "hsdp", "tensor_parallel", "sequence_parallel", "pipeline_parallel")
 # These differ in each run.
 OWN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}

@@ -75,6 +75,7 @@ FAILURES = [
         {"ACCELERATE_RECIPES_HUB_TIMEOUT": "3"},
         "ReadTimeout",
         id="silence",
+        marks=pytest.mark.full,
     ),
     pytest.param(
         {"status": "silence", "fails_at": "/xet/"},

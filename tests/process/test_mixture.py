@@ -80,6 +80,7 @@ def test_resume_in_the_middle_of_an_epoch(tmp_path: Path, chats: str) -> None:
     assert "was made with mixture {'short': [" in refused(run)
 
 
+@pytest.mark.full
 def test_recipes_of_other_kinds_of_data(tmp_path: Path) -> None:
     for name, words in (("one", "a b c d e f g "), ("two", "u v w x y z ")):
         (tmp_path / f"{name}.txt").write_text(words * 200)

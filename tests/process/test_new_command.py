@@ -155,6 +155,7 @@ def test_a_loop_of_its_own_is_what_a_project_runs_and_what_the_tool_sees(tmp_pat
     assert "training: 1,438 samples" in run(*TOOL, "data", script, cwd=tmp_path, PYTHONPATH=str(ROOT))
 
 
+@pytest.mark.full
 def test_a_vendored_project_runs_its_own_copy(tmp_path: Path) -> None:
     script = made(tmp_path, "linear_regression", vendor=True)
     loop = script.parent / "accelerate_recipes" / "common" / "loop.py"

@@ -54,7 +54,6 @@ FEW += [
     ("no", TRANSFORMER, f"{TEXT} --attention eager"),
     ("bf16", FINETUNE, "--packing"),
     ("no", MNIST, "--plant"),
-    ("no", EMBEDDINGS, CLASSES),
 ]
 
 

@@ -16,9 +16,9 @@ SHORT = "--max_length 96 --batch_size 8 --max_steps 6 --log_every 1 --eval_every
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(reference: Callable[..., Run]) -> Path:
     """A small chat model with its tokenizer."""
-    return fork(tmp_path_factory.mktemp("base") / "run", "single", PREFERENCES, SHORT).output_dir / "model"
+    return reference(PREFERENCES, SHORT).output_dir / "model"
 
 
 @pytest.fixture(scope="module")

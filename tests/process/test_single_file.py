@@ -55,14 +55,13 @@ def test_script_stands_alone_and_is_short(script: str) -> None:
     ("script", "config", "more"),
     [
         ("linear_regression", "ddp", "--micro_batch_size 16"),
-        ("linear_regression", "fsdp2", ""),
-        ("linear_regression", "deepspeed_zero2", ""),
-        ("mnist", "ddp", ""),
         ("mnist", "fsdp2", "--micro_batch_size 8"),
-        ("mnist", "deepspeed_zero2", ""),
-        ("transformer", "ddp", ""),
-        ("transformer", "fsdp2", ""),
         ("transformer", "deepspeed_zero2", "--micro_batch_size 3"),
+        *(
+            pytest.param(script, config, "", marks=pytest.mark.full)
+            for script in MOST_LINES
+            for config in ("ddp", "fsdp2", "deepspeed_zero2")
+        ),
     ],
 )
 def test_script_gives_the_result_of_the_recipe(

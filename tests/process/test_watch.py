@@ -171,7 +171,9 @@ def test_signal_saves_no_step_whose_gradient_nobody_looked_at(tmp_path: Path) ->
     ("fault", "expected"),
     [
         ("stuck_error", "error: RuntimeError: an error in one process (disturbed.py:"),
-        ("stuck_slow_error", "error: RuntimeError: an error in one process (disturbed.py:"),
+        pytest.param(
+            "stuck_slow_error", "error: RuntimeError: an error in one process (disturbed.py:", marks=pytest.mark.full
+        ),
         pytest.param(
             "stuck_kill", "stopped: process 1 has ended; the launcher's report says how", marks=pytest.mark.full
         ),
