@@ -28,23 +28,23 @@ class Gap:
     text: str = ""
 
 
-def step_gaps(step: Step, alone: Step, plan: Plan, number: int, rank: int = 0) -> dict[Key, Gap]:
+def step_gaps(step: Step, expected: Step, plan: Plan, number: int, rank: int = 0) -> dict[Key, Gap]:
     """The differences of the values of `forward_step` and of the norm of the gradient."""
-    text = f"the norm of the gradient is {step.grad_norm:.7g}, {alone.grad_norm:.7g} on one process"
-    size = abs(step.grad_norm - alone.grad_norm) / max(abs(alone.grad_norm), 1e-30)
-    gaps = _value_gaps(step.values, alone.values, plan, number, rank, "value", "")
-    gaps |= _value_gaps(step.evaluated, alone.evaluated, plan, number, rank, "eval", " in evaluation")
+    text = f"the norm of the gradient is {step.grad_norm:.7g}, {expected.grad_norm:.7g} on one process"
+    size = abs(step.grad_norm - expected.grad_norm) / max(abs(expected.grad_norm), 1e-30)
+    gaps = _value_gaps(step.values, expected.values, plan, number, rank, "value", "")
+    gaps |= _value_gaps(step.evaluated, expected.evaluated, plan, number, rank, "eval", " in evaluation")
     return gaps | {("norm", ""): Gap(size, text)}
 
 
 def _value_gaps(
-    steps: OfMicroBatches, alone: OfMicroBatches, plan: Plan, number: int, rank: int, kind: str, when: str
+    steps: OfMicroBatches, reference: OfMicroBatches, plan: Plan, number: int, rank: int, kind: str, when: str
 ) -> dict[Key, Gap]:
     """The largest difference of each value of `forward_step`, relative to the value or to a larger mean."""
     gaps: dict[Key, Gap] = {}
     ids = [ids.tolist() for _, ids in plan.global_micro_batches(number)]
     for row, values in steps.items():
-        expected = alone[row]
+        expected = reference[row]
         if values.keys() != expected.keys():
             text = f"forward_step returns {', '.join(values)} in process {rank}, {', '.join(expected)} on one process"
             return {(kind, next(iter(values.keys() ^ expected.keys()))): Gap(math.inf, text)}

@@ -4,7 +4,7 @@ import math
 
 from ..plan import Plan
 from .compare import TOLERANCE, Gap, Key, step_gaps, weight_gap
-from .reference import Moved, Reference
+from .reference import Perturbed, Reference
 from .sketch import Sketch
 
 TIMES_FLOOR = 4  # a difference up to this many times what rounding does to one process is noise
@@ -23,19 +23,19 @@ def without_noise(
     if reference.is_low:  # a metric such as an accuracy jumps with the rounding
         gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
     gaps, lines = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}, []
-    for moved in reference.moved if gaps and repeats(reference, plan) else ():
-        floors = _floors(reference, moved, plan, number)
+    for other in reference.perturbed if gaps and repeats(reference, plan) else ():
+        floors = _floors(reference, other, plan, number)
         for key, gap in list(gaps.items()):
             floor = floors[key].size
             if not gap.size <= TIMES_FLOOR * floor:
                 continue
-            if key[0] in ("weight", "replica") and not _is_explained(floor, *_gradients(reference, moved, number, key)):
+            if key[0] in ("weight", "replica") and not _is_explained(floor, *_gradients(reference, other, number, key)):
                 if floor >= 1:  # nothing but a gradient of zero lets a weight move by its own size
                     continue
                 lines.append(
                     f"the update of {key[1]} differs by {gap.size:.1g} of its size, and by {floor:.1g} on one process "
-                    "if its weights are moved by rounding errors; its gradient does not explain that: the optimizer "
-                    "amplifies rounding"
+                    "if its weights are perturbed by rounding errors; its gradient does not explain that: the "
+                    "optimizer amplifies rounding"
                 )
             del gaps[key]
     return gaps, list({line.split(" differs")[0]: line for line in lines}.values())
@@ -44,32 +44,32 @@ def without_noise(
 def repeats(reference: Reference, plan: Plan) -> bool:
     """Whether the first step of one process has the same losses, but for rounding, when it is taken again."""
     first = min(reference.steps)
-    for moved in () if reference.is_low else reference.moved:
-        gaps = step_gaps(moved.steps[first], reference.steps[first], plan, first)
+    for other in () if reference.is_low else reference.perturbed:
+        gaps = step_gaps(other.steps[first], reference.steps[first], plan, first)
         if not gaps["value", "loss"].size <= MOST_LOSS:
             return False
     return True
 
 
-def _floors(reference: Reference, moved: Moved, plan: Plan, number: int) -> dict[Key, Gap]:
+def _floors(reference: Reference, other: Perturbed, plan: Plan, number: int) -> dict[Key, Gap]:
     """What rounding errors in the weights change in step `number`."""
-    step, alone, initial = moved.steps[number], reference.steps[number], reference.initial
-    floors = step_gaps(step, alone, plan, number)
+    step, expected, initial = other.steps[number], reference.steps[number], reference.initial
+    floors = step_gaps(step, expected, plan, number)
     for name, weight in step.weights.items():
-        gap = weight_gap(name, weight - moved.start[name] + initial[name], alone.weights[name], initial[name])
+        gap = weight_gap(name, weight - other.start[name] + initial[name], expected.weights[name], initial[name])
         floors["weight", name] = floors["replica", name] = gap
     return floors
 
 
-def _gradients(reference: Reference, moved: Moved, number: int, key: Key) -> tuple[Sketch | None, Sketch | None]:
-    return reference.steps[number].gradients.get(key[1]), moved.steps[number].gradients.get(key[1])
+def _gradients(reference: Reference, other: Perturbed, number: int, key: Key) -> tuple[Sketch | None, Sketch | None]:
+    return reference.steps[number].gradients.get(key[1]), other.steps[number].gradients.get(key[1])
 
 
-def _is_explained(floor: float, gradient: Sketch | None, moved: Sketch | None) -> bool:
+def _is_explained(floor: float, gradient: Sketch | None, perturbed: Sketch | None) -> bool:
     """Whether what rounding changes in a gradient explains what it changes in the update of a weight."""
-    if gradient is None or moved is None:
+    if gradient is None or perturbed is None:
         return floor <= TOLERANCE
-    change = moved - gradient
+    change = perturbed - gradient
     share = change.norm / max(gradient.norm, 1e-30)
     # Of a small weight the sums are the elements: the key bias of attention may be a part of a larger weight.
     rounded = float((change.sums.abs() > IS_ROUNDING * gradient.sums.abs()).double().mean())

@@ -56,7 +56,7 @@ class ParityCheck:
         config, self.first = self.plan.config, checkpoint.state.step
         num_steps = config.check_steps if group.size > 1 else 0
         self.numbers = range(self.first, min(self.first + num_steps, self.plan.num_steps))
-        self._setup, self._alone = setup, ReferenceRun(setup, train_set, checkpoint)
+        self._setup, self._reference_run = setup, ReferenceRun(setup, train_set, checkpoint)
         self._reference: Reference | None = None  # only the main process has one
         self._error: str | None = None  # of one process
         self._rounding: dict[str, Sketch] = {}
@@ -74,7 +74,7 @@ class ParityCheck:
         self._say_what_was_asked()
         if self.numbers:
             with self._timed():
-                self._take_alone()
+                self._take_reference()
         self.facts |= {"checked_steps": len(self.numbers), "draws": self._draws if self.numbers else None}
         self._observer = Observer(None if self.numbers else self._first_pass)
 
@@ -88,12 +88,12 @@ class ParityCheck:
             )
         asked.clear()
 
-    def _take_alone(self) -> None:
+    def _take_reference(self) -> None:
         problem: type[Exception] | None = None
         text, device = "", self.accelerator.device
         if self.accelerator.is_main_process:
             try:
-                self._reference = take_reference(self._alone, self.numbers, self._first_pass)
+                self._reference = take_reference(self._reference_run, self.numbers, self._first_pass)
             except (NotChecked, UsageError) as reason:
                 problem, text = NotChecked if isinstance(reason, NotChecked) else UsageError, str(reason)
             except Exception as error:  # the run will show whether only one process fails

@@ -15,15 +15,15 @@ from .reference_run import ReferenceRun, sketches
 from .sketch import Sketch
 from .trace import Step
 
-# Rounding errors by which the weights are moved to measure noise. A few elements of a weight take another way under
-# Adam: with one rounding error often none, where the run has some. A large weight has many elements.
+# By so many rounding errors (ulp) the weights are perturbed to measure the noise floor. A few elements of a weight take
+# another way under Adam: with one rounding error often none, where the run has some. A large weight has many elements.
 ROUNDINGS = (8, 4)
 LARGE = 100_000_000  # bytes of weights from which on one measurement is enough
 
 
 @dataclass
-class Moved:
-    """The first steps of one process from weights that are moved a little.
+class Perturbed:
+    """The first steps of one process from weights that are perturbed.
 
     Attributes:
         steps: {number: what the step did}.
@@ -34,15 +34,15 @@ class Moved:
     start: dict[str, Sketch]
 
     @classmethod
-    def taken(cls, alone: ReferenceRun, numbers: range, roundings: int) -> "Moved":
-        """Takes these steps, from weights that are moved by so many rounding errors."""
+    def take(cls, run: ReferenceRun, numbers: range, roundings: int) -> "Perturbed":
+        """Takes these steps, from weights that are perturbed by so many rounding errors."""
         start: dict[str, Sketch] = {}
 
-        def move(model: nn.Module) -> None:
-            perturb(model, roundings, alone.is_low)
+        def change(model: nn.Module) -> None:
+            perturb(model, roundings, run.is_low)
             start.update(sketches(model))
 
-        return cls(alone.steps(numbers, None, move), start)
+        return cls(run.steps(numbers, None, change), start)
 
 
 @torch.no_grad()
@@ -63,45 +63,45 @@ class Reference:
     Attributes:
         initial: {name: parameter or buffer before the first step}.
         steps: {number: what the step did}.
-        moved: the steps from weights that are moved by rounding errors.
+        perturbed: the steps from weights that are perturbed by rounding errors.
         is_low: whether a layer computes with fewer bits than float32.
         changes: what they changed in the recipe's objects, before it was given back.
     """
 
     initial: dict[str, Sketch]
     steps: dict[int, Step]
-    moved: list[Moved]
+    perturbed: list[Perturbed]
     is_low: bool
     changes: Changes = field(default_factory=Changes)
 
 
-def take_reference(alone: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
+def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
     """Takes the steps with these numbers. Model, optimizer and the recipe's functions are afterwards as before.
 
     Raises:
         NotChecked: the check is not possible.
         UsageError: `forward_step` does not call the model.
     """
-    setup = alone.setup
+    setup = run.setup
     _check_possible(setup, is_resumed=numbers[0] > 0)
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     try:
         with with_full_weights(setup.model):
             initial = sketches(setup.model)
-            steps = alone.steps(numbers, first_pass)
+            steps = run.steps(numbers, first_pass)
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
-            moved = [Moved.taken(alone, numbers, number) for number in roundings]
+            perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
     except (torch.OutOfMemoryError, MemoryError):
         raise NotChecked("one device has too little memory for the whole model") from None
-    assert alone.changes is not None
-    first_pass.keeps = alone.changes.names
+    assert run.changes is not None
+    first_pass.keeps = run.changes.names
     types = {weight.dtype for weight in setup.model.parameters() if weight.requires_grad}
     low = [str(each).removeprefix("torch.") for each in types if each in (torch.bfloat16, torch.float16)]
     first_pass.low_weights = ", ".join(low)
-    first_pass.has_low_layers = alone.is_low and not low and setup.plan.layout.precision == "float32"
-    if alone.changes.generators:  # half a micro-batch got other random numbers
+    first_pass.has_low_layers = run.is_low and not low and setup.plan.layout.precision == "float32"
+    if run.changes.generators:  # half a micro-batch got other random numbers
         first_pass.mixes = []
-    return Reference(initial, steps, moved, alone.is_low, alone.changes)
+    return Reference(initial, steps, perturbed, run.is_low, run.changes)
 
 
 def _check_possible(setup: Setup, is_resumed: bool) -> None:

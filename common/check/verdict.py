@@ -27,13 +27,13 @@ def verdict(
 ) -> str:
     """Names the first of these differences, the first layer in which it shows, and its likely cause. `steps` are what
     step `number` did in each process, the main process first."""
-    order, alone, plan = ("value", "eval", "norm", "weight", "replica"), reference.steps[number], setup.plan
+    order, expected, plan = ("value", "eval", "norm", "weight", "replica"), reference.steps[number], setup.plan
     first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
     lines = [f"{plan.layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
-    layer = _first_other_layer(steps[0].outputs, alone.outputs, setup.model) if first[0] == "value" else None
+    layer = _first_other_layer(steps[0].outputs, expected.outputs, setup.model) if first[0] == "value" else None
     if layer is not None:
         lines.append(f"  the first layer whose output differs is {layer}")
-    sample = _other_sample(steps, alone, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
+    sample = _other_sample(steps, expected, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
     values = any(what in ("value", "eval") for what, _ in gaps)
     seen = Symptoms(
         at_once=values and number == min(reference.steps),
@@ -47,21 +47,21 @@ def verdict(
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
 
 
-def _first_other_layer(outputs: Mapping[str, Any], alone: Mapping[str, Any], model: nn.Module) -> str | None:
+def _first_other_layer(outputs: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module) -> str | None:
     """The first layer whose output differs in the first micro-batch, with its class; None if none does."""
-    for name, (shape, norm) in alone.items():
+    for name, (shape, norm) in expected.items():
         other = outputs.get(name)
         if other is not None and other[0] == shape and not math.isclose(other[1], norm, rel_tol=1e-3, abs_tol=1e-6):
             return f"{name} ({type(model.get_submodule(name)).__name__})"
     return None
 
 
-def _other_sample(steps: Sequence[Step], alone: Step, ids: list[list[int]]) -> str | None:
+def _other_sample(steps: Sequence[Step], expected: Step, ids: list[list[int]]) -> str | None:
     """Names a sample that a process read with another content than the main process alone; None if there is none."""
     for step in steps:
         for row, batch in step.samples.items():
             for name, sums in batch.items():
-                for sample, here, there in zip(ids[row], sums, alone.samples[row].get(name, [])):
+                for sample, here, there in zip(ids[row], sums, expected.samples[row].get(name, [])):
                     if here != there:
                         return f'"{name}" of sample {sample}'
     return None
