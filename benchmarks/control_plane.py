@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from accelerate_recipes import RunConfig, start
 from accelerate_recipes.common.checkpoint.reader import Reader
 from accelerate_recipes.common.checkpoint.save import Saver
-from accelerate_recipes.common.checkpoint.writer import assigned, own_shard
+from accelerate_recipes.common.checkpoint.writer import assigned, collect_shards
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.parallel.strategies import layout_of, prepare
 from accelerate_recipes.common.plan import Plan
@@ -45,7 +45,7 @@ from accelerate_recipes.common.records.running_sums import RunningSums
 from accelerate_recipes.common.state import TrainState
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.stopping.watch import Watch
-from accelerate_recipes.common.weights.parts import Part, holders, shard_range
+from accelerate_recipes.common.weights.shards import Shard, holders, shard_range
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = ("set-up", "flags", "plan", "save", "resume", "end")
@@ -96,7 +96,7 @@ def work(folder: Path, layers: int) -> dict[str, list[float]]:
                 engine.load_parts(Reader.verified(folder / "checkpoints" / f"step_{step:08d}", group))
 
             timed("flags", flags)
-            timed("plan", lambda: own_shard(engine.parts(), group.rank))
+            timed("plan", lambda: collect_shards(engine.shards(), group.rank))
             timed("save", lambda: saver.save(state, RunningSums()))
             timed("resume", resume)
     timed("end", torch.distributed.destroy_process_group)
@@ -167,8 +167,8 @@ def simulate(replicas: int, shards: int, tensor: int, draws: int = 32) -> tuple[
             offsets, sizes = shard_range(shape, mesh.shape, cuts, coordinate[: len(cuts)])
             writers = holders(mesh, cuts, coordinate[: len(cuts)], ranks.numel())
             for kind in ("model", "exp_avg", "exp_avg_sq"):
-                parts.append(Part(f"{kind}.{name}", shape, offsets, sizes, torch.Tensor, writers))
-            parts.append(Part(f"step.{name}", (), (), (), torch.Tensor, range(ranks.numel())))
+                parts.append(Shard(f"{kind}.{name}", shape, offsets, sizes, torch.Tensor, writers))
+            parts.append(Shard(f"step.{name}", (), (), (), torch.Tensor, range(ranks.numel())))
         mine = assigned(parts, rank)
         milliseconds.append(1000 * (time.perf_counter() - started))
         written.append(4 * sum(math.prod(part.sizes) for part in parts if part.name in mine))

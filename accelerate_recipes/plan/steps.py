@@ -102,7 +102,7 @@ class DryRun:
     ) -> Step:
         from accelerate_recipes.common.parallel.strategies import prepare
         from accelerate_recipes.common.step.setup import Setup
-        from accelerate_recipes.common.weights.parts import local
+        from accelerate_recipes.common.weights.shards import local
 
         weights = sum(weight.nbytes for weight in model.parameters())
         updated = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])

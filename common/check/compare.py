@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..plan import Plan
 from ..step.engine import Engine
-from ..weights.parts import local, range_of
+from ..weights.shards import local, range_of
 from .sketch import Sketch
 from .trace import Step
 

@@ -23,7 +23,7 @@ from ..seeds import kept_generators
 from ..step.engine import Engine
 from ..step.setup import Setup, choose_fused_kernels
 from ..stopping import signals
-from ..weights.parts import kept_tensors
+from ..weights.shards import kept_tensors
 from .first_pass import FirstPass
 from .kept import Changes, NotChecked, kept
 from .sketch import Sketch

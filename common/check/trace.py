@@ -14,7 +14,7 @@ from ..data.sets import Batch, NumberedStep, numbered
 from ..step.engine import Engine, StepResult
 from ..step.guards import check_all_used
 from ..step.setup import Setup
-from ..weights.parts import is_divided
+from ..weights.shards import is_divided
 from .first_pass import FirstPass, evaluated
 from .sketch import Sketch
 

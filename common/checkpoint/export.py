@@ -19,7 +19,7 @@ from ..errors import RunError, UsageError
 from ..files import flushing, give_usual_mode, replace_folder
 from ..records.run_card import read_card
 from ..step.engine import Engine
-from ..weights.parts import kept_tensors
+from ..weights.shards import kept_tensors
 from .format import check_same_model, write_tensors
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names

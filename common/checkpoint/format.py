@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..files import give_usual_mode
-from ..weights.parts import kept_tensors
+from ..weights.shards import kept_tensors
 
 FORMAT = "accelerate-recipes checkpoint, version 4"
 MANIFEST = "manifest.json"

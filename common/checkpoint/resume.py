@@ -20,7 +20,7 @@ from ..step.engine import Engine
 from ..step.engine_state import load_optimizer
 from ..step.optimizer_state import Numbers
 from ..weights.on_disk import leave_on_disk
-from ..weights.parts import kept_tensors
+from ..weights.shards import kept_tensors
 from .format import MANIFEST, DamagedError, check_same_model
 from .identity import curve, described, differences, other_data, other_evaluation, other_flags
 from .reader import Reader

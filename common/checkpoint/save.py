@@ -23,7 +23,7 @@ from .format import MODEL_FILES, DamagedError, WriteError
 from .identity import curve, described, differences, own_flags
 from .reader import Reader
 from .source import source
-from .writer import Shard, own_shard, remove, write
+from .writer import OwnShards, collect_shards, remove, write
 
 
 class Saver:
@@ -71,7 +71,7 @@ class Saver:
         """
         self.finish()
         self._engine.numbers.check_complete()
-        held, layout = self._engine.parts(), self._engine.plan.layout
+        held, layout = self._engine.shards(), self._engine.plan.layout
         dtype = export_dtype(self._engine.plan.config.export_dtype, self._engine.module)
         content = {
             "layout": described(layout),
@@ -86,11 +86,11 @@ class Saver:
         if self._group.rank == 0:
             content |= {"source": source(), "versions": versions("torch", "accelerate")}
         self._write_model_files()
-        shard = own_shard(held, self._group.rank, self._buffers)
+        shards = collect_shards(held, self._group.rank, self._buffers)
         if self._writer is not None:
-            self._newest = self._writer.submit(self._write, shard, content).result
+            self._newest = self._writer.submit(self._write, shards, content).result
         else:
-            path = self._write(shard, content)
+            path = self._write(shards, content)
             self._newest = lambda: path
 
     def finish(self) -> Path | None:
@@ -98,14 +98,14 @@ class Saver:
         before the first save."""
         return self._newest()
 
-    def _write(self, shard: Shard, content: dict[str, Any]) -> Path | None:
+    def _write(self, shards: OwnShards, content: dict[str, Any]) -> Path | None:
         config, group = self._engine.plan.config, self._group_of_writer
         folder, step = config.output_dir / "checkpoints", content["state"]["step"]
         path = folder / checkpoint_name(step)
         wait(self._removals)  # this checkpoint needs the disk space
         try:
             with self._watch.save():
-                write(path, shard, content, group)
+                write(path, shards, content, group)
         except WriteError as error:
             self._engine.accelerator.print(
                 f"the checkpoint of step {step} could not be written ({error}): earlier ones are complete, the run "

@@ -1,4 +1,4 @@
-"""Writes the files of a checkpoint: each process its shard, the first process the manifest."""
+"""Writes the files of a checkpoint: each process its shards, the first process the manifest."""
 
 import heapq
 import json
@@ -13,47 +13,47 @@ from torch import Tensor
 
 from ..cpu_group import CpuGroup
 from ..files import flush, flushing
-from ..weights.parts import Part
+from ..weights.shards import Shard
 from .format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json, write_tensors
 from .reader import check_coverage
 
 UNFINISHED = "unfinished_"
 
-Shard = list[tuple[Part, Tensor]]
+OwnShards = list[tuple[Shard, Tensor]]
 
 
-def own_shard(parts: Sequence[Part], rank: int, buffers: dict[str, Tensor] | None = None) -> Shard:
-    """Chooses the parts that this process writes. Exactly one of the processes that hold a part writes it; all know
+def collect_shards(held: Sequence[Shard], rank: int, buffers: dict[str, Tensor] | None = None) -> OwnShards:
+    """Chooses the shards that this process writes. Exactly one of the processes that hold a shard writes it; all know
     which, so that none asks the others.
 
     Args:
-        parts: this process's parts.
+        held: this process's shards.
         rank: of this process.
         buffers: {name: tensor} for copies, kept for the next save; missing buffers are added. Without it,
-            the shard may share memory with the parts: they must not change until the shard is written.
+            the result may share memory with the weights: they must not change until it is written.
 
     Returns:
-        The parts with their tensors, on the CPU.
+        The shards with their tensors, on the CPU.
     """
-    mine, shard = assigned(parts, rank), []
-    for part in parts:
-        tensor = part.get()
-        if part.name not in mine:
+    mine, own = assigned(held, rank), []
+    for shard in held:
+        tensor = shard.get()
+        if shard.name not in mine:
             continue
         tensor = tensor.detach()
-        shard.append((part, tensor.cpu().contiguous() if buffers is None else _copied(tensor, buffers, part.name)))
-    return shard
+        own.append((shard, tensor.cpu().contiguous() if buffers is None else _copied(tensor, buffers, shard.name)))
+    return own
 
 
-def assigned(parts: Sequence[Part], rank: int) -> set[str]:
-    """Names of the parts that a process writes: each part is written once, and the numbers are spread evenly."""
-    shared: dict[Sequence[int], list[Part]] = {}
-    for part in parts:
-        shared.setdefault(part.writers, []).append(part)
+def assigned(held: Sequence[Shard], rank: int) -> set[str]:
+    """Names of the shards that a process writes: each shard is written once, and the numbers are spread evenly."""
+    shared: dict[Sequence[int], list[Shard]] = {}
+    for shard in held:
+        shared.setdefault(shard.writers, []).append(shard)
     mine = set()
-    for writers, held in shared.items():
-        loads = [(0, writer) for writer in writers[: len(held)]]
-        for size, name in sorted((-math.prod(part.sizes), part.name) for part in held):
+    for writers, alike in shared.items():
+        loads = [(0, writer) for writer in writers[: len(alike)]]
+        for size, name in sorted((-math.prod(shard.sizes), shard.name) for shard in alike):
             load, writer = loads[0]
             heapq.heapreplace(loads, (load - size, writer))
             if writer == rank:
@@ -61,14 +61,14 @@ def assigned(parts: Sequence[Part], rank: int) -> set[str]:
     return mine
 
 
-def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
+def write(folder: Path, shards: OwnShards, content: dict[str, Any], group: CpuGroup) -> None:
     """Writes a folder with the shards of all processes.
 
     The folder gets its name only when everything is on the disk.
 
     Args:
         folder: folder to create, and its parent if it is missing.
-        shard: this process's shard, from `own_shard`.
+        shards: those that this process writes, from `collect_shards`.
         content: the first process's JSON for the manifest; `Reader.content` returns it.
         group: all processes; they share the file system.
 
@@ -78,17 +78,17 @@ def write(folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) 
     # A different name for each: a network file system may return an earlier folder of the same name.
     aside = folder.with_name(f"{UNFINISHED}{folder.name}")
     try:
-        _write_aside(aside, folder, shard, content, group)
+        _write_aside(aside, folder, shards, content, group)
     except WriteError:
         if group.rank == 0:  # the next checkpoint needs the disk space
             shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def _write_aside(aside: Path, folder: Path, shard: Shard, content: dict[str, Any], group: CpuGroup) -> None:
+def _write_aside(aside: Path, folder: Path, shards: OwnShards, content: dict[str, Any], group: CpuGroup) -> None:
     _together(group, lambda: _make_empty(aside) if group.rank == 0 else None)
     file = aside / f"shard_{group.rank:05d}.safetensors"
-    own = _together(group, lambda: _write_shard(file, shard))
+    own = _together(group, lambda: _write_shards(file, shards))
     manifests = group.gather(own)
     _together(group, lambda: _publish(aside, folder, content, manifests) if group.rank == 0 else None)
 
@@ -134,15 +134,15 @@ def _copied(tensor: Tensor, buffers: dict[str, Tensor], name: str) -> Tensor:
     return buffer.copy_(tensor)
 
 
-def _write_shard(path: Path, shard: Shard) -> dict[str, Any]:
-    if not shard:
+def _write_shards(path: Path, shards: OwnShards) -> dict[str, Any]:
+    if not shards:
         return {"files": {}, "tensors": {}}
     entries: dict[str, Any] = {}
-    for part, tensor in shard:
-        position = {"file": path.name, "offsets": part.offsets, "sizes": part.sizes}
+    for shard, tensor in shards:
+        position = {"file": path.name, "offsets": shard.offsets, "sizes": shard.sizes}
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[part.name] = {"shape": part.shape, "dtype": dtype, "parts": [position]}
-    write_tensors(path, {part.name: tensor for part, tensor in shard})
+        entries[shard.name] = {"shape": shard.shape, "dtype": dtype, "parts": [position]}
+    write_tensors(path, {shard.name: tensor for shard, tensor in shards})
     with flushing(path):
         file = {"size": path.stat().st_size, "xxh3_128": digest_of_file(path)}
     return {"files": {path.name: file}, "tensors": entries}

@@ -16,7 +16,7 @@ from ..step.engine import Engine, StepResult
 from ..step.engine_state import counts_on_device, optimizer_slots
 from ..step.optimizer_state import as_tensor
 from ..step.setup import Setup
-from ..weights.parts import Part, TensorReader
+from ..weights.shards import Shard, TensorReader
 
 AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers and divides the moving averages
 
@@ -98,18 +98,18 @@ class DeepSpeedEngine(Engine):
                 "accelerate_configs/ddp.yaml"
             )
 
-    def parts(self) -> list[Part]:
-        """As `Engine.parts`, but each tensor is whole; `get` gathers one tensor at a time."""
+    def shards(self) -> list[Shard]:
+        """As `Engine.shards`, but each tensor is whole; `get` gathers one tensor at a time."""
         self._link_states()
-        parts: list[Part] = []
+        shards: list[Shard] = []
         for name, weight in self.saved_tensors().items():
             shape = tuple(getattr(weight, "ds_shape", weight.shape))
-            parts.append(Part.gathered(f"model.{name}", shape, partial(self._whole, weight), self._holders(name)))
+            shards.append(Shard.gathered(f"model.{name}", shape, partial(self._whole, weight), self._holders(name)))
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                parts += self._slots(name, weight, shape)
-        return parts
+                shards += self._slots(name, weight, shape)
+        return shards
 
-    def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Part]:
+    def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Shard]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         holders = self._holders(name)
@@ -117,11 +117,11 @@ class DeepSpeedEngine(Engine):
         for slot, value in state.items():
             key = f"average.{name}" if slot == AVERAGE else f"optimizer.{name}.{slot}"
             if isinstance(value, Tensor) and value.shape == flat.shape:
-                yield Part.gathered(key, shape, partial(safe_get_full_optimizer_state, weight, slot), holders)
+                yield Shard.gathered(key, shape, partial(safe_get_full_optimizer_state, weight, slot), holders)
             else:
                 kind = type(self._own_optimizer).__name__
                 number = value if isinstance(value, Tensor) else as_tensor(kind, slot, value)
-                yield Part.whole(key, number.float() if slot == "step" else number, holders)
+                yield Shard.whole(key, number.float() if slot == "step" else number, holders)
 
     def _link_states(self) -> None:
         """Links the optimizer state, with the averages as a slot of it, to the weights. ZeRO-1 and 2 do so in their

@@ -23,7 +23,7 @@ from ..plan import Plan
 from ..step.checks import sizes_that_divide
 from ..step.setup import Setup, exchange_weights
 from ..weights.on_disk import materialized
-from ..weights.parts import local
+from ..weights.shards import local
 from .strategy import Strategy
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in transformers

@@ -28,7 +28,7 @@ from ..step.setup import (
     split_groups_by_mesh,
 )
 from ..weights.on_disk import materialized
-from ..weights.parts import is_divided
+from ..weights.shards import is_divided
 from .strategy import Strategy, rehearse_on_gloo
 
 if TYPE_CHECKING:

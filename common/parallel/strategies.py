@@ -11,7 +11,7 @@ from ..step.batch_loss import BatchLossFn
 from ..step.checks import check_model, check_optimizer
 from ..step.engine import Engine
 from ..step.setup import Setup
-from ..weights.parts import local
+from ..weights.shards import local
 from .ddp import DDP
 from .deepspeed import DEEPSPEED
 from .expert import EXPERT

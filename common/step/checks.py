@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import UsageError
 from ..norms import LOW_PRECISION
 from ..plan import Plan
-from ..weights.parts import is_divided
+from ..weights.shards import is_divided
 
 NEEDS_CLOSURE = "calls the model several times a step, which fit does not support: use another optimizer"
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..weights.parts import local
+from ..weights.shards import local
 
 
 class EMA:

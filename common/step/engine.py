@@ -15,7 +15,7 @@ from ..data.sets import Batch
 from ..errors import UsageError, line_of
 from ..norms import clip
 from ..seeds import UPDATE, seed_forward
-from ..weights.parts import local, norm_over_processes
+from ..weights.shards import local, norm_over_processes
 from .batch_loss import Share, first_pass, gathered
 from .checks import NEEDS_CLOSURE
 from .ema import EMA

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UsageError
 from ..plan import Plan
-from ..weights.parts import Part, TensorReader, is_divided, kept_tensors, parts_of, placed_like
+from ..weights.shards import Shard, TensorReader, is_divided, kept_tensors, placed_like, shards_of
 from .ema import EMA
 from .optimizer_state import Numbers, as_tensor
 
@@ -82,23 +82,23 @@ class EngineState:
         # it shards again. state_dict shards again first.
         return kept_tensors(self.module)
 
-    def parts(self) -> list[Part]:
-        """This process's parts of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
+    def shards(self) -> list[Shard]:
+        """This process's shards of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
         `average.<name>`."""
         averages = {} if self.ema is None else self.ema.averages
-        parts: list[Part] = []
+        shards: list[Shard] = []
         for name, tensor in self.saved_tensors().items():
             holders = self._holders(name)
             # Buffers may differ between processes: DDP uses those of the first.
-            parts += parts_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
+            shards += shards_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
             for slot, value in self._own_optimizer.state.get(tensor, {}).items():
                 if value is not None and not isinstance(value, Tensor):
                     value = as_tensor(type(self._own_optimizer).__name__, slot, value)
                 if value is not None:
-                    parts += parts_of(f"optimizer.{name}.{slot}", value, holders)
+                    shards += shards_of(f"optimizer.{name}.{slot}", value, holders)
             if tensor in averages:
-                parts += parts_of(f"average.{name}", averages[tensor], holders)
-        return parts
+                shards += shards_of(f"average.{name}", averages[tensor], holders)
+        return shards
 
     def _holders(self, name: str) -> range:
         """Ranks of the processes that hold a saved tensor, or shards of it."""

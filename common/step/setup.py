@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..data.sets import ForwardStep, NumberedStep
 from ..norms import LOW_PRECISION
 from ..plan import Plan
-from ..weights.parts import is_divided, local
+from ..weights.shards import is_divided, local
 from .batch_loss import BatchLoss, BatchLossFn
 from .guards import checked, knows_what_is_trained
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UsageError
-from .parts import TensorReader, placed_like
+from .shards import TensorReader, placed_like
 
 Origin = tuple[TensorReader, str]  # what reads a weight, and its name there
 

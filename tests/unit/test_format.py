@@ -13,11 +13,11 @@ from torch import Tensor
 from accelerate_recipes.common.checkpoint.format import DamagedError, WriteError, digest_of_file, write_tensors
 from accelerate_recipes.common.checkpoint.reader import Reader, check_coverage
 from accelerate_recipes.common.checkpoint.resume import newest
-from accelerate_recipes.common.checkpoint.writer import own_shard, remove, write
+from accelerate_recipes.common.checkpoint.writer import collect_shards, remove, write
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.errors import RunError
 from accelerate_recipes.common.records.output_dir import checkpoint_name
-from accelerate_recipes.common.weights.parts import Part
+from accelerate_recipes.common.weights.shards import Shard
 from support.manifests import rewrite
 
 SHARD = "shard_00000.safetensors"
@@ -39,8 +39,8 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    parts = [Part.whole(*item, (0,)) for item in tensors().items()]
-    write(tmp_path / "step", own_shard(parts, 0), CONTENT, CpuGroup())
+    parts = [Shard.whole(*item, (0,)) for item in tensors().items()]
+    write(tmp_path / "step", collect_shards(parts, 0), CONTENT, CpuGroup())
     return tmp_path / "step"
 
 
@@ -61,8 +61,8 @@ def in_parts(folder: Path, rows: list[tuple[int, int]]) -> None:
     (folder / "parts").mkdir()
     content: dict = {"files": {}, "tensors": {}}
     for number, (start, end) in enumerate(rows):
-        part = Part.whole("float", weight[start:end], (0,))
-        write(folder / "one", own_shard([part], 0), CONTENT, CpuGroup())
+        part = Shard.whole("float", weight[start:end], (0,))
+        write(folder / "one", collect_shards([part], 0), CONTENT, CpuGroup())
         name = f"shard_{number:05d}.safetensors"
         (folder / "one" / SHARD).rename(folder / "parts" / name)
         one = json.loads((folder / "one" / "manifest.json").read_text())
@@ -196,8 +196,8 @@ def test_what_cannot_be_read_gives_way_to_the_checkpoint_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in range(1, 4):
-        parts = [Part.whole(*item, (0,)) for item in tensors().items()]
-        write(tmp_path / "checkpoints" / checkpoint_name(step), own_shard(parts, 0), CONTENT, CpuGroup())
+        parts = [Shard.whole(*item, (0,)) for item in tensors().items()]
+        write(tmp_path / "checkpoints" / checkpoint_name(step), collect_shards(parts, 0), CONTENT, CpuGroup())
 
     def newest_step() -> str:
         found = newest(tmp_path, lambda path: Reader.verified(path, CpuGroup()), CpuGroup())
@@ -231,16 +231,16 @@ def test_checkpoint_that_its_run_removes(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_what_cannot_be_written_leaves_what_was_there(folder: Path) -> None:
-    part = Part.whole("float", torch.zeros(1), (0,))
+    part = Shard.whole("float", torch.zeros(1), (0,))
     with pytest.raises(WriteError, match="File name too long"):
-        write(folder.with_name("x" * 250), own_shard([part], 0), {}, CpuGroup())
+        write(folder.with_name("x" * 250), collect_shards([part], 0), {}, CpuGroup())
     assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
 
 
 def test_parts_that_do_not_make_the_whole_are_not_published(folder: Path) -> None:
-    half = Part("float", (5, 6), (0, 0), (3, 6), lambda: torch.zeros(3, 6), (0,))
+    half = Shard("float", (5, 6), (0, 0), (3, 6), lambda: torch.zeros(3, 6), (0,))
     with pytest.raises(WriteError, match="float is not complete"):
-        write(folder, own_shard([half], 0), CONTENT, CpuGroup())
+        write(folder, collect_shards([half], 0), CONTENT, CpuGroup())
     assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step"]
 

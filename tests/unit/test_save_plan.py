@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Divide
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accelerate_recipes.common.checkpoint.writer import assigned, own_shard
-from accelerate_recipes.common.weights.parts import Part, holders, parts_of, shard_range
+from accelerate_recipes.common.checkpoint.writer import assigned, collect_shards
+from accelerate_recipes.common.weights.shards import Shard, holders, shard_range, shards_of
 
 SIZES = {"dp_replicate": 8, "dp_shard": 64, "tp": 8}
 WORLD = 8 * 64 * 8
@@ -39,14 +40,14 @@ def mesh_at(rank: int, cuts: list[int | None]) -> tuple[torch.Tensor, list[int]]
     return (RANKS, coordinate) if len(cuts) == 3 else (RANKS[..., coordinate[-1]], coordinate[:-1])
 
 
-def divided_at(rank: int) -> list[Part]:
+def divided_at(rank: int) -> list[Shard]:
     parts = []
     for name, (shape, cuts) in TENSORS.items():
         mesh, coordinate = mesh_at(rank, cuts)
         offsets, sizes = shard_range(shape, mesh.shape, cuts, coordinate)
         if 0 not in sizes:
             writers = holders(mesh, cuts, coordinate, WORLD)
-            parts.append(Part(name, shape, offsets, sizes, partial(torch.zeros, sizes), writers))
+            parts.append(Shard(name, shape, offsets, sizes, partial(torch.zeros, sizes), writers))
     return parts
 
 
@@ -66,7 +67,7 @@ def test_each_part_is_written_once(rank: int) -> None:
 
 
 def test_whole_tensors_are_written_once() -> None:
-    parts = [Part.whole(name, tensor, range(WORLD)) for name, tensor in WHOLE.items()]
+    parts = [Shard.whole(name, tensor, range(WORLD)) for name, tensor in WHOLE.items()]
     written = Counter(name for rank in range(WORLD) for name in assigned(parts, rank))
     assert written == dict.fromkeys(WHOLE, 1)
 
@@ -81,16 +82,16 @@ def test_plan_of_a_save_asks_nobody() -> None:
         for name, (shape, cuts) in TENSORS.items():
             on = mesh if len(cuts) == 3 else mesh["dp_replicate", "dp_shard"]
             held = torch.zeros(shard_range(shape, on.shape, cuts, on.get_coordinate())[1])
-            places = [Replicate() if along is None else Shard(along) for along in cuts]
+            places = [Replicate() if along is None else Divide(along) for along in cuts]
             tensors[name] = DTensor.from_local(
                 held, on, places, run_check=False, shape=torch.Size(shape), stride=torch.empty(shape).stride()
             )
         with CommDebugMode() as counted:
-            parts = [part for name, tensor in tensors.items() for part in parts_of(name, tensor, range(WORLD))]
-            shard = own_shard(parts, rank)
+            shards = [shard for name, tensor in tensors.items() for shard in shards_of(name, tensor, range(WORLD))]
+            own = collect_shards(shards, rank)
         assert counted.get_total_counts() == 0
     finally:
         dist.destroy_process_group()
-    places = [(part.name, part.offsets, part.sizes, part.writers) for part in parts]
+    places = [(part.name, part.offsets, part.sizes, part.writers) for part in shards]
     assert places == [(part.name, part.offsets, part.sizes, part.writers) for part in divided_at(rank)]
-    assert {part.name for part, _ in shard} == assigned(parts, rank)
+    assert {part.name for part, _ in own} == assigned(shards, rank)

@@ -1,4 +1,4 @@
-"""Parts of tensors: the range of a sharded tensor that a process holds, and how to read it back."""
+"""Shards: the range of a tensor that a process holds, and how to read it back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ class TensorReader(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a tensor that this process holds.
+class Shard:
+    """The range of a tensor that this process holds: all of it, or a part.
 
     Attributes:
         name: of the tensor.
         shape: of the whole tensor.
-        offsets: start of the part in each dimension.
-        sizes: of the part.
-        get: returns the part. It may be a collective: all processes call it for all parts, in the same order.
-        writers: ranks of the processes of which one writes it: all that hold it, or of a part that may differ between
-            them the first. They all hold the same parts for which these are the writers.
+        offsets: start of the shard in each dimension.
+        sizes: of the shard.
+        get: returns the shard. It may be a collective: all processes call it for all shards, in the same order.
+        writers: ranks of the processes of which one writes it: all that hold it, or of a shard that may differ between
+            them the first. They all hold the same shards for which these are the writers.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Part:
     writers: Sequence[int]
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor, writers: Sequence[int]) -> "Part":
-        """A part that is the whole tensor."""
+    def whole(cls, name: str, tensor: Tensor, writers: Sequence[int]) -> "Shard":
+        """A shard that is the whole tensor."""
         return cls.gathered(name, tuple(tensor.shape), lambda: tensor, writers)
 
     @classmethod
-    def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor], writers: Sequence[int]) -> "Part":
-        """A part that is the whole tensor; `get` gathers it."""
+    def gathered(cls, name: str, shape: tuple[int, ...], get: Callable[[], Tensor], writers: Sequence[int]) -> "Shard":
+        """A shard that is the whole tensor; `get` gathers it."""
         return cls(name, shape, (0,) * len(shape), shape, get, writers)
 
 
@@ -104,21 +104,21 @@ def norm_over_processes(tensors: list[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def parts_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: bool = False) -> Iterator[Part]:
-    """This process's part of a tensor, whole or sharded; nothing if its shard is empty.
+def shards_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: bool = False) -> Iterator[Shard]:
+    """This process's shard of a tensor, whole or divided; nothing if it is empty.
 
     Args:
         name: of the tensor.
         tensor: whole or sharded.
         everybody: ranks of the processes that hold the tensor, or shards of it.
-        of_first: the part may differ between processes that hold it; the first of them writes it.
+        of_first: the shard may differ between processes that hold it; the first of them writes it.
     """
     held, (offsets, sizes), writers = local(tensor), range_of(tensor), everybody
     assert tuple(held.shape) == sizes, (name, held.shape, sizes)
     if is_divided(tensor):
         writers = holders(_ranks(tensor.device_mesh), *_place(tensor), len(everybody))
     if held.numel() or not tensor.numel():
-        yield Part(name, tuple(tensor.shape), offsets, sizes, lambda: held, writers[:1] if of_first else writers)
+        yield Shard(name, tuple(tensor.shape), offsets, sizes, lambda: held, writers[:1] if of_first else writers)
 
 
 def range_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -183,10 +183,10 @@ def placed_like(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Reads this process's part of a saved tensor, sharded as `weight` is. A tensor of another shape is read whole.
+    """Reads this process's shard of a saved tensor, divided as `weight` is. A tensor of another shape is read whole.
 
     Args:
-        weight: that the part belongs to, or whose state it is.
+        weight: that the shard belongs to, or whose state it is.
         reader: of the saved tensor.
         name: of the saved tensor.
         device: if not that of `weight`.
