@@ -33,6 +33,12 @@ class NonFiniteError(RunError):
     exit_code = 3
 
 
+class DriftError(RunError):
+    """Processes that hold the same weights no longer agree."""
+
+    exit_code = 3
+
+
 class StoppedError(RunError):
     """A signal stopped the run. All completed steps are saved."""
 

@@ -112,7 +112,7 @@ def fit(
             engine = prepare(check.watching(setup))
         take_step = check.around(engine)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
-        recorder = Recorder(accelerator, output_dir, plan, state, tokens_per_sample, flops_per_sample, check.facts)
+        recorder = Recorder(engine, output_dir, state, tokens_per_sample, flops_per_sample, check.facts)
         checkpoint.load_rest(engine, recorder.unrecorded)
         evaluation = Evaluation(engine, eval_sets, summarize, examples, state, watch, export)
         with recorder, Saver(engine, this_run, group, watch, export) as saver:

@@ -78,6 +78,7 @@ class Checkpoint:
         unrecorded.load_state_dict(content["unrecorded"])
         engine.load_parts(self.reader)
         engine.load_state_dict(content["trainer"])
+        engine.replicas.agreed = self.state.step
         accelerator, here = engine.accelerator, described(engine.plan.layout)
         accelerator.print(f"resumed from {self.path}")
         before, now = content.get("versions", {}).get("accelerate-recipes"), version()

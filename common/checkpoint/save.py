@@ -80,7 +80,7 @@ class Saver:
             "own_flags": own_flags(self._engine.plan),
             "export_dtype": str(dtype or "kept").removeprefix("torch."),
             "state": asdict(state),
-            "unrecorded": unrecorded.state_dict(self._engine.accelerator, layout),
+            "unrecorded": unrecorded.state_dict(self._engine, state.step),
             "trainer": self._engine.state_dict(),
         }
         if self._group.rank == 0:

@@ -104,7 +104,7 @@ class DeepSpeedEngine(Engine):
         shards: list[Shard] = []
         for name, weight in self.saved_tensors().items():
             shape = tuple(getattr(weight, "ds_shape", weight.shape))
-            shards.append(Shard.gathered(f"model.{name}", shape, partial(self._whole, weight), self._holders(name)))
+            shards.append(Shard.gathered(f"model.{name}", shape, partial(self._whole, weight), self.holders(name)))
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
                 shards += self._slots(name, weight, shape)
         return shards
@@ -112,7 +112,7 @@ class DeepSpeedEngine(Engine):
     def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Shard]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        holders = self._holders(name)
+        holders = self.holders(name)
         flat, state = self._flat_states()[0]  # all weights have the same slots and step count
         for slot, value in state.items():
             key = f"average.{name}" if slot == AVERAGE else f"optimizer.{name}.{slot}"

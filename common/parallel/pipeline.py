@@ -313,8 +313,8 @@ class PipelineEngine(Engine):
             self.ema.update()
         return StepResult(losses, weight if self.pipeline.is_last else 0.0, grad_norm)
 
-    def _holders(self, name: str) -> range:
-        everybody, stages = super()._holders(name), self.pipeline.num_stages
+    def holders(self, name: str) -> range:
+        everybody, stages = super().holders(name), self.pipeline.num_stages
         return everybody if name in self.pipeline.in_all_stages else everybody[self.pipeline.index :: stages]
 
     def _tensors_to_export(self) -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from accelerate import Accelerator
 from tqdm import tqdm
 
 from ..data.facts import said
@@ -20,9 +19,8 @@ from ..data.mixture import OF, SHARE, of_sources
 from ..environment import versions
 from ..errors import UsageError
 from ..files import for_json
-from ..plan import Plan
 from ..state import TrainState
-from ..step.engine import StepResult
+from ..step.engine import Engine, StepResult
 from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
@@ -37,9 +35,8 @@ class Recorder:
     Between records nothing is read from the device. The main process writes the records and the run card.
 
     Args:
-        accelerator: from `start(config)`.
+        engine: of the run.
         output_dir: the run's output folder, already entered.
-        plan: the run's plan.
         state: the run's state.
         tokens_per_sample: adds `tokens_per_second` to records.
         flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu` to records.
@@ -54,19 +51,19 @@ class Recorder:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        engine: Engine,
         output_dir: OutputDir,
-        plan: Plan,
         state: TrainState,
         tokens_per_sample: int | None,
         flops_per_sample: float | None,
         facts: dict[str, Any],
     ):
-        self.accelerator, self.plan, self.state, self.unrecorded = accelerator, plan, state, RunningSums()
+        self.engine, self.accelerator, self.plan = engine, engine.accelerator, engine.plan
+        self.state, self.unrecorded = state, RunningSums()
         self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
-        is_gpu = accelerator.device.type == "cuda"
-        gpu = torch.cuda.get_device_name(accelerator.device) if is_gpu else ""
-        self._peak_flops = peak_flops(gpu, plan.layout.precision)
+        device = self.accelerator.device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak_flops = peak_flops(gpu, self.plan.layout.precision)
         self.output_dir = output_dir
         self.last_metrics: dict[str, float] = {}
         self._num_lost, self.facts = 0, facts
@@ -140,7 +137,7 @@ class Recorder:
     def training(self) -> None:
         """Writes a training record of the steps since the last one."""
         state, steps = self.state, self.unrecorded
-        sums = steps.sums(self.accelerator, self.plan.layout)
+        sums = steps.sums(self.engine, state.step)
         weight = sums.pop(TOTAL_WEIGHT) or math.nan
         self._count_seconds()
         samples_per_second = steps.num_taken * self.plan.config.batch_size / steps.seconds

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
-from ..layout import Layout
-from ..step.engine import StepResult
+from ..errors import DriftError
+from ..step.engine import Engine, StepResult
+from .output_dir import checkpoints
 
 TOTAL_WEIGHT = "weight of the samples"  # stands beside the names of metrics
 
@@ -41,30 +41,54 @@ class RunningSums:
         self.weights.append(result.weight)
         self.metrics += result.metrics
 
-    def sums(self, accelerator: Accelerator, layout: Layout) -> dict[str, float]:
+    def sums(self, engine: Engine, step: int) -> dict[str, float]:
         """{metric: its sum over the samples of all processes}, with that of their weights. A collective.
 
         In float64 a sum of float32 numbers is mostly exact: it does not depend on how the samples were divided.
+
+        Args:
+            engine: that took the steps.
+            step: number of optimizer steps taken.
+
+        Raises:
+            DriftError: processes that hold the same weights no longer agree.
         """
-        device = accelerator.device
+        accelerator, layout, device = engine.accelerator, engine.plan.layout, engine.accelerator.device
         own = {TOTAL_WEIGHT: _total(self.weights, device), "loss": _total(self.losses, device)}
         for name in dict.fromkeys(name for values in self.metrics for name in values):
             own[name] = _total([values[name] for values in self.metrics if name in values], device)
         zero = _total([], device)
         names = [*dict.fromkeys([*own, *self.earlier])]
-        totals = accelerator.reduce(torch.stack([own.get(name, zero) for name in names]), "sum").tolist()
+        rows = engine.replicas.rows()
+        values = torch.stack([own.get(name, zero) for name in names])
+        totals = accelerator.reduce(torch.cat([values, rows.flatten()]), "sum")
+        _check_replicas(engine, totals[len(names) :].view_as(rows).tolist(), step)
+        totals = totals[: len(names)].tolist()
         # The processes that count a sample: of a pipeline, the last stage.
         copies = layout.model_parallel_size // layout.pp
         return {name: total / copies + self.earlier.get(name, 0.0) for name, total in zip(names, totals)}
 
-    def state_dict(self, accelerator: Accelerator, layout: Layout) -> dict[str, Any]:
-        """For JSON, the same in all processes. A collective."""
-        sums = self.sums(accelerator, layout) if self.num_taken else {}
+    def state_dict(self, engine: Engine, step: int) -> dict[str, Any]:
+        """For JSON, the same in all processes. A collective; raises DriftError like `sums`."""
+        sums = self.sums(engine, step) if self.num_taken else {}
         return {"num_taken": self.num_taken, "seconds": self.seconds, "sums": sums}
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Restores the result of `state_dict`, under any layout."""
         self.num_taken, self.seconds, self.earlier = content["num_taken"], content["seconds"], content["sums"]
+
+
+def _check_replicas(engine: Engine, rows: list[list[list[float]]], step: int) -> None:
+    """Raises DriftError, with the newest checkpoint of weights that were equal, if processes disagree."""
+    if (difference := engine.replicas.drift(rows, step)) is None:
+        return
+    folder, agreed = engine.plan.config.output_dir, engine.replicas.agreed
+    earlier = [path for number, path in checkpoints(folder) if number <= agreed]
+    advice = f"; type --resume_from_checkpoint {earlier[-1]} to go on from there" if earlier else ""
+    raise DriftError(
+        f"after step {step} {difference}; they agreed after step {agreed}. A weight that is unfrozen late, a change of "
+        f"weights in one process, a gradient beside forward_step, or bad memory does that{advice}"
+    )
 
 
 def _total(values: Sequence[Tensor | float], device: torch.device) -> Tensor:

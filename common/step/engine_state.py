@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..plan import Plan
 from ..weights.shards import Shard, TensorReader, is_divided, kept_tensors, placed_like, shards_of
 from .ema import EMA
 from .optimizer_state import Numbers, as_tensor
+from .replicas import Replicas
 
 
 class EngineState:
@@ -41,6 +43,11 @@ class EngineState:
         """The recipe's own module, without the wrappers of the parallelism."""
         # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """The comparison of what several processes hold of the same weights."""
+        return Replicas(self)
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
@@ -88,7 +95,7 @@ class EngineState:
         averages = {} if self.ema is None else self.ema.averages
         shards: list[Shard] = []
         for name, tensor in self.saved_tensors().items():
-            holders = self._holders(name)
+            holders = self.holders(name)
             # Buffers may differ between processes: DDP uses those of the first.
             shards += shards_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
             for slot, value in self._own_optimizer.state.get(tensor, {}).items():
@@ -100,7 +107,7 @@ class EngineState:
                 shards += shards_of(f"average.{name}", averages[tensor], holders)
         return shards
 
-    def _holders(self, name: str) -> range:
+    def holders(self, name: str) -> range:
         """Ranks of the processes that hold a saved tensor, or shards of it."""
         return range(self.plan.layout.num_processes)
 

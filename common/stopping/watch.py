@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from ..cpu_group import CpuGroup
-from ..errors import NonFiniteError, RunError, StoppedError, UsageError, listed
+from ..errors import DriftError, NonFiniteError, RunError, StoppedError, UsageError, listed
 from ..failure import first_failure
 from ..plan import Plan
 from ..step.engine import StepResult
@@ -19,6 +19,7 @@ from . import signals
 from .advice import advice_for
 from .watchdog import Watchdog
 
+RAISED_BY_ALL = (StoppedError, NonFiniteError, DriftError)  # in all processes at the same step
 MAX_SKIPS_IN_ROW = 40  # by then a loss scale of 2^16 has fallen to 2^-24
 
 
@@ -50,7 +51,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        by_agreement = error is None or isinstance(error, StoppedError | NonFiniteError)  # all processes raise it
+        by_agreement = error is None or isinstance(error, RAISED_BY_ALL)
         advice = None if error is None else advice_for(error, self.plan)
         ending = error if advice is None else UsageError(advice)
         if ending is not None:

@@ -1,0 +1,113 @@
+"""Whether processes that hold the same weights still agree, while a run goes on."""
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from ..weights.shards import shards_of
+
+if TYPE_CHECKING:
+    from .engine_state import EngineState
+
+EXACT = (1 << 52) - 1  # a float64 holds each whole number up to this one
+MOST = 6  # sets of processes that share weights: all, those of a stage, of the same shard, of the same experts, ...
+# Processors of other kinds round differently: so far apart, relative to its norm, processes may hold a weight.
+ROUNDING = 1e-5
+Held = dict[tuple[str, tuple[int, ...]], Tensor]  # {(name of a weight, offsets): shard}
+
+
+class Replicas:
+    """Compares the bits of what several processes hold of the same weights.
+
+    Each process adds up the bits of the shards that it shares with the same other processes. The sums travel with those
+    of a training record. Buffers may differ between processes, and are not compared.
+
+    Args:
+        engine: of this process.
+
+    Attributes:
+        agreed: number of optimizer steps after which the processes last agreed; 0 before the first comparison.
+    """
+
+    def __init__(self, engine: "EngineState"):
+        self._engine, self.agreed = engine, 0
+        self._compares = engine.accelerator.num_processes > 1
+
+    def rows(self) -> Tensor:
+        """float64 of shape (processes, 6, 2), zero but for this process's row: for each set of processes with which it
+        shares weights [which weights, their bits]. `drift` takes the sum over the processes."""
+        accelerator = self._engine.accelerator
+        rows = torch.zeros(accelerator.num_processes, MOST, 2, dtype=torch.float64, device=accelerator.device)
+        if self._compares:
+            for column, held in enumerate([*self._held().values()][:MOST]):
+                rows[accelerator.process_index, column, 0] = zlib.crc32(repr([*held]).encode())
+                rows[accelerator.process_index, column, 1] = _sum_of_bits([*held.values()])
+        return rows
+
+    def drift(self, rows: list[list[list[float]]], step: int) -> str | None:
+        """Which process holds another weight than which; None if none does. The same in all processes, and a collective
+        if bits differ.
+
+        Args:
+            rows: the sum of what `rows` returned in all processes.
+            step: number of optimizer steps taken.
+        """
+        pairs = {(which, bits) for row in rows for which, bits in row}
+        if len(pairs) > len({which for which, _ in pairs}):
+            return self._first_difference()
+        self.agreed = step
+        return None
+
+    def _held(self) -> dict[Sequence[int], Held]:
+        """{ranks of the processes that hold them: shards of weights}"""
+        found: dict[Sequence[int], Held] = {}
+        for name, tensor in self._engine.saved_tensors().items():
+            if isinstance(tensor, nn.Parameter):
+                for shard in shards_of(name, tensor, self._engine.holders(name)):
+                    if len(shard.writers) > 1:
+                        found.setdefault(shard.writers, {})[name, shard.offsets] = shard.get().detach()
+        return found
+
+    def _first_difference(self) -> str | None:
+        """Compares weight by weight. A collective."""
+        rank = self._engine.accelerator.process_index
+        held = {key: shard for shards in self._held().values() for key, shard in shards.items()}
+        bits = gather_object([{key: int(_bits(shard)) for key, shard in held.items()}])
+        for key in dict.fromkeys(key for own in bits for key in own):
+            first, *others = [number for number, own in enumerate(bits) if key in own]
+            for other in [number for number in others if bits[number][key] != bits[first][key]]:
+                values = gather_object([held[key].cpu() if rank in (first, other) else None])
+                size = _distance(values[other], values[first])
+                if not size <= ROUNDING:
+                    return f"process {other} holds another {key[0]} than process {first}, by {size:.1e} of its size"
+        self._compares = False
+        self._engine.accelerator.print(
+            "the processes round differently, as processors of several kinds do: their weights are no longer compared"
+        )
+        return None
+
+
+def _sum_of_bits(shards: list[Tensor]) -> Tensor:
+    """A number below 2^52 that changes with a bit of one of these tensors, 0-dim."""
+    sums = torch.stack([_bits(shard) for shard in shards])
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum() & EXACT
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bits of a tensor, added up as int64, 0-dim. A sum of whole numbers does not depend on the order."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:  # a view as int64 starts at a multiple of 8 bytes
+        flat = flat.clone()
+    end = len(flat) // 8 * 8
+    return flat[:end].view(torch.int64).sum() + flat[end:].sum(dtype=torch.int64)
+
+
+def _distance(value: Tensor, expected: Tensor) -> float:
+    """The distance of two tensors relative to the norm of the second."""
+    exact = torch.complex128 if value.is_complex() else torch.float64
+    value, expected = value.to(exact), expected.to(exact)
+    return float((value - expected).norm() / expected.norm().clamp(min=1e-30))
