@@ -23,6 +23,7 @@ from ..files import for_json
 from ..plan import Plan
 from ..state import TrainState
 from ..step.engine import StepResult
+from ..step.options import FitOptions
 from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
@@ -41,8 +42,7 @@ class Recorder:
         output_dir: the run's output folder, already entered.
         plan: the run's plan.
         state: the run's state.
-        tokens_per_sample: adds `tokens_per_second` to records.
-        flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu` to records.
+        options: those of `fit`.
         facts: more entries of the run card; they may change until the run is done.
 
     Attributes:
@@ -58,12 +58,12 @@ class Recorder:
         output_dir: OutputDir,
         plan: Plan,
         state: TrainState,
-        tokens_per_sample: int | None,
-        flops_per_sample: float | None,
+        options: FitOptions,
         facts: dict[str, Any],
     ):
         self.accelerator, self.plan, self.state, self.unrecorded = accelerator, plan, state, RunningSums()
-        self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
+        self.tokens_per_sample = options.get("tokens_per_sample")
+        self.flops_per_sample = options.get("flops_per_sample")
         is_gpu = accelerator.device.type == "cuda"
         gpu = torch.cuda.get_device_name(accelerator.device) if is_gpu else ""
         self._peak_flops = peak_flops(gpu, plan.layout.precision)
