@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 from accelerate_recipes import bundle
-from accelerate_recipes.catalog import SIZES
 from accelerate_recipes.doctor import asked
+from accelerate_recipes.matrix import SIZES
 
 
 def answers(*given: Any, **options: Any) -> dict[str, list[str]]:

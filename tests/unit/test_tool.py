@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from accelerate_recipes.bundle import COMMON, VERSION
-from accelerate_recipes.catalog import FLAGS, runs_here
+from accelerate_recipes.catalog import runs_here
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.compare import Difference, relative
 from support.launching import CONFIGS, environment
-from support.recipes import DIVIDED, RECIPES
+from support.recipes import RECIPES
 from support.runs import ROOT
 from support.tool import tool
 
@@ -59,13 +59,6 @@ def test_how_a_config_runs_here(
 ) -> None:
     config = {"num_processes": num_processes, "num_machines": num_machines, "mixed_precision": precision}
     assert runs_here(config | {"distributed_type": "MULTI_GPU"}, num_gpus) == expected
-
-
-def test_pairs_that_need_flags_are_those_of_the_tests() -> None:
-    for config, fitting in DIVIDED.items():
-        supported = {Path(RECIPES[recipe][0]).stem for recipe in fitting}
-        for path in ROOT.glob("recipes/*.py"):
-            assert (FLAGS.get((path.stem, config), "") is not None) == (path.stem in supported)
 
 
 def test_a_project_is_what_its_owner_reads(
@@ -203,7 +196,10 @@ def test_verdicts_of_a_row() -> None:
     assert Row("ddp", 2, Difference(0, 0, 0, 0, 0, None, None, True)).verdict == "bit for bit"
     different = replace(SAME, loss=1e-3, first_step=3, tensor="weight", is_same=False)
     assert Row("ddp", 2, different).verdict == "DIFFERS from step 3, in weight" and Row("ddp", 2, different).is_bad
-    assert not Row("tensor_parallel", None, refusal="no tp_plan").is_bad
+    assert not (row := Row("tensor_parallel", None, refusal="no tp_plan")).is_bad
+    assert row.verdict == "not supported: no tp_plan"
+    row = Row("ddp", 2, refusal="DDP does not give the result of one process: in step 1")
+    assert row.verdict == f"DIFFERS: {row.refusal}" and row.is_bad
     assert Row("ddp", None, failure="RuntimeError").is_bad
 
 
