@@ -77,8 +77,8 @@ def main() -> None:
     function, weights, result, script, *flags = sys.argv[1:]
     module, name = function.split(":")
 
-    def ask(*arguments: Any, **keywords: Any) -> None:
-        answer = getattr(importlib.import_module(module), name)(*arguments, **keywords)
+    def ask(*arguments: Any, **options: Any) -> None:
+        answer = getattr(importlib.import_module(module), name)(*arguments, **options)
         Path(result).write_text(json.dumps(answer), encoding="utf-8")
 
     if not script:
@@ -91,8 +91,7 @@ def main() -> None:
     def answer(model: Any, optimizer: Any, given: dict[str, Any]) -> NoReturn:
         building.close()
         vars(checks)["check_given"] = check_given
-        others = {name: value for name, value in given.items() if name not in NEEDED and value is not None}
-        ask(*(given[name] for name in NEEDED), **others)
+        ask(*(given[name] for name in NEEDED), **given["options"])
         os._exit(0)
 
     def start(config: Any) -> Any:

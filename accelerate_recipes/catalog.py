@@ -18,28 +18,6 @@ from accelerate_recipes.paths import is_path, text_of
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
 DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
 
-# Flags that a config needs for a recipe; None: the recipe has no plan for it.
-FLAGS: dict[tuple[str, str], str | None] = {
-    (recipe, config): flags
-    for configs, recipes, flags in (
-        ("tensor_parallel fsdp2_tensor_parallel hsdp_tensor_parallel", "mnist", "--model mlp"),
-        ("tensor_parallel fsdp2_tensor_parallel hsdp_tensor_parallel", "linear_regression", None),
-        ("pipeline_parallel", "transformer finetune preferences", "--pipeline_stages 2"),
-        ("fsdp2_expert_parallel", "transformer", "--num_experts 4 --expert_parallel 2"),
-        ("fsdp2_expert_parallel", "finetune preferences", None),
-        (
-            "pipeline_parallel sequence_parallel fsdp2_sequence_parallel fsdp2_expert_parallel",
-            "mnist linear_regression text_classification embeddings image_classification diffusion vision_language",
-            None,
-        ),
-    )
-    for config in configs.split()
-    for recipe in recipes.split()
-}
-
-# Sizes that are no settings of a config file, but flags of all recipes: {config: [flag, size]}.
-SIZES = {"pipeline_parallel": ["--pipeline_stages", "2"], "fsdp2_expert_parallel": ["--expert_parallel", "2"]}
-
 
 @dataclass(frozen=True)
 class Recipe:

@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from accelerate_recipes import bundle, package
-from accelerate_recipes.catalog import FLAGS, find_config, find_recipe, mapping_in
+from accelerate_recipes.catalog import find_config, find_recipe, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
+from accelerate_recipes.matrix import flags_for
 from accelerate_recipes.paths import check_new_folder
 
 SINGLE_FILES = bundle.RECIPES / "single_file"
@@ -91,8 +92,8 @@ def _check_pair(script: Path, config: Path) -> None:
             f"--config {config.stem}: a single file was not verified under it; type one of "
             f"{', '.join(SINGLE_FILE_CONFIGS)}"
         )
-    if FLAGS.get((script.stem, config.stem), "") is None:
-        fitting = [path.stem for path in bundle.configs() if FLAGS.get((script.stem, path.stem), "") is not None]
+    if flags_for(script.stem, config.stem) is None:
+        fitting = [path.stem for path in bundle.configs() if flags_for(script.stem, path.stem) is not None]
         raise UsageError(f"--config {config.stem}: {script.name} has no plan for it; type one of {', '.join(fitting)}")
 
 
@@ -105,7 +106,7 @@ def _write(project: Path, script: Path, configs: list[Path], own_loop: bool, ven
         for name, source in package.files().items():
             shutil.copy(source, _new_file(project / name))
     wheel = None if is_alone or vendor else package.write_wheel(_new_file(project / "wheels" / "x").parent)
-    flags = {config.stem: "" if is_alone else FLAGS.get((script.stem, config.stem)) or "" for config in configs}
+    flags = {config.stem: "" if is_alone else " ".join(flags_for(script.stem, config.stem) or ()) for config in configs}
     values = {
         "config": configs[0].stem,
         "dependencies": json.dumps(_dependencies(script, is_alone, vendor, _needs_deepspeed(configs)), indent=4),

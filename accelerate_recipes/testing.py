@@ -5,7 +5,8 @@ import shlex
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from accelerate_recipes.catalog import SIZES, find_config
+from accelerate_recipes.catalog import find_config
+from accelerate_recipes.matrix import SIZES
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.compare import compare, starts_alike
 from accelerate_recipes.verify.runs import Finished, Launch, recording

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from .state import TrainState
 from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gathered, put
 from .step.engine import Engine, evaluating, is_metric
 from .step.guards import check_same_start, freeze_what_is_not_trained
+from .step.options import FitOptions
 from .step.setup import Setup
 from .stopping.watch import Watch
 from .weights.on_disk import materialize
@@ -37,11 +37,9 @@ class Evaluation:
     Args:
         engine: holds the model to evaluate.
         eval_sets: {name: map-style dataset}; each sample counts once. A name other than "" stands before its metrics.
-        summarize: means over a set -> metrics to report.
-        examples: what `forward_step` returns for each sample of a set, in its order -> metrics to report; or None.
+        options: those of `fit`.
         state: the run's state.
         watch: the run's watch; a stop request ends an evaluation early.
-        export: writes more files beside the best weights.
 
     Attributes:
         metrics: those of the last evaluation; empty before the first.
@@ -54,15 +52,12 @@ class Evaluation:
         self,
         engine: Engine,
         eval_sets: Mapping[str, MapDataset],
-        summarize: Callable[[Metrics], Metrics],
-        examples: Callable[[Examples], Metrics] | None,
+        options: FitOptions,
         state: TrainState,
         watch: Watch,
-        export: Callable[[Path], Any] | None = None,
     ):
         say_sizes(engine.plan.num_samples, eval_sets)
-        self.export = export
-        self.engine, self.summarize, self.examples, self.state = engine, summarize, examples, state
+        self.engine, self.options, self.state = engine, options, state
         num_workers, device = engine.plan.config.num_workers, engine.accelerator.device
         # Moved once, not in each evaluation.
         self.eval_sets = {
@@ -95,21 +90,22 @@ class Evaluation:
             state.evaluation_due = False
             name = config.metric_for_best_model
             if name is not None and state.records_best(name, metrics[name]):
-                export_model(engine, config.output_dir / "best", self.export)
+                export_model(engine, config.output_dir / "best", self.options.get("export"))
         recorder.evaluation(metrics)
         self.metrics = metrics
 
     def measure(self, eval_sets: Mapping[str, MapDataset], poll: Callable[[], bool]) -> Metrics | None:
         """The metrics of these sets with the model's weights; None if `poll` ended the evaluation."""
         engine, config = self.engine, self.engine.plan.config
-        keeps, metrics = self.examples is not None or config.save_predictions, Metrics()
+        summarize, examples = self.options.get("summarize", dict), self.options.get("examples")
+        keeps, metrics = examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
             results = evaluate_set(engine, eval_set, poll, keeps, self.state.step)
             if results is None:
                 return None
             means, values = results
             seed_forward(config.seed, EVALUATION, SUMMARY, engine.accelerator.device)
-            reported = self.summarize(means) | ({} if self.examples is None else self.examples(values))
+            reported = summarize(means) | ({} if examples is None else examples(values))
             prefix = f"{key}/" if key else ""
             metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}
             if config.save_predictions and engine.accelerator.is_main_process:
@@ -136,8 +132,7 @@ def evaluate_exported(
     setup: Setup,
     train_set: MapDataset,
     eval_sets: Mapping[str, MapDataset],
-    summarize: Callable[[Metrics], Metrics],
-    examples: Callable[[Examples], Metrics] | None,
+    options: FitOptions,
     group: CpuGroup,
 ) -> Metrics:
     """Evaluates the exported model of an earlier run, for `--evaluate_only`.
@@ -157,7 +152,7 @@ def evaluate_exported(
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
         engine = prepare(setup)
         state = TrainState(step=plan.num_steps)  # the run is done
-        evaluation = Evaluation(engine, eval_sets, summarize, examples, state, watch)
+        evaluation = Evaluation(engine, eval_sets, options, state, watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:

@@ -1,8 +1,7 @@
 """`fit`: a whole training run in one function."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import Unpack
 
 import torch
 from accelerate import Accelerator
@@ -17,17 +16,16 @@ from .config import RunConfig
 from .cpu_group import CpuGroup
 from .data.batches import batches
 from .data.mixture import by_source
-from .data.sets import CollateFn, Examples, ForwardStep, MapDataset, Metrics, checked_datasets
+from .data.sets import ForwardStep, MapDataset, Metrics, checked_datasets
 from .evaluation import Evaluation, evaluate_exported
 from .parallel.strategies import check_trainable, layout_of, prepare
-from .plan import Plan, Sampler
+from .plan import Plan
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
-from .schedule import ScheduleFn
-from .step.batch_loss import BatchLossFn
 from .step.checks import check_given
 from .step.guards import check_same_start, freeze_what_is_not_trained
 from .step.lazy import with_sizes
+from .step.options import FitOptions
 from .step.setup import Setup
 from .stopping.watch import Watch
 
@@ -40,15 +38,7 @@ def fit(
     train_set: MapDataset,
     eval_set: MapDataset | Mapping[str, MapDataset],
     config: RunConfig,
-    summarize: Callable[[Metrics], Metrics] = dict,
-    tokens_per_sample: int | None = None,
-    flops_per_sample: float | None = None,
-    examples: Callable[[Examples], Metrics] | None = None,
-    collate_fn: CollateFn | None = None,
-    sampler: Sampler | None = None,
-    schedule: ScheduleFn | None = None,
-    export: Callable[[Path], Any] | None = None,
-    batch_loss: BatchLossFn | None = None,
+    **options: Unpack[FitOptions],
 ) -> Metrics:
     """Trains, evaluates, records, and exports the model to `<output_dir>/model/`.
 
@@ -64,24 +54,7 @@ def fit(
         eval_set: the same kind; each sample counts exactly once. Or {name: set}: then the name stands
             before the metrics of each set.
         config: the flags.
-        summarize: means over an evaluation set -> metrics to report.
-        tokens_per_sample: if samples are sequences; adds `tokens_per_second` to records.
-        flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu`, the
-            share of the GPUs' peak rate, to records if that peak is known.
-        examples: {name: the values of `forward_step` for each sample of an evaluation set, in its
-            order} -> more metrics, such as an F1 score. Integers, such as class ids, have no mean then.
-            With `batch_loss`, its metrics are among the values.
-        collate_fn: samples -> batch, such as `pad_to_longest()`.
-        sampler: (epoch, generator) -> order of sample ids in this epoch; the same length in each.
-        schedule: (step, num_steps, warmup_steps) -> share of the peak learning rate, instead of
-            `--lr_schedule`.
-        export: folder -> None; writes more files beside the exported weights, such as a tokenizer.
-        batch_loss: for a loss that compares samples, as a contrastive one does. `forward_step` then returns
-            {name: values of shape (batch, ...)}, such as vectors, and no "loss". `batch_loss` gets
-            {name: values of all samples of the optimizer step, of shape (batch_size, ...), in their order} and
-            returns the metrics, each of shape (batch_size,), with the "loss". Weights of its own, such as a
-            temperature, must be in the model and among the values, expanded to (batch,). An evaluation calls it for
-            each `--batch_size` samples in a row and for the rest.
+        options: keywords that may be left out; `FitOptions` in step/options.py documents each.
 
     Returns:
         The metrics of the last evaluation; empty if a resumed run was already done.
@@ -91,12 +64,13 @@ def fit(
         NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
     """
     check_given(model, optimizer, locals())
-    forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
-    train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
-    group, plan = CpuGroup(config.hang_timeout), Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
-    setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, batch_loss), train_set)
+    forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
+    train_set, eval_sets = checked_datasets(train_set, eval_set, options.get("collate_fn"))
+    group = CpuGroup(config.hang_timeout)
+    plan = Plan.of(config, layout_of(config), len(train_set), options.get("schedule"), sampler)
+    setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss")), train_set)
     if config.evaluate_only:
-        return evaluate_exported(setup, train_set, eval_sets, summarize, examples, group)
+        return evaluate_exported(setup, train_set, eval_sets, options, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
         this_run = identity(plan, model, optimizer, train_set, eval_sets, group)
         state = (checkpoint := find_checkpoint(plan, this_run, model, optimizer, group)).state
@@ -112,10 +86,10 @@ def fit(
             engine = prepare(check.watching(setup))
         take_step = check.around(engine)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
-        recorder = Recorder(engine, output_dir, state, tokens_per_sample, flops_per_sample, check.facts)
+        recorder = Recorder(engine, output_dir, state, options, check.facts)
         checkpoint.load_rest(engine, recorder.unrecorded)
-        evaluation = Evaluation(engine, eval_sets, summarize, examples, state, watch, export)
-        with recorder, Saver(engine, this_run, group, watch, export) as saver:
+        evaluation = Evaluation(engine, eval_sets, options, state, watch)
+        with recorder, Saver(engine, this_run, group, watch, options.get("export")) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:
@@ -133,13 +107,12 @@ def fit(
                 if plan.evaluates(state.step):
                     evaluation.run(recorder)
                 # Never stop on a step whose gradient was not checked; the next step checks it.
-                stops = watch.stop_requested and result.grad_norm is not None
-                if stops or plan.saves(state):
+                if (stops := watch.stop_requested and result.grad_norm is not None) or plan.saves(state):
                     with recorder.paused():
                         recorder.flush()
                         saver.save(state, recorder.unrecorded)
                 if stops:
                     watch.raise_stopped(saver.finish())
             with engine.ema_weights():
-                recorder.facts["model_digest"] = export_model(engine, config.output_dir / "model", export)
+                recorder.facts["model_digest"] = export_model(engine, output_dir.path / "model", options.get("export"))
     return evaluation.metrics

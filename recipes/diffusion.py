@@ -124,8 +124,11 @@ def main(config: Config) -> Callable[[], None] | None:
     sources = Sources(config, lambda data: load_images(data, config.max_samples), same=("image_shape", "classes"))
     model = build(config, sources.train)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    noisy = [partial(NoisyImages, class_dropout=share) for share in (config.class_dropout, 0)]
-    fit(accelerator, model, optimizer, forward_step, *sources.sets(*noisy), config)
+    train_set, eval_set = sources.sets(
+        partial(NoisyImages, class_dropout=config.class_dropout),
+        partial(NoisyImages, class_dropout=0),
+    )
+    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config)
     known = [train_set for train_set, _ in sources.parts.values()]
     return partial(write_pictures, config, known, accelerator.device) if config.num_pictures else None
 

@@ -131,9 +131,20 @@ def main(config: Config) -> None:
         return with_tokens(EncodedPairs(pairs, tokenizer, config.max_length))
 
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    padding = pad_to_longest({"query": PADDING, "document": PADDING}, mask=None)
-    data = accelerator, model, optimizer, forward_step, *sources.sets(encoded, encoded), config
-    fit(*data, examples=recall, collate_fn=padding, export=export_of(model, tokenizer), batch_loss=batch_loss)
+    train_set, eval_set = sources.sets(encoded, encoded)
+    fit(
+        accelerator,
+        model,
+        optimizer,
+        forward_step,
+        train_set,
+        eval_set,
+        config,
+        examples=recall,
+        collate_fn=pad_to_longest({"query": PADDING, "document": PADDING}, mask=None),
+        export=export_of(model, tokenizer),
+        batch_loss=batch_loss,
+    )
 
 
 if __name__ == "__main__":

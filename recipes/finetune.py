@@ -123,13 +123,26 @@ def main(config: Config) -> Any:
     disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)
-    limits = config.max_length, config.messages_column, config.max_samples
-    sources = Sources(config, lambda data: load_chats(data, tokenizer, *limits))
+    sources = Sources(
+        config,
+        lambda data: load_chats(data, tokenizer, config.max_length, config.messages_column, config.max_samples),
+    )
     say(sources.train.facts(config.max_length))
     make = partial(PackedDataset, length=config.max_length) if config.packing else ChatDataset
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config.weight_decay), config.learning_rate)
-    data = accelerator, model, optimizer, forward_step, *sources.sets(make, make), config
-    fit(*data, summarize, collate_fn=pad_chats(config, config.max_length), export=export_of(model, tokenizer))
+    train_set, eval_set = sources.sets(make, make)
+    fit(
+        accelerator,
+        model,
+        optimizer,
+        forward_step,
+        train_set,
+        eval_set,
+        config,
+        summarize=summarize,
+        collate_fn=pad_chats(config, config.max_length),
+        export=export_of(model, tokenizer),
+    )
     return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)
 
 

@@ -72,7 +72,8 @@ def make_forward_step(label_smoothing: float, num_classes: int) -> Callable[[nn.
     """`forward_step` for the flags."""
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logits, label = model(pixel_values=batch["image"]).logits.float(), batch["label"]
+        logits = model(pixel_values=batch["image"]).logits.float()
+        label = batch["label"]
         best = logits.topk(min(5, num_classes)).indices
         return {
             "loss": F.cross_entropy(logits, label, reduction="none", label_smoothing=label_smoothing),
@@ -127,12 +128,12 @@ def main(config: Config) -> Callable[[], None]:
         model.base_model.requires_grad_(False)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     forward_step = make_forward_step(config.label_smoothing, len(classes))
-    sets = sources.sets(
+    train_set, eval_set = sources.sets(
         lambda part: Photos(part.ordered(classes), form, config.least_area, config.mirror),
         lambda part: Photos(part.ordered(classes), form, None),
     )
     confusion = Confusion(classes)
-    fit(accelerator, model, optimizer, forward_step, *sets, config, examples=confusion, export=form.write)
+    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, examples=confusion, export=form.write)
     return partial(confusion.write, config.output_dir / "confusion.png")
 
 

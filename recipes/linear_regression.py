@@ -75,7 +75,7 @@ def main(config: Config) -> None:
     def summarize(means: dict[str, float]) -> dict[str, float]:
         return means | {"r2": 1 - means["loss"] / variance}
 
-    fit(accelerator, model, optimizer, forward_step, table, table, config, summarize)
+    fit(accelerator, model, optimizer, forward_step, table, table, config, summarize=summarize)
 
     exported = load_exported(config.output_dir)
     fitted = torch.cat([exported["weight"][0], exported["bias"]]).double()

@@ -127,12 +127,13 @@ def main(config: Config) -> None:
         return predict(config.predict, config)
     accelerator = start(config)
     sources = Sources(config, lambda data: load_images(data, config.max_samples), same=("image_shape", "classes"))
-    train_set, network = sources.train, NETWORKS[config.model]
-    model = network(train_set.image_shape, train_set.num_classes)
+    images = sources.train
+    model = NETWORKS[config.model](images.image_shape, images.num_classes)
     optimizer_class = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
     optimizer = optimizer_class(parameter_groups(model, config.weight_decay), config.learning_rate)
-    form = ImageFormat.of(train_set, config.model)
-    fit(accelerator, model, optimizer, forward_step, *sources.sets(), config, export=form.write)
+    form = ImageFormat.of(images, config.model)
+    train_set, eval_set = sources.sets()
+    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, export=form.write)
 
 
 if __name__ == "__main__":

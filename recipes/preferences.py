@@ -131,14 +131,25 @@ def main(config: Config) -> Any:
         model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_pairs(data, tokenizer, config.max_length, config.max_samples))
     print_once(sources.train.facts(config.max_length))
-    padding, sets = pad_chats(config, config.max_length), sources.sets(PairDataset, PairDataset)
+    padding = pad_chats(config, config.max_length)
+    train_set, eval_set = sources.sets(PairDataset, PairDataset)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
 
-    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, parts_of(*sets), config, padding)
-    data = accelerator, model, optimizer_of(model), make_forward_step(config), *sets, config
-    fit(*data, collate_fn=padding, export=export_of(model, tokenizer))
+    parts = parts_of(train_set, eval_set)
+    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, parts, config, padding)
+    fit(
+        accelerator,
+        model,
+        optimizer_of(model),
+        make_forward_step(config),
+        train_set,
+        eval_set,
+        config,
+        collate_fn=padding,
+        export=export_of(model, tokenizer),
+    )
     return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)
 
 

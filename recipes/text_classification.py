@@ -124,20 +124,34 @@ def main(config: Config) -> None:
     """Trains the encoder, and exports its tokenizer with it."""
     disable_progress_bar()
     accelerator = start(config)
-    columns = config.text_column, config.label_column
-    sources = Sources(config, lambda data: load_labelled_texts(data, *columns), same=("classes",))
+    sources = Sources(
+        config,
+        lambda data: load_labelled_texts(data, config.text_column, config.label_column),
+        same=("classes",),
+    )
     texts = LabelledTexts.joined(train for train, _ in sources.parts.values())
     model, tokenizer = build(config, texts)
-    texts = texts.ordered(classes := names_of(model.config))  # a pretrained head that knows them keeps its order
+    classes = names_of(model.config)  # a pretrained head that knows them keeps its order
+    texts = texts.ordered(classes)
     weights = texts.weights() if config.balanced else [1.0] * len(classes)
 
     def encoded(part: LabelledTexts) -> EncodedTexts:
         return EncodedTexts(part.ordered(classes), tokenizer, config.max_length, weights)
 
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    padding = pad_to_longest({"input_ids": tokenizer.pad_token_id})
-    data = accelerator, model, optimizer, forward_step, *sources.sets(encoded, encoded), config
-    fit(*data, examples=macro_f1, collate_fn=padding, export=export_of(model, tokenizer))
+    train_set, eval_set = sources.sets(encoded, encoded)
+    fit(
+        accelerator,
+        model,
+        optimizer,
+        forward_step,
+        train_set,
+        eval_set,
+        config,
+        examples=macro_f1,
+        collate_fn=pad_to_longest({"input_ids": tokenizer.pad_token_id}),
+        export=export_of(model, tokenizer),
+    )
 
 
 if __name__ == "__main__":

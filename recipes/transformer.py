@@ -124,10 +124,16 @@ def main(config: Config) -> Any:
         checkpoint_activations(model)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate, betas=(0.9, 0.99))
     model = with_losses(model, routes=config.router_loss > 0)
-    data = accelerator, model, optimizer, forward_step, *sources.sets(), config
+    train_set, eval_set = sources.sets()
     fit(
-        *data,
-        summarize,
+        accelerator,
+        model,
+        optimizer,
+        forward_step,
+        train_set,
+        eval_set,
+        config,
+        summarize=summarize,
         tokens_per_sample=config.context,
         flops_per_sample=flops_per_sample(model, config.context),
         export=export_of(model, tokenizer),

@@ -126,13 +126,26 @@ def main(config: Config) -> Any:
     disable_progress_bar()
     accelerator = start(config)
     model, encoder = build(config)
-    columns = config.messages_column, config.images_column
-    sources = Sources(config, lambda data: load_vision_chats(data, *columns, config.max_samples))
+    sources = Sources(
+        config,
+        lambda data: load_vision_chats(data, config.messages_column, config.images_column, config.max_samples),
+    )
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     make = partial(VisionDataset, encoder=encoder)
     print_once(make(sources.train).facts())
-    data = accelerator, model, optimizer, forward_step, *sources.sets(make, make), config
-    fit(*data, summarize, collate_fn=encoder.collate, export=export_of(model, encoder.processor))
+    train_set, eval_set = sources.sets(make, make)
+    fit(
+        accelerator,
+        model,
+        optimizer,
+        forward_step,
+        train_set,
+        eval_set,
+        config,
+        summarize=summarize,
+        collate_fn=encoder.collate,
+        export=export_of(model, encoder.processor),
+    )
     return None if config.evaluate_only else partial(write_answers, config, encoder.processor, sources.evaluation)
 
 

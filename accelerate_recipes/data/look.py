@@ -37,8 +37,7 @@ def look(
     train_set: Any,
     eval_set: Any,
     config: Any,
-    *_others: Any,
-    **keywords: Any,
+    **options: Any,
 ) -> dict[str, Any]:
     """Takes the arguments of `fit`. Returns facts about the data, and the first samples of the first step."""
     from accelerate_recipes.common.data.batches import batches
@@ -53,16 +52,16 @@ def look(
     named = eval_set if isinstance(eval_set, Mapping) else {"": eval_set}
     sources = {"training": own} | {f"evaluation {name}".strip(): part for name, part in named.items()}
     try:
-        _, sampler = by_source(train_set, eval_set, _forward_step, keywords.get("sampler"))
-        train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
+        _, sampler = by_source(train_set, eval_set, _forward_step, options.get("sampler"))
+        train_set, _ = checked_datasets(train_set, eval_set, options.get("collate_fn"))
         config = replace(config, micro_batch_size=None, num_workers=0)
-        plan = Plan.of(config, layout_of(config), len(train_set), keywords.get("schedule"), sampler)
+        plan = Plan.of(config, layout_of(config), len(train_set), options.get("schedule"), sampler)
         epoch, ids = next(plan.micro_batches(0))
         batch = next(iter(batches(train_set, [(epoch, ids)], torch.device("cpu"), config)))
     except UsageError as error:
         return {"refused": str(error)}
     names = own.names if isinstance(own, Mixture) else []
-    tokenizer = _tokenizer(keywords.get("export"))
+    tokenizer = _tokenizer(options.get("export"))
     shown = [_sample(batch, row, _raw(own, int(ids[row])), tokenizer, names) for row in range(min(number, len(ids)))]
     return {
         "lines": said(),

@@ -57,8 +57,7 @@ def refusals(
     train_set: Any = None,
     eval_set: Any = None,
     config: Any = None,
-    *others: Any,
-    **keywords: Any,
+    **options: Any,
 ) -> Answer:
     """What a run under the config would refuse. Takes the arguments of `fit`, or none."""
     from accelerate_recipes import RunConfig, UsageError
@@ -74,8 +73,8 @@ def refusals(
     lines: list[str] = []
     if config is not None:
         try:
-            check_given(model, optimizer, keywords)
-            samples, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
+            check_given(model, optimizer, {"forward_step": forward_step, "options": options})
+            samples, _ = checked_datasets(train_set, eval_set, options.get("collate_fn"))
             _give_sizes(accelerator, model, optimizer, forward_step, samples, config)
         except UsageError as error:  # what else is wrong cannot be asked
             return {"lines": [str(error)], "of_the_launcher": [], "facts": {}}
@@ -92,8 +91,8 @@ def refusals(
             if of_launch is not check_device:
                 _note(lines, of_launch, layout, flags)
         if not lines and config is not None:
-            _, sampler = by_source(train_set, eval_set, forward_step, keywords.get("sampler"))
-            sampling = keywords.get("schedule"), sampler
+            _, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
+            sampling = options.get("schedule"), sampler
             try:
                 plan = Plan.of(flags, layout, len(train_set), *sampling)
                 facts |= {"micro_batch_size": plan.micro_batch_size}
@@ -103,8 +102,7 @@ def refusals(
                 plan = Plan.of(replace(flags, **divides), layout, len(train_set), *sampling)
             for of_model in model_checks(layout):
                 _note(lines, of_model, model, optimizer, plan)
-            if "batch_loss" in keywords:
-                _note(lines, check_batch_loss, keywords["batch_loss"], plan)
+            _note(lines, check_batch_loss, options.get("batch_loss"), plan)
     except UsageError as error:
         lines.append(str(error))
     return {"lines": lines, "of_the_launcher": refused, "facts": facts}

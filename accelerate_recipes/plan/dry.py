@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from accelerate_recipes.common.plan import Plan
 
 
-def measure(*arguments: Any, **keywords: Any) -> list[dict[str, Any]]:
+def measure(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
     """Takes the arguments of `fit`. Answers each Question of the variable, in a process of its own, with Facts or a
     NoPlan, as JSON."""
     gpu, questions = json.loads(os.environ[QUESTION])
-    return [_answered(Question(**question), Gpu(**gpu), arguments, keywords) for question in questions]
+    return [_answered(Question(**question), Gpu(**gpu), arguments, options) for question in questions]
 
 
-def _answered(question: Question, gpu: Gpu, arguments: Any, keywords: Any) -> dict[str, Any]:
+def _answered(question: Question, gpu: Gpu, arguments: Any, options: Any) -> dict[str, Any]:
     reader, writer = os.pipe()
     if child := os.fork():  # a dry run changes the model, and pretends to be a process of many
         os.close(writer)
@@ -41,7 +41,7 @@ def _answered(question: Question, gpu: Gpu, arguments: Any, keywords: Any) -> di
         os.waitpid(child, 0)
         return json.loads(text) if text else NoPlan(failed="its process ended early").as_json()
     try:
-        answer = _measured(question, gpu, *arguments, **keywords)
+        answer = _measured(question, gpu, *arguments, **options)
     except DynamicOutputShapeException:
         answer = NoPlan(failed="its shapes depend on values, as with pictures or experts")
     except UsageError as error:
@@ -64,8 +64,7 @@ def _measured(
     train_set: Any,
     eval_set: Any,
     config: Any,
-    *others: Any,
-    **keywords: Any,
+    **options: Any,
 ) -> Facts | NoPlan:
     from accelerate_recipes.common.check.reference import why_not_checked
     from accelerate_recipes.common.data.mixture import by_source
@@ -76,18 +75,18 @@ def _measured(
 
     config = replace(config, **question.flags)
     os.environ[QUESTION] = json.dumps([question.config, True, []])  # that of the doctor
-    told = asked.refusals(accelerator, model, optimizer, forward_step, train_set, eval_set, config, **keywords)
+    told = asked.refusals(accelerator, model, optimizer, forward_step, train_set, eval_set, config, **options)
     if lines := [*told["lines"], *told["of_the_launcher"]]:
         return NoPlan(refused=lines)
     check_steps = config.check_steps
     config = replace(config, pipeline_stages=question.stages, check_steps=0, compile=False)
     layout = replace(layout_of(config), device="cpu")
-    forward_step, sampler = by_source(train_set, eval_set, forward_step, keywords.get("sampler"))
-    train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
-    plan = Plan.of(config, layout, len(train_set), keywords.get("schedule"), sampler)
+    forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
+    train_set, _ = checked_datasets(train_set, eval_set, options.get("collate_fn"))
+    plan = Plan.of(config, layout, len(train_set), options.get("schedule"), sampler)
     why_not = why_not_checked(layout.precision, sum(weight.nbytes for weight in model.parameters()), gpu.usable)
-    run, offloads = _run(plan, check_steps, why_not, keywords), is_true("FSDP_OFFLOAD_PARAMS")
-    step = DryRun(plan, forward_step, keywords.get("batch_loss"), gpu, question.last).measured(
+    run, offloads = _run(plan, check_steps, why_not, options), is_true("FSDP_OFFLOAD_PARAMS")
+    step = DryRun(plan, forward_step, options.get("batch_loss"), gpu, question.last).measured(
         model, optimizer, train_set
     )
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
@@ -96,7 +95,7 @@ def _measured(
     return Facts(run, step)
 
 
-def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, keywords: dict[str, Any]) -> Run:
+def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, options: dict[str, Any]) -> Run:
     from accelerate_recipes.common.check.reference_run import MAX_SECONDS
     from accelerate_recipes.common.environment import num_machines
 
@@ -119,8 +118,8 @@ def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, keywords: 
         keep_checkpoints=config.keep_checkpoints,
         learning_rates={str(step): plan.factor_at(step) * config.learning_rate for step in steps},
         tf32=config.tf32,
-        flops_per_sample=keywords.get("flops_per_sample"),
-        tokens_per_sample=keywords.get("tokens_per_sample"),
+        flops_per_sample=options.get("flops_per_sample"),
+        tokens_per_sample=options.get("tokens_per_sample"),
         check_steps=min(check_steps, plan.num_steps) if layout.num_processes > 1 else 0,
         longest_check=MAX_SECONDS,
         why_not_checked=why_not_checked,

@@ -8,15 +8,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from accelerate_recipes import bundle
 from accelerate_recipes.at_fit import at_fit
-from accelerate_recipes.catalog import SIZES, count_gpus, find_config, mapping_in, runs_here
+from accelerate_recipes.catalog import count_gpus, find_config, mapping_in, runs_here
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor.config import is_count
+from accelerate_recipes.matrix import CONFIGS, SIZES
 from accelerate_recipes.paths import check_file, check_folder
 from accelerate_recipes.verify.against import kept
 from accelerate_recipes.verify.causes import likely_cause
-from accelerate_recipes.verify.certificate import CHECKED, Row, Table, write
+from accelerate_recipes.verify.certificate import Row, Table, write
 from accelerate_recipes.verify.compare import Difference, compare, starts_alike
 from accelerate_recipes.verify.runs import Finished, Launch, recording
 
@@ -44,7 +44,7 @@ def run(
         as_json: print the certificate as JSON instead of the table.
 
     Returns:
-        the exit code: 0 if all runs that were not refused are the same, otherwise 1.
+        the exit code: 0 if all runs that are supported are the same, otherwise 1.
 
     Raises:
         UsageError: no such script or config, or the recipe does not run in one process.
@@ -66,14 +66,14 @@ def run(
 
 
 def _chosen(names: list[str] | None) -> list[Path]:
-    """The configs to verify under, without single.yaml: the reference is one process anyway."""
+    """The configs to verify under."""
     if names:
         paths = [find_config(name) for name in names]
         for path in paths:
             if not is_count(mapping_in(path).get("num_processes")):
                 raise UsageError(f"{path} has no num_processes above 0, which verify needs: type it into the file")
         return paths
-    return [path for path in bundle.configs() if path.stem != "single" and not path.stem.startswith("multi_node")]
+    return [find_config(name) for name in CONFIGS]
 
 
 @dataclass
@@ -190,8 +190,8 @@ class _Verification:
 
     def _add(self, name: str, run: Finished, reference: Finished) -> bool:
         if not run.is_done:
-            self.table.add(Row(name, None, refusal=run.refusal, failure=run.failure))
-            self.found_by_check = self.found_by_check or (run.cause if CHECKED in (run.refusal or "") else None)
+            self.table.add(row := Row(name, None, refusal=run.refusal, failure=run.failure))
+            self.found_by_check = self.found_by_check or (run.cause if row.found_by_check else None)
             return False
         difference = compare(run, reference, self.floors if reference is self.reference else ())
         if not difference.is_same and self.first_difference is None:

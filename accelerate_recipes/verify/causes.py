@@ -18,8 +18,7 @@ def evidence(
     train_set: Any,
     eval_set: Any,
     config: Any,
-    *others: Any,
-    **keywords: Any,
+    **options: Any,
 ) -> dict[str, Any]:
     """Reads samples and runs `forward_step` a few times; takes the arguments of `fit`.
 
@@ -47,7 +46,7 @@ def evidence(
         ],
     }
     ids = list(range(min(len(train_set), max(4, config.batch_size // 2 * 2))))
-    if collate_fn := keywords.get("collate_fn"):
+    if collate_fn := options.get("collate_fn"):
         train_set = Collated(train_set, collate_fn)
     batch, again = fetch(train_set, ids), fetch(train_set, ids)
     found["random_samples"] = sorted(name for name, value in batch.items() if not _equal(value, again[name]))

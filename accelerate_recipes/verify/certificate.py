@@ -42,19 +42,21 @@ class Row:
     checked_steps: int = 0
 
     @property
+    def found_by_check(self) -> bool:
+        """Whether the run ended itself, because its own check found another result than that of one process."""
+        return self.refusal is not None and CHECKED in self.refusal
+
+    @property
     def is_bad(self) -> bool:
-        """Whether the run speaks against one result: it differs, or it failed. A refusal is no wrong result, unless the
-        run's own check found another result than that of one process."""
-        found_by_check = self.refusal is not None and CHECKED in self.refusal
-        return (
-            self.failure is not None or found_by_check or (self.difference is not None and not self.difference.is_same)
-        )
+        """Whether the run speaks against one result: it differs, or it failed. What is not supported does not."""
+        differs = self.difference is not None and not self.difference.is_same
+        return differs or self.found_by_check or self.failure is not None
 
     @property
     def verdict(self) -> str:
         """The last column."""
         if self.refusal is not None:
-            return f"refused: {self.refusal}"
+            return f"{'DIFFERS' if self.found_by_check else 'not supported'}: {self.refusal}"
         if self.failure is not None:
             return f"FAILED: {self.failure}"
         if self.difference is None:

@@ -21,6 +21,7 @@ from ..errors import UsageError
 from ..files import for_json
 from ..state import TrainState
 from ..step.engine import Engine, StepResult
+from ..step.options import FitOptions
 from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
@@ -38,8 +39,7 @@ class Recorder:
         engine: of the run.
         output_dir: the run's output folder, already entered.
         state: the run's state.
-        tokens_per_sample: adds `tokens_per_second` to records.
-        flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu` to records.
+        options: those of `fit`.
         facts: more entries of the run card; they may change until the run is done.
 
     Attributes:
@@ -54,13 +54,13 @@ class Recorder:
         engine: Engine,
         output_dir: OutputDir,
         state: TrainState,
-        tokens_per_sample: int | None,
-        flops_per_sample: float | None,
+        options: FitOptions,
         facts: dict[str, Any],
     ):
         self.engine, self.accelerator, self.plan = engine, engine.accelerator, engine.plan
         self.state, self.unrecorded = state, RunningSums()
-        self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
+        self.tokens_per_sample = options.get("tokens_per_sample")
+        self.flops_per_sample = options.get("flops_per_sample")
         device = self.accelerator.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak_flops = peak_flops(gpu, self.plan.layout.precision)

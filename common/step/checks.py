@@ -1,5 +1,6 @@
 """What no layout can train, as far as it shows before a step, and what several strategies refuse."""
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,22 +16,28 @@ from ..errors import UsageError
 from ..norms import LOW_PRECISION
 from ..plan import Plan
 from ..weights.shards import is_divided
+from .options import FitOptions
 
 NEEDS_CLOSURE = "calls the model several times a step, which fit does not support: use another optimizer"
 
 
-# Arguments of `fit`; the first two are needed.
+# Arguments and options of `fit`; the first two are needed, or have another default than None.
 FUNCTIONS = ("forward_step", "summarize", "examples", "collate_fn", "sampler", "schedule", "export", "batch_loss")
 
 
 def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Raises UsageError for what is no module, no optimizer or no function, or one that something has wrapped: `fit`
-    does so itself, after the parity check, which needs the recipe's own. `given`: arguments of `fit`."""
+    """Raises UsageError for what is no module, no optimizer, no function or no option, or one that something has
+    wrapped: `fit` does so itself, after the parity check, which needs the recipe's own. `given`: arguments of `fit`."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model is {_named(model)}: expected one torch.nn.Module, which holds all that is trained")
-    for name in FUNCTIONS:
-        if name in given and not callable(given[name]) and (given[name] is not None or name in FUNCTIONS[:2]):
-            raise UsageError(f"{name} is {_named(given[name])}: give fit the function itself, not what it returns")
+    options, known = given.get("options", {}), FitOptions.__annotations__
+    if unknown := [name for name in options if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"type one of {', '.join(known)}"
+        raise UsageError(f"fit has no option {unknown[0]}; {advice}")
+    for name, value in {**given, **options}.items():
+        if name in FUNCTIONS and not callable(value) and (value is not None or name in FUNCTIONS[:2]):
+            raise UsageError(f"{name} is {_named(value)}: give fit the function itself, not what it returns")
     prepared = [part for part in (model, optimizer) if getattr(part, "_is_accelerate_prepared", False)]
     if prepared or isinstance(optimizer, AcceleratedOptimizer):
         name = type(prepared[0] if prepared else optimizer).__name__

@@ -12,10 +12,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from accelerate_recipes.verify.certificate import CHECKED  # noqa: E402
+from accelerate_recipes.matrix import CONFIGS, MATRIX, RECIPES  # noqa: E402
 
 CERTIFICATES, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "verified.md"
-TABLE = "<!-- Written by hand; tests/process/test_matrix.py verifies it -->", "<!-- End of the table -->"
 INTRODUCTION = """<!-- Written by docs/tools/catalogue.py: make verified -->
 # What was verified where, and when
 
@@ -25,30 +24,31 @@ and the exported weights. [verify.md](verify.md) says what "same" means. A numbe
 from one process; for weights the largest ‖w − w₀‖ / ‖w₀‖ of all tensors. The files are in
 [docs/certificates/](certificates/).
 """
+RESULTS = """
+"differs": DeepSpeed's bf16 rounds at other places than autocast: 2.3 % for `image_classification.py`. Where the
+gradient of the second step differs by 2 to 10 %, the parity check ends the run. "not supported": the run says before it
+changes anything why not, and what to type.
+"""
 NO_GPU = """
 **No certificate is from a GPU yet.** On a CPU, processes that communicate through gloo stand in for GPUs; fp16 runs
 there in float32. Recipes without a certificate are compared by the tests alone (`tests/process/test_one_result.py`).
 """
 
 
-def catalogue(certificates: dict[str, dict[str, Any]], before: str) -> str:
-    """The page.
-
-    Args:
-        certificates: {name: content of certificate.json}.
-        before: the page so far, whose table of recipes and configs stays.
-    """
+def catalogue(certificates: dict[str, dict[str, Any]]) -> str:
+    """The page. `certificates`: {name: content of certificate.json}."""
     on_gpu = any(_hardware(one)[1] for one in certificates.values())
     introduction = INTRODUCTION if on_gpu else INTRODUCTION + NO_GPU
-    table = before[before.index(TABLE[0]) : before.index(TABLE[1]) + len(TABLE[1])]
-    lines = [introduction, table, "", "## Certificates", "", "| recipe | date | hardware | runs | differ | refused |"]
+    lines = [introduction, "## Each recipe under each config", ""]
+    lines.append(f"| config | {' | '.join(f'`{recipe}`' for recipe in RECIPES)} |")
+    lines.append("| --- |" + " --- |" * len(RECIPES))
+    lines += [f"| {one} | {' | '.join(MATRIX[recipe, one].result for recipe in RECIPES)} |" for one in CONFIGS]
+    lines += [RESULTS, "## Certificates", "", "| recipe | date | hardware | runs | differ | not supported |"]
     lines.append("| --- | --- | --- | ---: | ---: | ---: |")
     for name, one in certificates.items():
-        refusals = [row["refusal"] for row in one["rows"] if row["refusal"] is not None]
-        found_by_check = sum(CHECKED in line for line in refusals)  # in the first steps, before `verify` could compare
-        differences = [row["difference"] for row in one["rows"] if row["difference"] is not None]
-        differ = found_by_check + sum(not difference["is_same"] for difference in differences)
-        numbers = f"{len(one['rows'])} | {differ} | {len(refusals) - found_by_check}"
+        verdicts = [row["verdict"] for row in one["rows"]]
+        counts = [sum(each.startswith(word) for each in verdicts) for word in ("", "DIFFERS", "not supported")]
+        numbers = " | ".join(map(str, counts))
         lines.append(f"| [{name}](#{name}) | {one['made'][:10]} | {_hardware(one)[0]} | {numbers} |")
     for name, one in certificates.items():
         lines += ["", f"## {name}", "", *_part(one)]
@@ -97,4 +97,4 @@ def read() -> dict[str, dict[str, Any]]:
 if __name__ == "__main__":
     if unfit := [name for name, one in read().items() if not {"rows", "made", "versions"} <= one.keys()]:
         sys.exit(f"no certificates: {', '.join(unfit)}")
-    PAGE.write_text(catalogue(read(), PAGE.read_text()))
+    PAGE.write_text(catalogue(read()))

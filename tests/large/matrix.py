@@ -29,17 +29,12 @@ from models import CASES, Case, write_data
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from accelerate_recipes.catalog import SIZES  # noqa: E402
+from accelerate_recipes.matrix import CONFIGS, SIZES  # noqa: E402
 from accelerate_recipes.verify.certificate import COLUMNS, Row  # noqa: E402
 from accelerate_recipes.verify.compare import compare, starts_alike  # noqa: E402
 from accelerate_recipes.verify.runs import Finished, Launch  # noqa: E402
 
 RESULTS, PAGE = ROOT / "docs" / "large.json", ROOT / "docs" / "large.md"
-CONFIGS = [
-    path.stem
-    for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-    if not path.stem.startswith(("multi_node", "single"))
-]
 # The first case runs under all configs, the others under one of each kind: together an hour on two cores.
 ALL_CONFIGS, STRATEGIES = "llama", ["ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel"]
 STEPS = 3

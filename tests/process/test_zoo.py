@@ -65,7 +65,8 @@ def write(title: str, outcomes: dict[tuple[str, str], set[str]]) -> None:
     rows = dict.fromkeys(row for row, _ in outcomes)
     lines = [[title, *(f"`{config}`" for config in CONFIGS)], ["---"] * (len(CONFIGS) + 1)]
     for row in rows:
-        lines.append([f"`{row}`", *("same" if "same" in outcomes[row, config] else "refused" for config in CONFIGS)])
+        found = ["same" if "same" in outcomes[row, config] else "not supported" for config in CONFIGS]
+        lines.append([f"`{row}`", *found])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     PAGE.write_text(pattern_of(title).sub(text, PAGE.read_text()))
 
@@ -74,7 +75,7 @@ def check(cell: Cell, outcome: str) -> None:
     """Compares with the page: a combination has the same result if its model and its optimizer have it."""
     model, optimizer, config = cell
     both = {table("model")[model][config], table("optimizer")[optimizer][config]}
-    assert outcome == ("same" if both == {"same"} else "refused"), cell
+    assert outcome == ("same" if both == {"same"} else "not supported"), cell
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_cell(
         assert_same_result(run, reference(USERS, arguments))
     else:
         assert refused(run) and run.exit_code == 2 and not (run.output_dir / "model").exists(), run.stderr
-    report((model, optimizer, config), "same" if run.exit_code == 0 else "refused")
+    report((model, optimizer, config), "same" if run.exit_code == 0 else "not supported")
 
 
 @pytest.mark.skipif(WRITES, reason="the page is written after this test")

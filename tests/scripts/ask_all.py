@@ -7,16 +7,16 @@ from typing import Any
 from unittest.mock import patch
 
 from accelerate_recipes import bundle
-from accelerate_recipes.catalog import SIZES
 from accelerate_recipes.doctor import asked
+from accelerate_recipes.matrix import SIZES
 
 
-def answers(*given: Any, **keywords: Any) -> dict[str, list[str]]:
-    *data, config = given[:7]  # of `fit`
+def answers(*given: Any, **options: Any) -> dict[str, list[str]]:
+    *data, config = given  # of `fit`
     lines = {}
     for path in bundle.configs():
         size = SIZES.get(path.stem, ["--pipeline_stages", "1"])
         with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, []])}):
             flags = replace(config, **{size[0].removeprefix("--"): int(size[1])})
-            lines[path.stem] = asked.refusals(*data, flags, *given[7:], **keywords)["lines"]
+            lines[path.stem] = asked.refusals(*data, flags, **options)["lines"]
     return lines

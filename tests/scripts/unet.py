@@ -83,7 +83,7 @@ def main(config: Config) -> None:
     accelerator = start(config)
     model = UNet()
     optimizer = torch.optim.Adam(model.parameters(), config.learning_rate)
-    fit(accelerator, model, optimizer, forward_step, Discs(256, seed=1), Discs(40, seed=2), config, summarize)
+    fit(accelerator, model, optimizer, forward_step, Discs(256, seed=1), Discs(40, seed=2), config, summarize=summarize)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The recipes and scripts that tests run, and their flags."""
 
+from accelerate_recipes.matrix import EXPERTS, MATRIX, SIZES, Cell
 from support.runs import ROOT
 
 MNIST = "recipes/mnist.py"
@@ -67,24 +68,22 @@ RECIPES = {
     "image classification": (IMAGE_CLASSIFICATION, STEPS + SHAPES),
     "vision language": (VISION_LANGUAGE, STEPS + CHATS),
 }
-# Recipes with a plan for the parallelism. test_parallel.py and test_pipeline.py check that the others are refused.
-WITH_LAYER_PLAN = (
-    *("mnist mlp", "transformer", "text classification", "embeddings", "finetune", "diffusion", "preferences"),
-    "image classification",
-    "vision language",
-)
-CAUSAL_MODELS = ("transformer", "finetune", "preferences")
-DIVIDED = {
-    "tensor_parallel": WITH_LAYER_PLAN,
-    "fsdp2_tensor_parallel": WITH_LAYER_PLAN,
-    "hsdp_tensor_parallel": WITH_LAYER_PLAN,
-    "pipeline_parallel": (*CAUSAL_MODELS, "experts"),
-    "sequence_parallel": (*CAUSAL_MODELS, "experts"),
-    "fsdp2_sequence_parallel": (*CAUSAL_MODELS, "experts"),
-    "fsdp2_expert_parallel": ("experts",),
-}
 # Flags that a config needs beside its file.
-FLAGS = {"pipeline_parallel": " --pipeline_stages 2", "fsdp2_expert_parallel": " --expert_parallel 2"}
+FLAGS = {config: f" {' '.join(flags)}" for config, flags in SIZES.items()}
+NAMES = {"mnist cnn": "mnist", "mnist mlp": "mnist --model mlp", "experts": EXPERTS}  # in the table
+
+
+def cell(recipe: str, config: str) -> Cell:
+    """What the table of recipes and configs says of one of RECIPES."""
+    return MATRIX.get((NAMES.get(recipe, recipe.replace(" ", "_")), config), Cell())
+
+
+def result_of(verdict: str) -> str:
+    """What a row of a certificate says, in the words of the table."""
+    if verdict.startswith(("same", "bit for bit")):
+        return "same"
+    return "differs" if verdict.startswith("DIFFERS") else verdict.partition(":")[0]
+
 
 # DISTURBED has 4 steps per epoch, a record every 3 steps and an evaluation every 4, so that most resumes are in the
 # middle of an epoch.

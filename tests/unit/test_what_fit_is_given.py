@@ -21,6 +21,7 @@ from accelerate_recipes.common.data.padding import pad_to_longest
 from accelerate_recipes.common.data.sets import Collated, MapDataset, checked_datasets
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.loop import fit
 from accelerate_recipes.common.norms import clip, norm_of
 from accelerate_recipes.common.parallel.ddp import DDP
 from accelerate_recipes.common.parallel.deepspeed import DEEPSPEED, check_weights
@@ -147,9 +148,9 @@ def test_what_is_no_model_or_wrapped(model: Any, expected: str) -> None:
 
 def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
-    model = nn.Linear(2, 2)
+    model, step = nn.Linear(2, 2), lambda model, batch: {"loss": model(batch["x"])[:, 0]}
     for optimizer, dataset in (([sgd(model)], ROWS), (sgd(model), DataLoader(ROWS))):
-        lines = asked.refusals(None, model, optimizer, None, dataset, ROWS, RunConfig())["lines"]
+        lines = asked.refusals(None, model, optimizer, step, dataset, ROWS, RunConfig())["lines"]
         of_run = refusal(lambda: (check_given(model, optimizer), checked_datasets(dataset, ROWS, None)))  # noqa: B023
         assert lines == [of_run]
 
@@ -243,9 +244,28 @@ def test_weights_of_another_type_than_the_batch() -> None:
 
 @pytest.mark.parametrize("name", ["forward_step", "collate_fn", "schedule", "batch_loss"])
 def test_what_is_no_function(name: str) -> None:
-    model = nn.Linear(2, 2)
+    model, given = nn.Linear(2, 2), {name: {"loss": 1}}
     expected = f"{name} is of the type dict: give fit the function itself"
-    assert expected in refusal(check_given, model, sgd(model), {name: {"loss": 1}})
+    given = given if name == "forward_step" else {"options": given}
+    assert expected in refusal(check_given, model, sgd(model), given)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("summary", "fit has no option summary; did you mean summarize?"),
+        ("collate", "fit has no option collate; did you mean collate_fn?"),
+        ("callbacks", "fit has no option callbacks; type one of summarize, tokens_per_sample, "),
+    ],
+)
+def test_unknown_options_of_fit(monkeypatch: pytest.MonkeyPatch, name: str, expected: str) -> None:
+    """The run refuses them, and so does the doctor."""
+    model, told = nn.Linear(2, 2), {name: None}
+    given = None, model, sgd(model), check_metrics, ROWS, ROWS, RunConfig()
+    line = refusal(partial(fit, *given, **told))
+    assert line.startswith(expected)
+    monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
+    assert asked.refusals(*given, **told)["lines"] == [line]
 
 
 def test_sync_batch_norm_on_a_cpu() -> None:

@@ -78,7 +78,7 @@ def main(config: Config) -> None:
         make(32, 1),
         make(11, 2) if config.set in samples.MISTAKEN_SETS else default(11, 2),
         config,
-        SUMMARIES.get(config.summary, dict),
+        summarize=SUMMARIES.get(config.summary, dict),
         collate_fn=samples.COLLATE_FNS.get(config.collate_fn),
         sampler=samples.SAMPLERS.get(config.sampler),
     )

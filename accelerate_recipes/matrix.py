@@ -1,0 +1,71 @@
+"""The table of recipes and configs: what each pair needs, and what `accelerate-recipes verify` finds. No torch here."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from accelerate_recipes import bundle
+
+# A recipe, or one of its models that configs divide in another way, as somebody types it.
+EXPERTS = "transformer --num_experts 4"
+RECIPES = (
+    *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification", "embeddings"),
+    *("finetune", "preferences", "image_classification", "diffusion", "vision_language"),
+)
+# Those that one machine compares with one process, which single.yaml is.
+CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
+# Sizes that are no settings of a config file, but flags of all recipes: {config: [flag, size]}.
+SIZES = {"pipeline_parallel": ["--pipeline_stages", "2"], "fsdp2_expert_parallel": ["--expert_parallel", "2"]}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A recipe under a config.
+
+    Attributes:
+        result: what `verify` finds, against one process.
+        flags: what the config needs beside its file.
+        line: words with which a run ends that is not supported.
+    """
+
+    result: Literal["same", "differs", "not supported"] = "same"
+    flags: tuple[str, ...] = ()
+    line: str = ""
+
+
+_CAUSAL = ("transformer", EXPERTS, "finetune", "preferences")
+_NOT_CAUSAL = [recipe for recipe in RECIPES if recipe not in _CAUSAL]
+_TENSOR = ("tensor_parallel", "fsdp2_tensor_parallel", "hsdp_tensor_parallel")
+_SEQUENCE = ("sequence_parallel", "fsdp2_sequence_parallel")
+# (words of a run's line, configs, recipes that they do not support); of two rows for a pair, the later one counts.
+_NOT_SUPPORTED = (
+    ("has no tp_plan", _TENSOR, ["mnist", "linear_regression"]),
+    ("packed_colwise: expected one of", _TENSOR, [EXPERTS]),
+    ("cannot divide sequences", _SEQUENCE, _NOT_CAUSAL),
+    ("cannot be cut into stages", ["pipeline_parallel"], _NOT_CAUSAL),
+    ("batch_loss needs two passes per step", ["pipeline_parallel"], ["embeddings"]),
+    ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
+)
+# DeepSpeed's bf16 rounds at other places than autocast. For all but one, the parity check ends the run.
+_DIFFER = ("finetune", "preferences", "image_classification", "vision_language")
+
+MATRIX = (
+    {(recipe, config): Cell(flags=tuple(SIZES.get(config, ()))) for recipe in RECIPES for config in CONFIGS}
+    | {(recipe, "deepspeed_zero2_bf16"): Cell("differs") for recipe in _DIFFER}
+    | {
+        (recipe, config): Cell("not supported", line=line)
+        for line, configs, recipes in _NOT_SUPPORTED
+        for config in configs
+        for recipe in recipes
+    }
+)
+
+
+def flags_for(name: str, config: str) -> list[str] | None:
+    """The flags of a recipe under a config: those of its first model that the config supports, and the config's own.
+    None: it supports no model."""
+    for recipe in RECIPES:
+        own, *model = recipe.split()
+        cell = MATRIX.get((recipe, config), Cell())
+        if own == name and cell.result != "not supported":
+            return [*model, *cell.flags]
+    return None

@@ -1,0 +1,45 @@
+"""The options of `fit`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ..data.sets import CollateFn, Examples, Metrics
+from ..plan import Sampler
+from ..schedule import ScheduleFn
+from .batch_loss import BatchLossFn
+
+
+class FitOptions(TypedDict, total=False):
+    """What a recipe may tell `fit` beside what each run needs, by keyword.
+
+    Attributes:
+        summarize: means over an evaluation set -> metrics to report.
+        tokens_per_sample: if samples are sequences; adds `tokens_per_second` to records.
+        flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu`, the
+            share of the GPUs' peak rate, to records if that peak is known.
+        examples: {name: the values of `forward_step` for each sample of an evaluation set, in its
+            order} -> more metrics, such as an F1 score. Integers, such as class ids, have no mean then.
+            With `batch_loss`, its metrics are among the values.
+        collate_fn: samples -> batch, such as `pad_to_longest()`.
+        sampler: (epoch, generator) -> order of sample ids in this epoch; the same length in each.
+        schedule: (step, num_steps, warmup_steps) -> share of the peak learning rate, instead of
+            `--lr_schedule`.
+        export: folder -> None; writes more files beside the exported weights, such as a tokenizer.
+        batch_loss: for a loss that compares samples, as a contrastive one does. `forward_step` then returns
+            {name: values of shape (batch, ...)}, such as vectors, and no "loss". `batch_loss` gets
+            {name: values of all samples of the optimizer step, of shape (batch_size, ...), in their order} and
+            returns the metrics, each of shape (batch_size,), with the "loss". Weights of its own, such as a
+            temperature, must be in the model and among the values, expanded to (batch,). An evaluation calls it for
+            each `--batch_size` samples in a row and for the rest.
+    """
+
+    summarize: Callable[[Metrics], Metrics]
+    tokens_per_sample: int | None
+    flops_per_sample: float | None
+    examples: Callable[[Examples], Metrics] | None
+    collate_fn: CollateFn | None
+    sampler: Sampler | None
+    schedule: ScheduleFn | None
+    export: Callable[[Path], Any] | None
+    batch_loss: BatchLossFn | None
