@@ -17,7 +17,7 @@ from .config import RunConfig
 from .cpu_group import CpuGroup
 from .data.batches import batches
 from .data.mixture import by_source
-from .data.sets import CollateFn, Examples, ForwardStep, MapDataset, Metrics, checked_datasets
+from .data.sets import CollateFn, Examples, ForwardStep, MapDataset, Metrics, check_datasets
 from .evaluation import Evaluation, evaluate_exported
 from .parallel.strategies import check_trainable, layout_of, prepare
 from .plan import Plan, Sampler
@@ -92,7 +92,7 @@ def fit(
     """
     check_given(model, optimizer, locals())
     forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
-    train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
+    train_set, eval_sets = check_datasets(train_set, eval_set, collate_fn)
     group, plan = CpuGroup(config.hang_timeout), Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
     setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, batch_loss), train_set)
     if config.evaluate_only:

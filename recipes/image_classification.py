@@ -31,7 +31,7 @@ from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.tasks.encoder import freeze_key_biases
 from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
 from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
+from accelerate_recipes.common.tasks.photos import Confusion, PhotoFormat, Photos, load_labelled_images
 from accelerate_recipes.common.tasks.pretrained import load
 
 KEY_BIASES = ("attention.k_proj.bias", "attention.attention.key.bias")
@@ -120,7 +120,7 @@ def main(config: Config) -> Callable[[], None]:
     """Trains. Returns what the main process does alone afterwards: draw which classes are taken for which."""
     disable_progress_bar()
     accelerator = start(config)
-    sources = Sources(config, lambda data: load_photos(data, config.max_samples), same=("classes",))
+    sources = Sources(config, lambda data: load_labelled_images(data, config.max_samples), same=("classes",))
     model, form = build(config, sources.train.classes)
     classes = names_of(model.config)  # a pretrained head that knows them keeps its order
     if config.freeze_backbone:
@@ -128,8 +128,8 @@ def main(config: Config) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     forward_step = make_forward_step(config.label_smoothing, len(classes))
     sets = sources.sets(
-        lambda part: Photos(part.ordered(classes), form, config.least_area, config.mirror),
-        lambda part: Photos(part.ordered(classes), form, None),
+        lambda part: Photos(part.reorder(classes), form, config.least_area, config.mirror),
+        lambda part: Photos(part.reorder(classes), form, None),
     )
     confusion = Confusion(classes)
     fit(accelerator, model, optimizer, forward_step, *sets, config, examples=confusion, export=form.write)

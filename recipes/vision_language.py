@@ -36,7 +36,7 @@ from accelerate_recipes.common.tasks.conversations import Conversation
 from accelerate_recipes.common.tasks.lora import add_lora, check_flags, write_merged
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import export_of
-from accelerate_recipes.common.tasks.vision_batches import VisionDataset, VisionEncoder, unpadded
+from accelerate_recipes.common.tasks.vision_batches import VisionDataset, VisionEncoder, unpad
 from accelerate_recipes.common.tasks.vision_chats import VisionChats, load_vision_chats
 from accelerate_recipes.common.tasks.vision_models import (
     freeze_named,
@@ -98,7 +98,7 @@ def build(config: Config) -> tuple[nn.Module, VisionEncoder]:
         checkpoint_activations(model)
     processor = with_chat_template(processor, model)
     encoder = VisionEncoder(processor, model.config.image_token_id, config.max_length)
-    model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length, sees=unpadded)
+    model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length, sees=unpad)
     trained: nn.Module = model
     if path is not None and config.lora_rank:
         trained = add_lora(model, config.lora_rank, config.lora_targets, path)

@@ -42,9 +42,9 @@ def look(
 ) -> dict[str, Any]:
     """Takes the arguments of `fit`. Returns facts about the data, and the first samples of the first step."""
     from accelerate_recipes.common.data.batches import batches
-    from accelerate_recipes.common.data.facts import said
+    from accelerate_recipes.common.data.facts import data_lines
     from accelerate_recipes.common.data.mixture import Mixture, by_source
-    from accelerate_recipes.common.data.sets import checked_datasets
+    from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.errors import UsageError
     from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan
@@ -54,7 +54,7 @@ def look(
     sources = {"training": own} | {f"evaluation {name}".strip(): part for name, part in named.items()}
     try:
         _, sampler = by_source(train_set, eval_set, _forward_step, keywords.get("sampler"))
-        train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
+        train_set, _ = check_datasets(train_set, eval_set, keywords.get("collate_fn"))
         config = replace(config, micro_batch_size=None, num_workers=0)
         plan = Plan.of(config, layout_of(config), len(train_set), keywords.get("schedule"), sampler)
         epoch, ids = next(plan.micro_batches(0))
@@ -65,10 +65,10 @@ def look(
     tokenizer = _tokenizer(keywords.get("export"))
     shown = [_sample(batch, row, _raw(own, int(ids[row])), tokenizer, names) for row in range(min(number, len(ids)))]
     return {
-        "lines": said(),
+        "lines": data_lines(),
         "sizes": {name: _size(part) for name, part in sources.items()},
         "batch": {name: _shape(value) for name, value in batch.items()},
-        **_spread(own, names),
+        **_survey(own, names),
         "samples": [{"id": int(ids[row]), "parts": parts} for row, parts in enumerate(shown)],
     }
 
@@ -104,7 +104,7 @@ def _raw(dataset: Any, index: int) -> dict[str, Any]:
     return sample if isinstance(sample, dict) else {}
 
 
-def _spread(dataset: Any, names: list[str]) -> dict[str, Any]:
+def _survey(dataset: Any, names: list[str]) -> dict[str, Any]:
     """The lengths and the whole numbers of samples all over the set, as many as the time allows."""
     size, started = len(dataset), time.monotonic()
     step = max(1, size // MOST_LOOKED_AT)
@@ -206,7 +206,7 @@ def _runs(
             continue  # padding at the end of a block
         for learns, run in itertools.groupby(range(len(ids)), key=trained.__getitem__):
             places = [*run]
-            runs.append((_decoded(ids[places].tolist(), tokenizer), learns, start > 0 and places[0] == 0))
+            runs.append((_decode(ids[places].tolist(), tokenizer), learns, start > 0 and places[0] == 0))
     return runs
 
 
@@ -225,7 +225,7 @@ def _is_shifted(tokens: Tensor, labels: Tensor) -> bool:
     return int((labels[:-1] == tokens[1:])[known[:-1]].sum()) > own or own == 0
 
 
-def _decoded(ids: Iterable[int], tokenizer: Any) -> str:
+def _decode(ids: Iterable[int], tokenizer: Any) -> str:
     return _visible(tokenizer.decode([*ids]) if tokenizer else " ".join(map(str, ids)) + " ")
 
 

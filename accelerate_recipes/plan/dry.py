@@ -29,10 +29,10 @@ def measure(*arguments: Any, **keywords: Any) -> list[dict[str, Any]]:
     """Takes the arguments of `fit`. Answers each Question of the variable, in a process of its own, with Facts or a
     NoPlan, as JSON."""
     gpu, questions = json.loads(os.environ[QUESTION])
-    return [_answered(Question(**question), Gpu(**gpu), arguments, keywords) for question in questions]
+    return [_answer(Question(**question), Gpu(**gpu), arguments, keywords) for question in questions]
 
 
-def _answered(question: Question, gpu: Gpu, arguments: Any, keywords: Any) -> dict[str, Any]:
+def _answer(question: Question, gpu: Gpu, arguments: Any, keywords: Any) -> dict[str, Any]:
     reader, writer = os.pipe()
     if child := os.fork():  # a dry run changes the model, and pretends to be a process of many
         os.close(writer)
@@ -41,7 +41,7 @@ def _answered(question: Question, gpu: Gpu, arguments: Any, keywords: Any) -> di
         os.waitpid(child, 0)
         return json.loads(text) if text else NoPlan(failed="its process ended early").as_json()
     try:
-        answer = _measured(question, gpu, *arguments, **keywords)
+        answer = _measure(question, gpu, *arguments, **keywords)
     except DynamicOutputShapeException:
         answer = NoPlan(failed="its shapes depend on values, as with pictures or experts")
     except UsageError as error:
@@ -54,7 +54,7 @@ def _answered(question: Question, gpu: Gpu, arguments: Any, keywords: Any) -> di
     os._exit(0)
 
 
-def _measured(
+def _measure(
     question: Question,
     gpu: Gpu,
     accelerator: Any,
@@ -69,7 +69,7 @@ def _measured(
 ) -> Facts | NoPlan:
     from accelerate_recipes.common.check.reference import why_not_checked
     from accelerate_recipes.common.data.mixture import by_source
-    from accelerate_recipes.common.data.sets import checked_datasets
+    from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.environment import is_true
     from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan
@@ -83,11 +83,11 @@ def _measured(
     config = replace(config, pipeline_stages=question.stages, check_steps=0, compile=False)
     layout = replace(layout_of(config), device="cpu")
     forward_step, sampler = by_source(train_set, eval_set, forward_step, keywords.get("sampler"))
-    train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
+    train_set, _ = check_datasets(train_set, eval_set, keywords.get("collate_fn"))
     plan = Plan.of(config, layout, len(train_set), keywords.get("schedule"), sampler)
     why_not = why_not_checked(layout.precision, sum(weight.nbytes for weight in model.parameters()), gpu.usable)
     run, offloads = _run(plan, check_steps, why_not, keywords), is_true("FSDP_OFFLOAD_PARAMS")
-    step = DryRun(plan, forward_step, keywords.get("batch_loss"), gpu, question.last).measured(
+    step = DryRun(plan, forward_step, keywords.get("batch_loss"), gpu, question.last).measure(
         model, optimizer, train_set
     )
     if offloads:  # to the CPU's memory: a GPU holds what is gathered

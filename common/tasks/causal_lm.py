@@ -132,7 +132,7 @@ def with_losses(
 
     forward(tokens, labels, positions=None, places=None), all int64 of shape (batch, context), returns the mean loss of
     each example, shape (batch,), over the labels that are not `IGNORED`. With `places`, of shape (batch, number), from
-    `trained_places`, the model computes logits there alone. Losses are much smaller than logits, so mixed
+    `find_trained_places`, the model computes logits there alone. Losses are much smaller than logits, so mixed
     precision converts little and sharding gathers little. The parameters keep their names, and the exported
     model keeps its class.
 
@@ -208,7 +208,7 @@ def _means(losses: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
     return losses.view_as(labels).sum(1) / num_labels.clamp(min=1)
 
 
-def trained_places(labels: Tensor) -> Tensor:
+def find_trained_places(labels: Tensor) -> Tensor:
     """The places of labels that are not `IGNORED`, and -1 until their number is a multiple of 16: so there are some in
     each sample, and shapes vary less.
 

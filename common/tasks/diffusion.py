@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.joined = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.modulation = zeroed(nn.Linear(width, 6 * width))
+        self.modulation = zero_weights(nn.Linear(width, 6 * width))
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(condition).unsqueeze(1).chunk(6, dim=-1)
@@ -101,8 +101,8 @@ class DiT(nn.Module):
         self.label = nn.Embedding(num_classes + 1, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.modulation = zeroed(nn.Linear(width, 2 * width))
-        self.leave = zeroed(nn.Linear(width, channels * patch_size**2))
+        self.modulation = zero_weights(nn.Linear(width, 2 * width))
+        self.leave = zero_weights(nn.Linear(width, channels * patch_size**2))
 
     def forward(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         condition = F.silu(self.time(waves(times).to(images.dtype)) + self.label(labels))
@@ -122,7 +122,7 @@ def waves(times: Tensor) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-def zeroed(layer: nn.Linear) -> nn.Linear:
+def zero_weights(layer: nn.Linear) -> nn.Linear:
     """The layer with weights of zero. A block then starts as the identity, which trains faster."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 from ..data.facts import say
 from ..errors import UsageError
-from .lists import counted, cut
+from .lists import count_by_class, shorten
 from .picture_files import Opener
 from .picture_folders import FORM, LABELS, Labelled, read_folder
 from .sources import load_splits
@@ -39,7 +39,7 @@ class LabelledPictures:
         rows = ids.tolist()
         return LabelledPictures(Subset(self.pictures, rows), [self.labels[row] for row in rows], self.classes)
 
-    def ordered(self, classes: list[str]) -> "LabelledPictures":
+    def reorder(self, classes: list[str]) -> "LabelledPictures":
         """The same pictures with their classes in this order, perhaps among others."""
         numbers = [classes.index(name) for name in self.classes]
         return replace(self, labels=[numbers[label] for label in self.labels], classes=classes)
@@ -72,7 +72,7 @@ class Pictures:
         return self.files[index] if isinstance(self.files, list) else f"--data {self.data}: the picture in row {index}"
 
 
-def load_labelled_pictures(data: str, advice: str, max_samples: int | None = None) -> list[LabelledPictures]:
+def load_image_splits(data: str, advice: str, max_samples: int | None = None) -> list[LabelledPictures]:
     """The pictures for training and, if the source has some, those for evaluation; both with the same classes.
 
     Args:
@@ -94,12 +94,12 @@ def load_labelled_pictures(data: str, advice: str, max_samples: int | None = Non
     train, evaluation = parts[0].classes, parts[-1].classes
     classes = train + [name for name in evaluation if name not in train]
     if unseen := [name for name in evaluation if name not in train]:
-        say(f"--data {data}: classes of the evaluation that no picture for training has: {cut(unseen)}")
-    parts = [part.ordered(classes) for part in parts]
+        say(f"--data {data}: classes of the evaluation that no picture for training has: {shorten(unseen)}")
+    parts = [part.reorder(classes) for part in parts]
     tasks = ["training", "evaluation"] if len(parts) == 2 else ["training and evaluation"]
     facts = [f"{len(part.labels):,} pictures for {task}" for part, task in zip(parts, tasks)]
     labels = [label for part in parts for label in part.labels]
-    say(f"--data {data}: {' and '.join(facts)}, {counted(classes, labels)}")
+    say(f"--data {data}: {' and '.join(facts)}, {count_by_class(classes, labels)}")
     return parts
 
 
@@ -108,7 +108,7 @@ def _of_folder(data: str, files: Labelled, max_samples: int | None) -> LabelledP
         chosen = torch.randperm(len(files), generator=torch.Generator().manual_seed(0))[:max_samples]
         files = [files[number] for number in chosen.sort().values.tolist()]
     paths, names = zip(*files)
-    labels, classes = _numbered(names)
+    labels, classes = _number_classes(names)
     return LabelledPictures(Pictures(data, list(paths)), labels, classes)
 
 
@@ -133,7 +133,7 @@ def _of_table(data: str, split: Any) -> LabelledPictures:
     pictures = Pictures(data, split.cast_column(image, datasets.Image(decode=False))[image])
     found = split[label][:]
     if all(isinstance(name, str) for name in found):
-        return LabelledPictures(pictures, *_numbered(found))
+        return LabelledPictures(pictures, *_number_classes(found))
     labels = numpy.asarray(found)
     if labels.dtype.kind not in "iu" or labels.min() < 0:
         raise UsageError(
@@ -143,7 +143,7 @@ def _of_table(data: str, split: Any) -> LabelledPictures:
     return LabelledPictures(pictures, labels.tolist(), list(names))
 
 
-def _numbered(names: Sequence[str]) -> tuple[list[int], list[str]]:
+def _number_classes(names: Sequence[str]) -> tuple[list[int], list[str]]:
     """(the number of each sample's class, the classes in order)"""
     classes = sorted({*names})
     numbers = {name: number for number, name in enumerate(classes)}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import UsageError, first_line
-from .labelled_pictures import LabelledPictures, load_labelled_pictures
+from .labelled_pictures import LabelledPictures, load_image_splits
 from .sources import hold_out
 
 HELD_OUT = 5  # one picture in so many is for evaluation, if the source has no evaluation part
@@ -93,7 +93,7 @@ class Photos(Dataset):
         pixels = torch.from_numpy(numpy.array(resized)).permute(2, 0, 1).float() / 255
         if self.least_area is not None:
             is_mirrored = torch.rand(()) < 0.5 and self.mirror  # drawn in any case, so that the rest stays the same
-            pixels = _recoloured(pixels.flip(-1) if is_mirrored else pixels)
+            pixels = _jitter_colours(pixels.flip(-1) if is_mirrored else pixels)
         return {"image": (pixels - self.mean) / self.std, "label": self.source.labels[index]}
 
 
@@ -112,7 +112,7 @@ def _random_box(width: int, height: int, least_area: float) -> tuple[float, floa
     return left, top, left + box_width, top + box_height
 
 
-def _recoloured(pixels: Tensor) -> Tensor:
+def _jitter_colours(pixels: Tensor) -> Tensor:
     """Other brightness, contrast and saturation, each times 0.7 to 1.3."""
     brightness, contrast, saturation = (0.7 + 0.6 * torch.rand(3)).tolist()
     pixels = pixels * brightness
@@ -120,7 +120,7 @@ def _recoloured(pixels: Tensor) -> Tensor:
     return torch.lerp(pixels.mean(0, keepdim=True), pixels, saturation).clamp(0, 1)
 
 
-def load_photos(data: str, max_samples: int | None = None) -> tuple[LabelledPictures, LabelledPictures]:
+def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[LabelledPictures, LabelledPictures]:
     """Loads pictures with their classes.
 
     Args:
@@ -137,9 +137,9 @@ def load_photos(data: str, max_samples: int | None = None) -> tuple[LabelledPict
     if data == "shapes":
         if max_samples is not None:
             raise UsageError("--max_samples is for sets of the Hub and files, not for --data shapes: remove it")
-        parts = [_drawn()]
+        parts = [_draw_shapes()]
     else:
-        parts = load_labelled_pictures(data, ADVICE, max_samples)
+        parts = load_image_splits(data, ADVICE, max_samples)
     if len({*parts[0].labels}) < 2:
         raise UsageError(
             f"--data {data} has pictures of one class, {parts[0].classes[parts[0].labels[0]]}: expected two or more, "
@@ -151,7 +151,7 @@ def load_photos(data: str, max_samples: int | None = None) -> tuple[LabelledPict
     return parts[0].part(rest), parts[0].part(held_out)
 
 
-def _drawn() -> LabelledPictures:
+def _draw_shapes() -> LabelledPictures:
     """Shapes of all colours, sizes and places on pictures of all sizes, the same in each run."""
     generator = random.Random(0)
     labels = [number % len(SHAPES) for number in range(NUM_DRAWN)]

@@ -43,9 +43,9 @@ class Opener:
         try:
             with warnings.catch_warnings(action="ignore"):  # of Pillow, about what it then reads
                 if isinstance(file, Image.Image):
-                    return self._shown(file, name)
+                    return self._decode(file, name)
                 with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as picture:
-                    shown = self._shown(picture, name)
+                    shown = self._decode(picture, name)
                     self._mention_frames(picture, name)
                     return shown
         except UsageError:
@@ -53,7 +53,7 @@ class Opener:
         except Exception as error:  # Pillow raises many types
             raise UsageError(f"{name} cannot be read ({_reason(file, error)})") from None
 
-    def _shown(self, picture: Image.Image, name: str) -> Image.Image:
+    def _decode(self, picture: Image.Image, name: str) -> Image.Image:
         raw = _raw_mode(picture)
         picture.load()
         is_grey = ImageMode.getmode(picture.mode).basemode == "L" or raw.startswith("LA")  # LA of 16 bits opens as RGBA

@@ -47,7 +47,7 @@ def read_folder(data: str, folder: Path, advice: str) -> list[Labelled]:
     parts = []
     for below in _parts(data, folder, files, left_out):
         own = [file for file in files if file.startswith(below)]
-        parts.append(_described(folder, below, own, left_out) or _by_folder(below, own, left_out))
+        parts.append(_by_table(folder, below, own, left_out) or _by_folder(below, own, left_out))
         if not parts[-1]:
             raise UsageError(f"--data {data}: the pictures in {folder / below} have no classes: {FORM}")
     if facts := _counts(left_out):
@@ -130,7 +130,7 @@ def _by_folder(below: str, files: list[str], left_out: LeftOut) -> list[tuple[st
     return [(file, way[0]) for file, way in ways if len(way) > 1]
 
 
-def _described(folder: Path, below: str, files: list[str], left_out: LeftOut) -> list[tuple[str, str]]:
+def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> list[tuple[str, str]]:
     """The classes that a table in the folder gives its pictures; [] without a table that has classes."""
     for name in METADATA:
         path = folder / below / name

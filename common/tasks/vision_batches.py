@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from ..data import Batch, pad_to_longest
 from ..errors import UsageError, first_line
-from .causal_lm import IGNORED, trained_places
-from .conversations import answer_spans, rendered
+from .causal_lm import IGNORED, find_trained_places
+from .conversations import answer_spans, render
 from .tokenization import adds_special_tokens
 from .vision_chats import Messages, Pictures, VisionChats
 
@@ -44,7 +44,7 @@ class VisionEncoder:
         if not hasattr(processor, "image_processor"):
             raise UsageError(f"{type(processor).__name__} reads no pictures: use recipes/finetune.py")
         small, wide = Image.new("RGB", (48, 48), "white"), Image.new("RGB", (96, 48), "grey")
-        both = self._processed(rendered(_asking(2), processor), [small, wide])
+        both = self._process(render(_asking(2), processor), [small, wide])
         length = both["input_ids"].shape[1]
         of_pictures = {name: value for name, value in both.items() if name not in NOT_OF_PICTURES}
         # Lists: the order of a set, and so that of a sample's tensors, would differ between processes.
@@ -65,7 +65,7 @@ class VisionEncoder:
             raise UsageError("the tokenizer has no token for padding: give it a pad_token")
         return token
 
-    def _processed(self, text: str | list[str], pictures: Any, **options: Any) -> dict[str, Tensor]:
+    def _process(self, text: str | list[str], pictures: Any, **options: Any) -> dict[str, Tensor]:
         texts, images = ([text], [pictures]) if isinstance(text, str) else (text, pictures)
         options |= {"add_special_tokens": adds_special_tokens(self.processor, texts[0])}
         options |= {"return_tensors": "pt", "return_offsets_mapping": True}
@@ -79,7 +79,7 @@ class VisionEncoder:
         return self._sample(messages, pictures, self.max_length)
 
     def _sample(self, messages: Messages, pictures: Pictures, max_length: int | None = None) -> dict[str, Any]:
-        found, trained = self._encoded(messages, pictures)
+        found, trained = self._encode(messages, pictures)
         whole, kept = found["input_ids"][0], slice(max_length)
         if max_length is not None and (whole[max_length:] == self.picture_token).any():
             last = int((whole == self.picture_token).nonzero()[-1]) + 1
@@ -91,7 +91,7 @@ class VisionEncoder:
         tokens = whole[kept]
         labels = tokens.roll(-1).masked_fill(~trained[kept].roll(-1), IGNORED)
         labels[-1] = IGNORED
-        sample = {"tokens": tokens, "labels": labels, "places": trained_places(labels)}
+        sample = {"tokens": tokens, "labels": labels, "places": find_trained_places(labels)}
         for name in self.of_tokens:
             sample[name] = found[name][0, kept] if name in found else torch.zeros_like(tokens)
         for name, nothing in self._without.items():
@@ -100,7 +100,7 @@ class VisionEncoder:
         sample |= {ROWS + name: torch.tensor(len(sample[name])) for name in self.of_rows}
         return sample | {"weight": float((labels != IGNORED).sum())}
 
-    def _encoded(self, messages: Messages, pictures: Pictures) -> tuple[dict[str, Tensor], Tensor]:
+    def _encode(self, messages: Messages, pictures: Pictures) -> tuple[dict[str, Tensor], Tensor]:
         """(what the processor returns, whether each token is trained).
 
         The processor puts many tokens in the place of a picture, so places in the text are counted from its end. If a
@@ -111,7 +111,7 @@ class VisionEncoder:
             raise UsageError("an answer has a picture, which a model cannot learn to write: move it to a question")
         after = max((turn + 1 for turn, number in enumerate(shown) if number), default=0)
         text, spans = answer_spans(messages, self.processor, after)
-        found = self._processed(text, pictures)
+        found = self._process(text, pictures)
         places, plain = found.pop("offset_mapping")[0], self.processor.tokenizer
         ends = plain(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         if not ends or len(places) < 2:
@@ -122,7 +122,7 @@ class VisionEncoder:
         answers = [turn for turn in range(after) if messages[turn]["role"] == "assistant"]
         if answers:
             end = answers[-1] + 1
-            earlier, flags = self._encoded(messages[:end], pictures[: sum(shown[:end])])
+            earlier, flags = self._encode(messages[:end], pictures[: sum(shown[:end])])
             last = int(flags.nonzero()[-1]) + 1 if flags.any() else 0
             if not found["input_ids"][0, :last].equal(earlier["input_ids"][0, :last]):
                 raise UsageError("its tokens change when a turn follows: end it before its last picture")
@@ -134,11 +134,11 @@ class VisionEncoder:
         label sees it: all processes then compute the same layers, as FSDP2 and ZeRO need."""
         if not any(sample[name].numel() for sample in samples for name in self._without if sample[name].ndim):
             shortest = min(range(len(samples)), key=lambda row: len(samples[row]["tokens"]))
-            samples = [self._shown(one) if row == shortest else one for row, one in enumerate(samples)]
+            samples = [self._add_blank_image(one) if row == shortest else one for row, one in enumerate(samples)]
         columns = {name: _of_one_size([sample[name] for sample in samples]) for name in self._without}
         return self._pad([s | {name: columns[name][row] for name in columns} for row, s in enumerate(samples)])
 
-    def _shown(self, sample: dict[str, Any]) -> dict[str, Any]:
+    def _add_blank_image(self, sample: dict[str, Any]) -> dict[str, Any]:
         blank = self._blank
         longer = {name: torch.cat([sample[name], blank[name]]) for name in ("tokens", *self.of_tokens)}
         labels = torch.cat([sample["labels"], torch.full_like(blank["labels"], IGNORED)])
@@ -148,13 +148,13 @@ class VisionEncoder:
     def _check(self, small: Image.Image, wide: Image.Image) -> None:
         """Raises UsageError if a batch of `collate` is not what the processor makes of several samples."""
         chats, pictures = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
-        texts = [rendered(messages, self.processor) for messages in chats]
+        texts = [render(messages, self.processor) for messages in chats]
         # The last one has no pictures. It is not for the processor: some refuse an empty list.
         samples = [self._sample(*both) for both in [*zip(chats, pictures), (_asking(0), [])]]
         own = self.collate(samples)
         others = (*self.of_tokens, *self._without, *(ROWS + name for name in self.of_rows))
-        own = unpadded({name: own[name] for name in others})
-        expected = self._processed(texts, pictures, padding=True, padding_side="right")
+        own = unpad({name: own[name] for name in others})
+        expected = self._process(texts, pictures, padding=True, padding_side="right")
         for name, value in own.items():
             if not torch.equal(expected[name], value if name in self.of_rows else value[:2]):
                 raise UsageError(
@@ -180,7 +180,7 @@ def _asking(num_pictures: int, text: str = "What?") -> Messages:
     return [{"role": "user", "content": [{"type": "image"}] * num_pictures + [{"type": "text", "text": text}]}]
 
 
-def unpadded(given: dict[str, Tensor]) -> dict[str, Tensor]:
+def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of pictures of a batch as the model takes them: rows of all samples after each other, without
     padding. Other tensors stay as they are. For `with_losses`."""
     found = {name: value for name, value in given.items() if not name.startswith(ROWS)}

@@ -83,7 +83,7 @@ def load_vision_chats(
         parts = range(cut, len(chats)), range(cut)
         return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
     splits = [_Rows.of(data, split, messages_column, images_column) for split in load_tables(data, ADVICE, max_samples)]
-    numbers: list[Sequence[int]] = [split.answered(data) for split in splits]
+    numbers: list[Sequence[int]] = [split.find_answered(data) for split in splits]
     if len(splits) == 1:
         if len(numbers[0]) < 2:
             raise UsageError(f"--data {data} has one conversation: expected 2 or more")
@@ -122,7 +122,7 @@ class _Rows:
             say(f"--data {data} has no column {images}: it has no pictures but those in parts of its messages")
         return cls(table, path.parent if path.is_file() else path, messages, images, Opener())
 
-    def answered(self, data: str) -> list[int]:
+    def find_answered(self, data: str) -> list[int]:
         """The numbers of the conversations with an answer, from which something can be learnt; a line tells how many
         have none. Raises UsageError if all have none."""
         found = [number for number, value in enumerate(self.rows.values(self.messages)) if _may_have_an_answer(value)]
@@ -172,10 +172,10 @@ def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]
         shown = [{"type": "image"} for _ in pictures]
         contents[first] = shown + contents[first]
     given = [one | {"content": [_plain(part) for part in content]} for one, content in zip(messages, contents)]
-    return given, _placed(shown, pictures)
+    return given, _match_images(shown, pictures)
 
 
-def _placed(shown: list[dict[str, Any]], pictures: list[Any]) -> list[Any]:
+def _match_images(shown: list[dict[str, Any]], pictures: list[Any]) -> list[Any]:
     """The picture of each part that shows one: its own, that with its index, or the next of the column."""
     found, left = [], iter(pictures)
     for part in shown:
@@ -232,7 +232,7 @@ def shapes(number: int = 4000) -> list[tuple[Messages, Pictures]]:
     chats = []
     for chat in range(number):
         things = [(generator.choice([*COLOURS]), generator.choice(SHAPES)) for _ in range(generator.choice((1, 1, 2)))]
-        pictures = [_drawn(*thing, generator) for thing in things]
+        pictures = [_draw(*thing, generator) for thing in things]
         messages: Messages = []
         for which, (colour, shape) in zip(("first", "second"), things):
             ask, reply = generator.choice((("colour", colour), ("shape", shape)))
@@ -252,7 +252,7 @@ def _turn(question: str, reply: str, num_pictures: int) -> Messages:
     ]
 
 
-def _drawn(colour: str, shape: str, generator: random.Random) -> Image.Image:
+def _draw(colour: str, shape: str, generator: random.Random) -> Image.Image:
     width, height = generator.randint(32, 64), generator.randint(32, 64)
     light = generator.randint(200, 255)
     image = Image.new("RGB", (width, height), (light, light, light))

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from accelerate_recipes.common.tasks.labelled_pictures import LabelledPictures
-from accelerate_recipes.common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
+from accelerate_recipes.common.tasks.photos import Confusion, PhotoFormat, Photos, load_labelled_images
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import refused
@@ -45,7 +45,7 @@ def write_classifier(folder: Path) -> None:
 def test_workers_that_are_not_forks_get_the_pictures(tmp_path: Path) -> None:
     """They are the default on macOS, on Windows, and from Python 3.14 on."""
     write_pictures(tmp_path / "pictures")
-    for part in load_photos(str(tmp_path / "pictures")):
+    for part in load_labelled_images(str(tmp_path / "pictures")):
         photos = Photos(part, PhotoFormat(12, (0.5,) * 3, (0.2,) * 3), None)
         assert torch.equal(pickle.loads(pickle.dumps(photos))[3]["image"], photos[3]["image"])
 

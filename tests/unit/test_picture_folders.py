@@ -12,9 +12,9 @@ from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.images import load_images
-from accelerate_recipes.common.tasks.labelled_pictures import LabelledPictures, load_labelled_pictures
+from accelerate_recipes.common.tasks.labelled_pictures import LabelledPictures, load_image_splits
 from accelerate_recipes.common.tasks.mixture import weights_of
-from accelerate_recipes.common.tasks.photos import load_photos
+from accelerate_recipes.common.tasks.photos import load_labelled_images
 
 Out = pytest.CaptureFixture[str]
 
@@ -27,7 +27,7 @@ def write(folder: Path, *names: str) -> None:
 
 
 def load(folder: Path | str, max_samples: int | None = None) -> list[LabelledPictures]:
-    return load_labelled_pictures(str(folder), "type --data shapes", max_samples)
+    return load_image_splits(str(folder), "type --data shapes", max_samples)
 
 
 def found(part: LabelledPictures) -> list[tuple[str, int]]:
@@ -114,7 +114,7 @@ def test_split_names_within_names_split_nothing(tmp_path: Path) -> None:
     assert found(load(tmp_path)[0]) == [
         (name.split("/")[0], number) for number, name in sorted(enumerate(names), key=lambda pair: pair[1])
     ]
-    train, evaluation = load_photos(str(tmp_path))
+    train, evaluation = load_labelled_images(str(tmp_path))
     assert len(train.labels) == 8 and len(evaluation.labels) == 1
 
 
@@ -161,7 +161,7 @@ def test_parts_are_folders_with_exactly_their_names(tmp_path: Path, files: str, 
 )
 def test_folders_without_a_meaning(tmp_path: Path, files: str, line: str) -> None:
     write(tmp_path, *[f"{file}.png" for file in files.split()])
-    for loader in (load, load_photos, load_images):
+    for loader in (load, load_labelled_images, load_images):
         with pytest.raises(UsageError, match=re.escape(line)):
             loader(str(tmp_path))
 
@@ -189,14 +189,14 @@ def test_one_class(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match="has pictures of one class, cat: expected two or more, such as a sub-folder for each"
     ):
-        load_photos(str(tmp_path))
+        load_labelled_images(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["one.png", "notes.txt", "pictures.zip", "a.csv", "a.json"])
 def test_files_that_are_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"a,b\n1,2\n")
     with pytest.raises(UsageError, match=rf"{re.escape(name)} is a file: expected a folder with a sub-folder for each"):
-        load_photos(str(tmp_path / name))
+        load_labelled_images(str(tmp_path / name))
     with pytest.raises(UsageError, match=rf"{re.escape(name)} is a file: name the folder"):
         load_images(str(tmp_path / name))
 

@@ -13,7 +13,7 @@ from PIL import Image
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.picture_files import Opener
-from accelerate_recipes.common.tasks.vision_batches import VisionEncoder, unpadded
+from accelerate_recipes.common.tasks.vision_batches import VisionEncoder, unpad
 from accelerate_recipes.common.tasks.vision_chats import _Rows, load_vision_chats, shapes, with_parts
 from accelerate_recipes.common.tasks.vision_models import freeze_named, freeze_picture_keys, freeze_unused
 from support.vision_models import FAMILIES, made
@@ -69,7 +69,7 @@ def test_loss_is_that_of_transformers(family: str, chunk: int) -> None:
     batch = encoder.collate([encoder.sample(*chat) for chat in CHATS])
     weight = batch.pop("weight")
     assert weight.sum() == (labels[:, 1:] != IGNORED).sum()
-    means = with_losses(model, chunk=chunk, longest=400, sees=unpadded)(**batch)
+    means = with_losses(model, chunk=chunk, longest=400, sees=unpad)(**batch)
     found = (means * weight).sum() / weight.sum()
     assert abs(float((found / expected).detach()) - 1) < 1e-6
     again = torch.autograd.grad(found, [*model.parameters()], allow_unused=True)
