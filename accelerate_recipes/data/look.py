@@ -22,8 +22,8 @@ SECONDS = 5.0  # for looking at many samples
 MOST_LOOKED_AT = 2000
 NUM_BARS = 10
 MOST_NAMED = 20  # values of a number
-SMALL, LARGE = 96, 256  # pixels a side of a shown picture
-COLOURS = (1, 3)  # channels of a picture
+SMALL, LARGE = 96, 256  # pixels a side of a shown image
+COLOURS = (1, 3)  # channels of an image
 MOST_COLUMNS = 4  # texts of a sample side by side
 # Tensors of whole numbers that are no tokens.
 BESIDE_TOKENS = {"labels", "attention_mask", "positions", "position_ids", "places", "token_type_ids"}
@@ -150,7 +150,7 @@ def _sample(batch: dict[str, Any], row: int, raw: dict[str, Any], tokenizer: Any
         if not isinstance(value, Tensor):
             parts.append({"name": name, "text": _visible(value)})
         elif value.ndim > 2 and value.is_floating_point() and value.shape[-3] in COLOURS:
-            parts.append({"name": name, **_pictures(value)})
+            parts.append({"name": name, **_images(value)})
         elif value.ndim == 0:
             parts.append({"name": name, "text": _text_of(name, value, names)})
         elif _holds_tokens(name, value):
@@ -234,21 +234,21 @@ def _visible(text: str) -> str:
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
-def _pictures(pixels: Tensor) -> dict[str, Any]:
-    """Pictures as PNG files, and the range of their values, which get the colours from black to white."""
+def _images(pixels: Tensor) -> dict[str, Any]:
+    """Images as PNG files, and the range of their values, which get the colours from black to white."""
     low, high = pixels.min().item(), pixels.max().item()
     least, most = next(((least, 1.0) for least in (0.0, -1.0) if least <= low and high <= 1), (low, high))
     shades = ((pixels - least) / max(most - least, 1e-9) * 255).round().clamp(0, 255).to(torch.uint8)
-    pictures = [_png(one) for one in shades.flatten(0, -4).unbind()] if pixels.ndim > 3 else [_png(shades)]
+    images = [_png(one) for one in shades.flatten(0, -4).unbind()] if pixels.ndim > 3 else [_png(shades)]
     shape = " × ".join(map(str, pixels.shape))
-    return {"pictures": pictures, "text": f"{shape}, values {low:.3g} to {high:.3g}, mean {pixels.mean().item():.3g}"}
+    return {"pictures": images, "text": f"{shape}, values {low:.3g} to {high:.3g}, mean {pixels.mean().item():.3g}"}
 
 
 def _png(shades: Tensor) -> str:
-    picture = Image.fromarray(shades.permute(1, 2, 0).squeeze(-1).numpy())
-    factor = max(1, SMALL // max(picture.size))
-    picture = picture.resize((factor * picture.width, factor * picture.height), Image.Resampling.NEAREST)
-    picture.thumbnail((LARGE, LARGE))
+    image = Image.fromarray(shades.permute(1, 2, 0).squeeze(-1).numpy())
+    factor = max(1, SMALL // max(image.size))
+    image = image.resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)
+    image.thumbnail((LARGE, LARGE))
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()

@@ -43,7 +43,7 @@ def _answer(question: Question, gpu: Gpu, arguments: Any, keywords: Any) -> dict
     try:
         answer = _measure(question, gpu, *arguments, **keywords)
     except DynamicOutputShapeException:
-        answer = NoPlan(failed="its shapes depend on values, as with pictures or experts")
+        answer = NoPlan(failed="its shapes depend on values, as with images or experts")
     except UsageError as error:
         answer = NoPlan(refused=[str(error)])
     except BaseException as error:  # what a recipe or torch raises on tensors without data

@@ -13,12 +13,12 @@ from ..data.sets import Batch, InMemoryDataset
 from ..environment import local_world_size
 from ..errors import UsageError
 from .embedded import sklearn_file
-from .labelled_pictures import load_image_splits
+from .labelled_images import load_image_splits
 from .sources import hold_out
 from .text_files import local_path
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
-ADVICE = "type --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, pictures or parquet files"
+ADVICE = "type --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, images or parquet files"
 Shape = tuple[int, int, int]  # channels, height, width
 
 
@@ -160,16 +160,16 @@ def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
 
 
 def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, ImageDataset]:
-    """Loads pictures of one size: a dataset of the Hub, a folder in the same layout, or one of classes."""
+    """Loads images of one size: a dataset of the Hub, a folder in the same layout, or one of classes."""
     parts = load_image_splits(data, ADVICE, max_samples)
     num_images, classes = sum(len(part.labels) for part in parts), parts[0].classes
-    size = numpy.asarray(parts[0].pictures[0]).size * num_images * local_world_size()  # each process holds all images
+    size = numpy.asarray(parts[0].images[0]).size * num_images * local_world_size()  # each process holds all images
     if size > psutil.virtual_memory().available // 2:
         raise UsageError(
             f"--data {data}: its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes): "
             "type --max_samples with a smaller number"
         )
-    images = [[numpy.asarray(picture) for picture in part.pictures] for part in parts]
+    images = [[numpy.asarray(image) for image in part.images] for part in parts]
     has_colour = any(image.ndim == 3 for part in images for image in part)
     shape = 3 if has_colour else 1, *images[0][0].shape[:2]
     sets = []
@@ -177,7 +177,7 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
         for row, image in enumerate(pixels):
             if image.shape[:2] != shape[1:]:
                 raise UsageError(
-                    f"{parts[0].pictures.name(0)} has {shape[1]} x {shape[2]} pixels, {part.pictures.name(row)} "
+                    f"{parts[0].images.name(0)} has {shape[1]} x {shape[2]} pixels, {part.images.name(row)} "
                     f"{image.shape[0]} x {image.shape[1]}: expected one size; resize them first"
                 )
         sets.append(ImageDataset(_stack(pixels, shape[0]), torch.tensor(part.labels), len(classes), classes))

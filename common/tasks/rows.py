@@ -109,12 +109,12 @@ class Table:
 
 
 def table_of_dataset(data: str, split: Any) -> Table:
-    """The rows of a `datasets.Dataset`; its pictures are not decoded."""
+    """The rows of a `datasets.Dataset`; its images are not decoded."""
     import datasets  # not at the top: the import takes seconds
 
     plain = datasets.Image(decode=False)
     for column, kind in split.features.items():
-        if holds_pictures(kind):
+        if holds_images(kind):
             split = split.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
     name = f"{data}, {split.split}" if split.split else data
     read, rows = split.__getitem__, partial(iter, split)
@@ -122,8 +122,8 @@ def table_of_dataset(data: str, split: Any) -> Table:
     return Table(name, split.column_names, len(split), read, rows, *facts, column=read)
 
 
-def holds_pictures(kind: Any) -> bool:
-    """Whether a column of this type in `datasets` holds pictures, or lists of them."""
+def holds_images(kind: Any) -> bool:
+    """Whether a column of this type in `datasets` holds images, or lists of them."""
     return getattr(kind, "feature", kind).__class__.__name__ == "Image"
 
 

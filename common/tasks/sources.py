@@ -88,7 +88,7 @@ def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[
     """
     files = table_files(data, advice)
     if files is not None and not files.all_end_with(".parquet"):
-        raise UsageError(f"--data {data}: expected .parquet files, which hold pictures; {advice}")
+        raise UsageError(f"--data {data}: expected .parquet files, which hold images; {advice}")
     return _load_splits(data, advice, max_samples, files)
 
 
