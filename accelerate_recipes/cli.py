@@ -93,7 +93,7 @@ def data(
     recipe: Annotated[Path, typer.Argument(help="a recipe")],
     flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
     samples: Annotated[int, typer.Option(help="how many samples of the first step to show", min=0)] = 4,
-    output: Annotated[Path | None, typer.Option(help="an HTML page, with the pictures")] = None,
+    output: Annotated[Path | None, typer.Option(help="an HTML page, with the images")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what the model gets of the data: sizes, lengths, what is left out, the first samples. Trains nothing.

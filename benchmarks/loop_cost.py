@@ -112,10 +112,10 @@ def classification_loss(model: nn.Module, pixels: Tensor, labels: Tensor) -> Ten
 
 def tasks() -> list[Task]:
     """The tasks to measure."""
-    pictures = images(4096)
+    random_images = images(4096)
     return [
-        Task("784-10-10-10, batch 32", mlp, pictures, classify, classification_loss, 32, 1),
-        Task("CNN, batch 128", cnn, pictures, classify, classification_loss, 128, 10),
+        Task("784-10-10-10, batch 32", mlp, random_images, classify, classification_loss, 32, 1),
+        Task("CNN, batch 128", cnn, random_images, classify, classification_loss, 128, 10),
         Task(
             "transformer, batch 12 of 64 tokens",
             transformer,

@@ -18,7 +18,7 @@ from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.chat_models import small_chat_model, without_dropout
 from accelerate_recipes.common.tasks.chats import Chats, encode
-from accelerate_recipes.common.tasks.preferences import PairDataset, divided, log_probabilities, pairs_by_rules
+from accelerate_recipes.common.tasks.preferences import PairDataset, log_probabilities, pairs_by_rules, split_pair
 from recipes import preferences as recipe
 
 NAMES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "ipo": "ipo"}
@@ -53,7 +53,7 @@ def own_loss(policy: Any, reference: Any, tokenizer: Any, kind: str, rows: list[
     policy, reference = (
         with_losses(without_dropout(copy.deepcopy(one)), longest=MAX_LENGTH).train() for one in (policy, reference)
     )
-    chats = [chat for row in rows for chat in divided(row)]
+    chats = [chat for row in rows for chat in split_pair(row)]
     pairs = Chats([encode(chat, tokenizer, MAX_LENGTH) for chat in chats], chats.__getitem__)
     collate = pad_to_longest({"labels": IGNORED, "places": -1}, None)
 

@@ -16,7 +16,7 @@ from .config import RunConfig
 from .cpu_group import CpuGroup
 from .data.batches import batches
 from .data.mixture import by_source
-from .data.sets import ForwardStep, MapDataset, Metrics, checked_datasets
+from .data.sets import ForwardStep, MapDataset, Metrics, check_datasets
 from .evaluation import Evaluation, evaluate_exported
 from .parallel.strategies import check_trainable, layout_of, prepare
 from .plan import Plan
@@ -65,7 +65,7 @@ def fit(
     """
     check_given(model, optimizer, locals())
     forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
-    train_set, eval_sets = checked_datasets(train_set, eval_set, options.get("collate_fn"))
+    train_set, eval_sets = check_datasets(train_set, eval_set, options.get("collate_fn"))
     group = CpuGroup(config.hang_timeout)
     plan = Plan.of(config, layout_of(config), len(train_set), options.get("schedule"), sampler)
     setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss")), train_set)

@@ -2,12 +2,12 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/diffusion.py
 
-Data: scikit-learn's 1,797 digits, embedded; or a folder with MNIST's four IDX files, with a sub-folder of pictures for
+Data: scikit-learn's 1,797 digits, embedded; or a folder with MNIST's four IDX files, with a sub-folder of images for
 each class, or with parquet files; or the Hub id of an image-classification dataset.
-Expect: 99 % of 200 pictures show the digit that was asked for, by the nearest training image.
+Expect: 99 % of 200 images show the digit that was asked for, by the nearest training image.
 Time: a minute and a half on two CPU cores.
 
-For MNIST, and for other pictures by the model of an earlier run:
+For MNIST, and for other images by the model of an earlier run:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/diffusion.py --data path/to/mnist \\
         --patch_size 4 --epochs 3 --eval_every 5000
@@ -48,9 +48,9 @@ class Config(RunConfig):
     num_layers: int = flag(4, "layers of the model", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
     class_dropout: float = flag(0.1, "share of samples whose class the model is not told", minimum=0, below=1)
-    guidance: float = flag(1.5, "how much the class counts in pictures: 1 as in the data, more: clearer", minimum=0)
-    num_steps: int = flag(50, "steps from noise to a picture", minimum=1)
-    num_pictures: int = flag(20, "pictures of each class that the exported model makes", minimum=0)
+    guidance: float = flag(1.5, "how much the class counts in images: 1 as in the data, more: clearer", minimum=0)
+    num_steps: int = flag(50, "steps from noise to an image", minimum=1)
+    num_pictures: int = flag(20, "images of each class that the exported model makes", minimum=0)
 
 
 class NoisyImages(Dataset):
@@ -84,10 +84,10 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def generate(model: nn.Module, noise: Tensor, labels: Tensor, no_label: int, config: Config) -> Tensor:
-    """Follows the velocities from noise to pictures, with classifier-free guidance (Ho and Salimans 2022).
+    """Follows the velocities from noise to images, with classifier-free guidance (Ho and Salimans 2022).
 
     Returns:
-        pictures of the shape of the noise (batch, channels, height, width), in [0, 1]
+        images of the shape of the noise (batch, channels, height, width), in [0, 1]
     """
     images, labels = noise, torch.cat([labels, torch.full_like(labels, no_label)])
     for step in range(config.num_steps):
@@ -103,23 +103,23 @@ def build(config: Config, images: ImageDataset) -> DiT:
     return DiT(images.image_shape, images.num_classes, *sizes)
 
 
-def write_pictures(config: Config, sources: list[ImageDataset], device: torch.device) -> None:
-    """Writes pictures by the exported model, a column for each class. Prints how many show their class."""
+def write_images(config: Config, sources: list[ImageDataset], device: torch.device) -> None:
+    """Writes images by the exported model, a column for each class. Prints how many show their class."""
     images = sources[0]
     model = build(config, images)
     load_exported(config.output_dir, model)
     labels = torch.arange(images.num_classes).repeat(config.num_pictures)
     noise = torch.randn(len(labels), *images.image_shape, generator=torch.Generator().manual_seed(config.seed))
     model.to(device).eval()
-    pictures = generate(model, noise.to(device), labels.to(device), images.num_classes, config).cpu()
+    generated = generate(model, noise.to(device), labels.to(device), images.num_classes, config).cpu()
     path = config.output_dir / "pictures.png"
-    write_grid(pictures, images.num_classes, path)
-    share = share_recognised(pictures, labels, sources)
-    print(f"{path}: by the nearest training image, {share:.0%} of {len(pictures)} pictures show the class asked for")
+    write_grid(generated, images.num_classes, path)
+    share = share_recognised(generated, labels, sources)
+    print(f"{path}: by the nearest training image, {share:.0%} of {len(generated)} images show the class asked for")
 
 
 def main(config: Config) -> Callable[[], None] | None:
-    """Trains. Returns what the main process does alone afterwards: let the exported model make pictures."""
+    """Trains. Returns what the main process does alone afterwards: let the exported model make images."""
     accelerator = start(config)
     sources = Sources(config, lambda data: load_images(data, config.max_samples), same=("image_shape", "classes"))
     model = build(config, sources.train)
@@ -130,7 +130,7 @@ def main(config: Config) -> Callable[[], None] | None:
     )
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config)
     known = [train_set for train_set, _ in sources.parts.values()]
-    return partial(write_pictures, config, known, accelerator.device) if config.num_pictures else None
+    return partial(write_images, config, known, accelerator.device) if config.num_pictures else None
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from accelerate_recipes.common.tasks.encoder import (
     PADDING,
     Embedder,
     always_mask,
-    exported_tokenizer,
     freeze_key_biases,
     load_encoder,
+    load_exported_tokenizer,
     recall,
     with_tokens,
     word_tokenizer,
@@ -114,7 +114,7 @@ def build(config: Config, pairs: list[Pair]) -> tuple[nn.Module, Any]:
     always_mask(encoder)
     texts = [text for pair in pairs for text in pair]
     folder = config.output_dir / "model"
-    tokenizer = exported_tokenizer(folder) if config.evaluate_only else word_tokenizer(texts, config.vocabulary)
+    tokenizer = load_exported_tokenizer(folder) if config.evaluate_only else word_tokenizer(texts, config.vocabulary)
     model = Embedder(encoder, tokenizer.pad_token_id, config.temperature)
     model.tp_plan = BERT_TP_PLAN  # type: ignore[assignment]  # a module may have any attribute
     return model, tokenizer

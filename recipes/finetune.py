@@ -111,7 +111,7 @@ def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:
     if config.num_answers == 0:
         return
     model = load_trained(folder)
-    asked = chats.asked(config.num_answers or (5 if model.num_parameters() > 1e9 else 50))
+    asked = chats.select_answered(config.num_answers or (5 if model.num_parameters() > 1e9 else 50))
     if asked:
         answers = answer(model, tokenizer, asked, config.max_length)
         right = num_right(answers, asked)

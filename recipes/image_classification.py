@@ -1,4 +1,4 @@
-"""Classify pictures of all sizes: a small vision transformer (ViT) from scratch, or a pretrained model of transformers.
+"""Classify images of all sizes: a small vision transformer (ViT) from scratch, or a pretrained model of transformers.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/image_classification.py
 
@@ -7,7 +7,7 @@ or a Hub id.
 Expect: 98 % of the held-out shapes are recognised. confusion.png shows which are taken for which.
 Time: a quarter of a minute on two CPU cores.
 
-To train on your own pictures, or to continue from a pretrained model, all of it or its head alone:
+To train on your own images, or to continue from a pretrained model, all of it or its head alone:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/image_classification.py --data path/to/folder \\
         --image_size 64 --num_workers 2
@@ -28,10 +28,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.cropped_images import Confusion, CroppedImages, Preprocessing, load_labelled_images
 from accelerate_recipes.common.tasks.encoder import freeze_key_biases
 from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
 from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
 from accelerate_recipes.common.tasks.pretrained import load
 
 KEY_BIASES = ("attention.k_proj.bias", "attention.attention.key.bias")
@@ -55,9 +55,9 @@ class Config(RunConfig):
     weight_decay: float = 0.05
     log_every: int = 50
     eval_every: int | None = 200
-    max_samples: int | None = flag(None, "stream this many pictures of a data set and keep them, not all", minimum=1)
-    least_area: float = flag(0.6, "least share of a picture that a random cut keeps", above=0, below=1.001)
-    mirror: bool = flag(True, "mirror pictures by chance; not for letters, digits, or left and right")
+    max_samples: int | None = flag(None, "stream this many images of a data set and keep them, not all", minimum=1)
+    least_area: float = flag(0.6, "least share of an image that a random cut keeps", above=0, below=1.001)
+    mirror: bool = flag(True, "mirror images by chance; not for letters, digits, or left and right")
     label_smoothing: float = flag(0.1, "share of the target that all classes divide", minimum=0, below=1)
     image_size: int = flag(32, "pixels a side; a pretrained model has its own", minimum=1)
     patch_size: int = flag(8, "a token is a square of so many pixels a side", minimum=1)
@@ -86,15 +86,15 @@ def make_forward_step(label_smoothing: float, num_classes: int) -> Callable[[nn.
     return forward_step
 
 
-def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
-    """Returns (model, what it expects of a picture). Raises UsageError for wrong sizes or a wrong path."""
+def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
+    """Returns (model, what it expects of an image). Raises UsageError for wrong sizes or a wrong path."""
     if path := config.model_name_or_path:
         read = partial(load, AutoModelForImageClassification, path, "image classifier", reads=None)
         model, _, new = with_classes(read, path, classes)
         if new:
             print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
         freeze_key_biases(model, KEY_BIASES)
-        return model, PhotoFormat.of(path)
+        return model, Preprocessing.of(path)
     if config.image_size % config.patch_size or config.hidden_size % config.num_heads:
         raise UsageError(
             f"--patch_size {config.patch_size} must divide --image_size {config.image_size}, and --num_heads "
@@ -114,14 +114,14 @@ def build(config: Config, classes: list[str]) -> tuple[Any, PhotoFormat]:
     model = ViTForImageClassification(shape)
     if hasattr(model.vit, "layers"):  # transformers 5.5 has other names, and cannot divide the heads
         model.tp_plan = LAYER_PLAN
-    return model, PhotoFormat(config.image_size)
+    return model, Preprocessing(config.image_size)
 
 
 def main(config: Config) -> Callable[[], None]:
     """Trains. Returns what the main process does alone afterwards: draw which classes are taken for which."""
     disable_progress_bar()
     accelerator = start(config)
-    sources = Sources(config, lambda data: load_photos(data, config.max_samples), same=("classes",))
+    sources = Sources(config, lambda data: load_labelled_images(data, config.max_samples), same=("classes",))
     model, form = build(config, sources.train.classes)
     classes = names_of(model.config)  # a pretrained head that knows them keeps its order
     if config.freeze_backbone:
@@ -129,8 +129,8 @@ def main(config: Config) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     forward_step = make_forward_step(config.label_smoothing, len(classes))
     train_set, eval_set = sources.sets(
-        lambda part: Photos(part.ordered(classes), form, config.least_area, config.mirror),
-        lambda part: Photos(part.ordered(classes), form, None),
+        lambda part: CroppedImages(part.reorder(classes), form, config.least_area, config.mirror),
+        lambda part: CroppedImages(part.reorder(classes), form, None),
     )
     confusion = Confusion(classes)
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, examples=confusion, export=form.write)

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py
 
-Data: scikit-learn's 1,797 digits, embedded; or a folder with MNIST's four IDX files, with a sub-folder of pictures for
+Data: scikit-learn's 1,797 digits, embedded; or a folder with MNIST's four IDX files, with a sub-folder of images for
 each class, or with parquet files; or the Hub id of an image-classification dataset.
 Expect: 99 % accuracy on the digits, 99.2 % on MNIST with the first command below.
 Time: a few seconds on two CPU cores; half a minute on MNIST.
@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from accelerate_recipes import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.image_format import ImageFormat, read_image
 from accelerate_recipes.common.tasks.images import load_images
 from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.pictures import ImageFormat, read_picture
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class Config(RunConfig):
     model: Literal["cnn", "mlp"] = flag("cnn", "convolutional network, or an MLP with two hidden layers of 10")
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
     max_samples: int | None = flag(None, "stream this many images of a data set and keep them, not all", minimum=1)
-    predict: str | None = flag(None, "picture to classify with the model in --output_dir, instead of training")
+    predict: str | None = flag(None, "image to classify with the model in --output_dir, instead of training")
 
 
 class PooledConv(nn.Conv2d):
@@ -112,17 +112,17 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def predict(picture: str, config: Config) -> None:
-    """Prints the class that the exported model gives a picture."""
+def predict(image: str, config: Config) -> None:
+    """Prints the class that the exported model gives an image."""
     form = ImageFormat.read(config.output_dir, NETWORKS)
     model = NETWORKS[form.network](form.image_shape, len(form.classes)).eval()
     load_exported(config.output_dir, model)
-    probability, label = model(read_picture(picture, form).unsqueeze(0))[0].softmax(-1).max(-1)
-    print_once(f"{picture}: {form.classes[label]} with {probability:.1%}")
+    probability, label = model(read_image(image, form).unsqueeze(0))[0].softmax(-1).max(-1)
+    print_once(f"{image}: {form.classes[label]} with {probability:.1%}")
 
 
 def main(config: Config) -> None:
-    """Trains the network that `--model` names, or classifies a picture."""
+    """Trains the network that `--model` names, or classifies an image."""
     if config.predict is not None:
         return predict(config.predict, config)
     accelerator = start(config)

@@ -116,7 +116,7 @@ def build(config: Config) -> tuple[nn.Module, Any]:
 
 def write_answers(config: Config, tokenizer: Any, pairs: Chats) -> None:
     """Prints how often the exported model gives the chosen answer, and one answer."""
-    asked = pairs.asked(config.num_answers, step=2)
+    asked = pairs.select_answered(config.num_answers, step=2)
     if asked:
         answers = answer(load_trained(config.output_dir / "model"), tokenizer, asked, config.max_length)
         num_chosen = sum(found == one.answer.strip() for found, one in zip(answers, asked))

@@ -30,9 +30,9 @@ from accelerate_recipes.common.data import Batch, Examples, Metrics, pad_to_long
 from accelerate_recipes.common.tasks.encoder import (
     BERT_TP_PLAN,
     always_mask,
-    exported_tokenizer,
     freeze_key_biases,
     load_encoder,
+    load_exported_tokenizer,
     word_tokenizer,
 )
 from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
@@ -116,7 +116,7 @@ def build(config: Config, train_texts: LabelledTexts) -> tuple[Any, Any]:
     freeze_key_biases(model)
     always_mask(model)
     if config.evaluate_only:
-        return model, exported_tokenizer(config.output_dir / "model", classes)
+        return model, load_exported_tokenizer(config.output_dir / "model", classes)
     return model, word_tokenizer(train_texts.texts, config.vocabulary)
 
 
@@ -129,14 +129,14 @@ def main(config: Config) -> None:
         lambda data: load_labelled_texts(data, config.text_column, config.label_column),
         same=("classes",),
     )
-    texts = LabelledTexts.joined(train for train, _ in sources.parts.values())
+    texts = LabelledTexts.join(train for train, _ in sources.parts.values())
     model, tokenizer = build(config, texts)
     classes = names_of(model.config)  # a pretrained head that knows them keeps its order
-    texts = texts.ordered(classes)
+    texts = texts.reorder(classes)
     weights = texts.weights() if config.balanced else [1.0] * len(classes)
 
     def encoded(part: LabelledTexts) -> EncodedTexts:
-        return EncodedTexts(part.ordered(classes), tokenizer, config.max_length, weights)
+        return EncodedTexts(part.reorder(classes), tokenizer, config.max_length, weights)
 
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     train_set, eval_set = sources.sets(encoded, encoded)

@@ -1,8 +1,8 @@
-"""Fine-tune a vision-language model on conversations with pictures: loss on the answers, all weights or LoRA adapters.
+"""Fine-tune a vision-language model on conversations with images: loss on the answers, all weights or LoRA adapters.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/vision_language.py
 
-Data: drawn pictures of shapes with questions about them; or your own JSON-lines or parquet file, or a Hub id, with a
+Data: drawn images of shapes with questions about them; or your own JSON-lines or parquet file, or a Hub id, with a
 column of messages and a column of images.
 Expect: 48 of 50 held-out answers right, by the exported model of 0.8 M weights.
 Time: two minutes on two CPU cores.
@@ -36,11 +36,11 @@ from accelerate_recipes.common.tasks.conversations import Conversation
 from accelerate_recipes.common.tasks.lora import add_lora, check_flags, write_merged
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import export_of
-from accelerate_recipes.common.tasks.vision_batches import VisionDataset, VisionEncoder, unpadded
+from accelerate_recipes.common.tasks.vision_batches import VisionDataset, VisionEncoder, unpad
 from accelerate_recipes.common.tasks.vision_chats import VisionChats, load_vision_chats
 from accelerate_recipes.common.tasks.vision_models import (
+    freeze_image_keys,
     freeze_named,
-    freeze_picture_keys,
     freeze_unused,
     small_vision_model,
 )
@@ -58,9 +58,9 @@ class Config(RunConfig):
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
     messages_column: str = flag("messages", "name of the column with a list of messages")
-    images_column: str = flag("images", "name of the column with the pictures of a conversation, in order")
+    images_column: str = flag("images", "name of the column with the images of a conversation, in order")
     max_samples: int | None = flag(None, "stream this many conversations and keep them, not all", minimum=1)
-    max_length: int = flag(256, "tokens of a conversation beyond this number are cut; pictures must fit", minimum=2)
+    max_length: int = flag(256, "tokens of a conversation beyond this number are cut; images must fit", minimum=2)
     lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
     lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
     freeze: str = flag("", "no weight is trained that has one of these words in its name, such as vision_model")
@@ -93,12 +93,12 @@ def build(config: Config) -> tuple[nn.Module, VisionEncoder]:
     else:
         limits = config.max_length, config.attention, "max_length"
         model, processor = load_pretrained(path, *limits, kind, "vision-language model", config.trust_remote_code)
-    freeze_picture_keys(model)
+    freeze_image_keys(model)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     processor = with_chat_template(processor, model)
     encoder = VisionEncoder(processor, model.config.image_token_id, config.max_length)
-    model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length, sees=unpadded)
+    model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length, sees=unpad)
     trained: nn.Module = model
     if path is not None and config.lora_rank:
         trained = add_lora(model, config.lora_rank, config.lora_targets, path)
@@ -113,10 +113,10 @@ def write_answers(config: Config, processor: Any, chats: VisionChats) -> None:
     if config.merge:
         write_merged(folder, config.output_dir / "merged", kind)
     read = [chats.read(index) for index in range(min(config.num_answers, len(chats)))]
-    kept = [(Conversation(messages), pictures) for messages, pictures in read if messages[-1]["role"] == "assistant"]
+    kept = [(Conversation(messages), images) for messages, images in read if messages[-1]["role"] == "assistant"]
     if kept:
-        asked, pictures = zip(*kept)
-        answers = answer(load_trained(folder, kind), processor, asked, config.max_length, pictures)
+        asked, images = zip(*kept)
+        answers = answer(load_trained(folder, kind), processor, asked, config.max_length, images)
         print(f"{asked[0].question} {answers[0]}")
         print(f"{num_right(answers, asked)} of {len(asked)} held-out answers are right")
 

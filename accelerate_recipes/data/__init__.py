@@ -37,4 +37,4 @@ def data(script: Path, flags: Sequence[str], samples: int, output: Path | None, 
     if output is not None:
         page.write(output, f"{script.stem}: what the model gets", found)
         if not as_json:
-            print(f"\n{output}: these facts and samples, with pictures, for a browser")
+            print(f"\n{output}: these facts and samples, with images, for a browser")

@@ -22,8 +22,8 @@ SECONDS = 5.0  # for looking at many samples
 MOST_LOOKED_AT = 2000
 NUM_BARS = 10
 MOST_NAMED = 20  # values of a number
-SMALL, LARGE = 96, 256  # pixels a side of a shown picture
-COLOURS = (1, 3)  # channels of a picture
+SMALL, LARGE = 96, 256  # pixels a side of a shown image
+COLOURS = (1, 3)  # channels of an image
 MOST_COLUMNS = 4  # texts of a sample side by side
 # Tensors of whole numbers that are no tokens.
 BESIDE_TOKENS = {"labels", "attention_mask", "positions", "position_ids", "places", "token_type_ids"}
@@ -41,9 +41,9 @@ def look(
 ) -> dict[str, Any]:
     """Takes the arguments of `fit`. Returns facts about the data, and the first samples of the first step."""
     from accelerate_recipes.common.data.batches import batches
-    from accelerate_recipes.common.data.facts import said
+    from accelerate_recipes.common.data.facts import data_lines
     from accelerate_recipes.common.data.mixture import Mixture, by_source
-    from accelerate_recipes.common.data.sets import checked_datasets
+    from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.errors import UsageError
     from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan
@@ -53,7 +53,7 @@ def look(
     sources = {"training": own} | {f"evaluation {name}".strip(): part for name, part in named.items()}
     try:
         _, sampler = by_source(train_set, eval_set, _forward_step, options.get("sampler"))
-        train_set, _ = checked_datasets(train_set, eval_set, options.get("collate_fn"))
+        train_set, _ = check_datasets(train_set, eval_set, options.get("collate_fn"))
         config = replace(config, micro_batch_size=None, num_workers=0)
         plan = Plan.of(config, layout_of(config), len(train_set), options.get("schedule"), sampler)
         epoch, ids = next(plan.micro_batches(0))
@@ -64,10 +64,10 @@ def look(
     tokenizer = _tokenizer(options.get("export"))
     shown = [_sample(batch, row, _raw(own, int(ids[row])), tokenizer, names) for row in range(min(number, len(ids)))]
     return {
-        "lines": said(),
+        "lines": data_lines(),
         "sizes": {name: _size(part) for name, part in sources.items()},
         "batch": {name: _shape(value) for name, value in batch.items()},
-        **_spread(own, names),
+        **_survey(own, names),
         "samples": [{"id": int(ids[row]), "parts": parts} for row, parts in enumerate(shown)],
     }
 
@@ -103,7 +103,7 @@ def _raw(dataset: Any, index: int) -> dict[str, Any]:
     return sample if isinstance(sample, dict) else {}
 
 
-def _spread(dataset: Any, names: list[str]) -> dict[str, Any]:
+def _survey(dataset: Any, names: list[str]) -> dict[str, Any]:
     """The lengths and the whole numbers of samples all over the set, as many as the time allows."""
     size, started = len(dataset), time.monotonic()
     step = max(1, size // MOST_LOOKED_AT)
@@ -149,7 +149,7 @@ def _sample(batch: dict[str, Any], row: int, raw: dict[str, Any], tokenizer: Any
         if not isinstance(value, Tensor):
             parts.append({"name": name, "text": _visible(value)})
         elif value.ndim > 2 and value.is_floating_point() and value.shape[-3] in COLOURS:
-            parts.append({"name": name, **_pictures(value)})
+            parts.append({"name": name, **_images(value)})
         elif value.ndim == 0:
             parts.append({"name": name, "text": _text_of(name, value, names)})
         elif _holds_tokens(name, value):
@@ -205,7 +205,7 @@ def _runs(
             continue  # padding at the end of a block
         for learns, run in itertools.groupby(range(len(ids)), key=trained.__getitem__):
             places = [*run]
-            runs.append((_decoded(ids[places].tolist(), tokenizer), learns, start > 0 and places[0] == 0))
+            runs.append((_decode(ids[places].tolist(), tokenizer), learns, start > 0 and places[0] == 0))
     return runs
 
 
@@ -224,7 +224,7 @@ def _is_shifted(tokens: Tensor, labels: Tensor) -> bool:
     return int((labels[:-1] == tokens[1:])[known[:-1]].sum()) > own or own == 0
 
 
-def _decoded(ids: Iterable[int], tokenizer: Any) -> str:
+def _decode(ids: Iterable[int], tokenizer: Any) -> str:
     return _visible(tokenizer.decode([*ids]) if tokenizer else " ".join(map(str, ids)) + " ")
 
 
@@ -233,21 +233,21 @@ def _visible(text: str) -> str:
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
-def _pictures(pixels: Tensor) -> dict[str, Any]:
-    """Pictures as PNG files, and the range of their values, which get the colours from black to white."""
+def _images(pixels: Tensor) -> dict[str, Any]:
+    """Images as PNG files, and the range of their values, which get the colours from black to white."""
     low, high = pixels.min().item(), pixels.max().item()
     least, most = next(((least, 1.0) for least in (0.0, -1.0) if least <= low and high <= 1), (low, high))
     shades = ((pixels - least) / max(most - least, 1e-9) * 255).round().clamp(0, 255).to(torch.uint8)
-    pictures = [_png(one) for one in shades.flatten(0, -4).unbind()] if pixels.ndim > 3 else [_png(shades)]
+    images = [_png(one) for one in shades.flatten(0, -4).unbind()] if pixels.ndim > 3 else [_png(shades)]
     shape = " × ".join(map(str, pixels.shape))
-    return {"pictures": pictures, "text": f"{shape}, values {low:.3g} to {high:.3g}, mean {pixels.mean().item():.3g}"}
+    return {"pictures": images, "text": f"{shape}, values {low:.3g} to {high:.3g}, mean {pixels.mean().item():.3g}"}
 
 
 def _png(shades: Tensor) -> str:
-    picture = Image.fromarray(shades.permute(1, 2, 0).squeeze(-1).numpy())
-    factor = max(1, SMALL // max(picture.size))
-    picture = picture.resize((factor * picture.width, factor * picture.height), Image.Resampling.NEAREST)
-    picture.thumbnail((LARGE, LARGE))
+    image = Image.fromarray(shades.permute(1, 2, 0).squeeze(-1).numpy())
+    factor = max(1, SMALL // max(image.size))
+    image = image.resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)
+    image.thumbnail((LARGE, LARGE))
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()

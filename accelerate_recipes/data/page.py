@@ -70,8 +70,8 @@ def _sample(sample: dict[str, Any]) -> str:
 def _part(part: dict[str, Any]) -> str:
     head = f"<h4>{escape(part['name'])}</h4>"
     if "tokens" not in part:
-        pictures = "".join(f'<img alt="" src="data:image/png;base64,{one}">' for one in part.get("pictures", ()))
-        return f"<div>{head}{pictures}<pre>{escape(part['text'])}</pre></div>"
+        images = "".join(f'<img alt="" src="data:image/png;base64,{one}">' for one in part.get("pictures", ()))
+        return f"<div>{head}{images}<pre>{escape(part['text'])}</pre></div>"
     text = ""
     for words, is_trained, begins in part["tokens"]:
         text += "<hr>" * begins + (f"<mark>{escape(words)}</mark>" if is_trained else escape(words))

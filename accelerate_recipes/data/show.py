@@ -12,7 +12,7 @@ from rich.text import Text
 
 BAR = 40  # characters of the longest bar
 MOST_CHARACTERS = 1200  # of a sample's text
-WIDTH = 24  # characters of a picture
+WIDTH = 24  # characters of an image
 
 
 def show(found: dict[str, Any]) -> None:
@@ -55,8 +55,8 @@ def _show_part(console: Console, part: dict[str, Any]) -> None:
         return
     console.print(f"{part['name']}: {part['text']}")
     if console.color_system in ("256", "truecolor"):
-        for picture in part.get("pictures", ()):
-            console.print(_blocks(picture))
+        for png in part.get("pictures", ()):
+            console.print(_blocks(png))
 
 
 def _text(console: Console, runs: list[list[Any]]) -> Text:
@@ -72,9 +72,9 @@ def _text(console: Console, runs: list[list[Any]]) -> Text:
     return text
 
 
-def _blocks(picture: str) -> Text:
-    """A small picture of coloured half blocks, two pixels a character."""
-    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+def _blocks(png: str) -> Text:
+    """A small image of coloured half blocks, two pixels a character."""
+    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
     height = max(2, WIDTH * image.height // image.width // 2 * 2)
     colours = numpy.asarray(image.resize((WIDTH, height))).tolist()
     text = Text()

@@ -62,7 +62,7 @@ def refusals(
     """What a run under the config would refuse. Takes the arguments of `fit`, or none."""
     from accelerate_recipes import RunConfig, UsageError
     from accelerate_recipes.common.data.mixture import by_source
-    from accelerate_recipes.common.data.sets import checked_datasets
+    from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
     from accelerate_recipes.common.parallel.strategies import check_batch_loss, layout_of, model_checks
     from accelerate_recipes.common.plan import Plan
@@ -74,7 +74,7 @@ def refusals(
     if config is not None:
         try:
             check_given(model, optimizer, {"forward_step": forward_step, "options": options})
-            samples, _ = checked_datasets(train_set, eval_set, options.get("collate_fn"))
+            samples, _ = check_datasets(train_set, eval_set, options.get("collate_fn"))
             _give_sizes(accelerator, model, optimizer, forward_step, samples, config)
         except UsageError as error:  # what else is wrong cannot be asked
             return {"lines": [str(error)], "of_the_launcher": [], "facts": {}}

@@ -13,10 +13,10 @@ import yaml
 from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.catalog import find_config, mapping_in
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.plan.clock import grown, num_sent, step_seconds
+from accelerate_recipes.plan.clock import grow, num_sent, step_seconds
 from accelerate_recipes.plan.facts import Facts, NoPlan, Plan, Question, Run, Sent, Speed, Step
 from accelerate_recipes.plan.hardware import Gpu
-from accelerate_recipes.plan.zero import divided
+from accelerate_recipes.plan.zero import divide
 
 MOST = 8192  # GPUs of a scaling curve
 PER_MACHINE = 8  # GPUs, where a plan for one machine grows
@@ -42,7 +42,7 @@ class Case:
     stages: int = 1
     flags: dict[str, int] = field(default_factory=dict)
 
-    def written(self, folder: Path) -> tuple[Path, dict[str, int]]:
+    def write(self, folder: Path) -> tuple[Path, dict[str, int]]:
         """(a config file for this case, what it has other than the file given, beside the number of processes). Raises
         UsageError if the file given is none, or the processes do not divide."""
         content = mapping_in(self.config)
@@ -107,7 +107,7 @@ def plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -
 def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -> list[Plan | NoPlan]:
     """The plans of cases with the same number of stages."""
     with tempfile.TemporaryDirectory() as folder:
-        written = [case.written(Path(folder)) for case in cases]
+        written = [case.write(Path(folder)) for case in cases]
         questions = [
             Question(str(path), case.stages, case.flags, last)
             for case, (path, _) in zip(cases, written)
@@ -134,7 +134,7 @@ def _plan(ends: list[dict[str, Any]], gpu: Gpu, config: str, settings: dict[str,
     if wrong := next((end for end in ends if "run" not in end), None):
         return replace(NoPlan(**wrong), config=config, settings=settings)
     facts = [Facts.read(end) for end in ends]
-    run, steps = facts[0].run, [divided(each.step, each.run) for each in facts]
+    run, steps = facts[0].run, [divide(each.step, each.run) for each in facts]
     largest = max(steps, key=lambda step: step.peak)
     slowest = max(steps, key=lambda step: _seconds_of_step(run, step, gpu, run.num_processes)[0])
     sent, more = num_sent(largest.first, run.per_machine), num_sent(largest.more, run.per_machine)
@@ -162,7 +162,7 @@ def _seconds_of_step(run: Run, step: Step, gpu: Gpu, num_processes: int) -> tupl
     before, per_machine = run.num_processes, run.per_machine
     if num_processes > before and run.num_machines == 1:
         per_machine = max(per_machine, PER_MACHINE)
-    times = [step_seconds(grown(events, before, num_processes), gpu, per_machine) for events in (step.first, step.more)]
+    times = [step_seconds(grow(events, before, num_processes), gpu, per_machine) for events in (step.first, step.more)]
     seconds, waits = (step.whole(first, more) for first, more in zip(*times))
     # Stages wait for the first and the last micro-batch: the bubble.
     bubble = 1 + (run.stages - 1) / run.accumulation if run.stages > 1 else 1
@@ -188,7 +188,7 @@ def _speed(run: Run, step: Step, gpu: Gpu, num_processes: int) -> Speed:
     )
 
 
-def scaled(plan: Plan, gpu: Gpu) -> list[Speed]:
+def scale_up(plan: Plan, gpu: Gpu) -> list[Speed]:
     """The plan with 1, 4, 16, ... times as many processes, each with as many samples as in the plan. Processes that all
     share the same samples have only one row: there are no gradients to send that would show the way."""
     rows = [plan.speed]
@@ -207,7 +207,7 @@ def alternatives(case: Case, plan: Plan, script: Path, flags: Sequence[str], gpu
         for size in sizes
         if own % size == 0
     ]
-    found = _first_that_fit([smaller, _sharded(case, plan.run)], script, flags, gpu)
+    found = _first_that_fit([smaller, _fsdp2_cases(case, plan.run)], script, flags, gpu)
     flag = "--activation_checkpointing"
     if flag in flags:
         return found
@@ -230,7 +230,7 @@ def larger(case: Case, plan: Plan, script: Path, flags: Sequence[str], gpu: Gpu)
     return _first_that_fit([cases], script, flags, gpu)
 
 
-def _sharded(case: Case, run: Run) -> list[tuple[str, Case]]:
+def _fsdp2_cases(case: Case, run: Run) -> list[tuple[str, Case]]:
     """FSDP2 on as many processes as in a run, and on more."""
     name = "fsdp2_bf16" if run.precision == "bf16" else "fsdp2"
     cases = []

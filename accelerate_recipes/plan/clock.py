@@ -6,7 +6,7 @@ from accelerate_recipes.plan.facts import Collective, Event, Group, Sent
 from accelerate_recipes.plan.hardware import Gpu
 
 
-def sent(collective: str, size: float, num_ranks: int) -> float:
+def bytes_to_send(collective: str, size: float, num_ranks: int) -> float:
     """Bytes that a process sends in a collective by rings (Patarasuk and Yuan 2009), for a whole tensor of so many
     bytes."""
     if collective == "send":
@@ -27,7 +27,7 @@ def num_sent(events: Sequence[Event], per_machine: int) -> Sent:
     link = network = 0.0
     for event in events:
         if isinstance(event, Collective):
-            size = sent(event.kind, event.num_bytes, event.group.size)
+            size = bytes_to_send(event.kind, event.num_bytes, event.group.size)
             is_inside = num_machines(event.group, per_machine) == 1
             link, network = (link + size, network) if is_inside else (link, network + size)
     return Sent(link, network)
@@ -38,7 +38,7 @@ def seconds_of(event: Collective, gpu: Gpu, per_machine: int) -> float:
     machine leaves it by all of their network cards."""
     kind, size, group, _ = event
     machines = num_machines(group, per_machine)
-    bytes_sent, rounds = sent(kind, size, group.size), 2 if kind == "all_reduce" else 1
+    bytes_sent, rounds = bytes_to_send(kind, size, group.size), 2 if kind == "all_reduce" else 1
     if machines == 1:
         return rounds * gpu.link_latency + bytes_sent / (gpu.link * gpu.reached_link)
     cards = max(1, group.size // machines)
@@ -71,7 +71,7 @@ def step_seconds(events: Sequence[Event], gpu: Gpu, per_machine: int) -> tuple[f
     return max(compute, free), waited + max(0.0, free - compute)
 
 
-def grown(events: Sequence[Event], num_processes: int, wanted: int) -> list[Event]:
+def grow(events: Sequence[Event], num_processes: int, wanted: int) -> list[Event]:
     """The events with more processes, each with the same samples as before: the outermost groups grow."""
     result: list[Event] = []
     for event in events:

@@ -29,10 +29,10 @@ def measure(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
     """Takes the arguments of `fit`. Answers each Question of the variable, in a process of its own, with Facts or a
     NoPlan, as JSON."""
     gpu, questions = json.loads(os.environ[QUESTION])
-    return [_answered(Question(**question), Gpu(**gpu), arguments, options) for question in questions]
+    return [_answer(Question(**question), Gpu(**gpu), arguments, options) for question in questions]
 
 
-def _answered(question: Question, gpu: Gpu, arguments: Any, options: Any) -> dict[str, Any]:
+def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> dict[str, Any]:
     reader, writer = os.pipe()
     if child := os.fork():  # a dry run changes the model, and pretends to be a process of many
         os.close(writer)
@@ -41,9 +41,9 @@ def _answered(question: Question, gpu: Gpu, arguments: Any, options: Any) -> dic
         os.waitpid(child, 0)
         return json.loads(text) if text else NoPlan(failed="its process ended early").as_json()
     try:
-        answer = _measured(question, gpu, *arguments, **options)
+        answer = _measure(question, gpu, *arguments, **options)
     except DynamicOutputShapeException:
-        answer = NoPlan(failed="its shapes depend on values, as with pictures or experts")
+        answer = NoPlan(failed="its shapes depend on values, as with images or experts")
     except UsageError as error:
         answer = NoPlan(refused=[str(error)])
     except BaseException as error:  # what a recipe or torch raises on tensors without data
@@ -54,7 +54,7 @@ def _answered(question: Question, gpu: Gpu, arguments: Any, options: Any) -> dic
     os._exit(0)
 
 
-def _measured(
+def _measure(
     question: Question,
     gpu: Gpu,
     accelerator: Any,
@@ -68,7 +68,7 @@ def _measured(
 ) -> Facts | NoPlan:
     from accelerate_recipes.common.check.reference import why_not_checked
     from accelerate_recipes.common.data.mixture import by_source
-    from accelerate_recipes.common.data.sets import checked_datasets
+    from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.environment import is_true
     from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan
@@ -82,11 +82,11 @@ def _measured(
     config = replace(config, pipeline_stages=question.stages, check_steps=0, compile=False)
     layout = replace(layout_of(config), device="cpu")
     forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
-    train_set, _ = checked_datasets(train_set, eval_set, options.get("collate_fn"))
+    train_set, _ = check_datasets(train_set, eval_set, options.get("collate_fn"))
     plan = Plan.of(config, layout, len(train_set), options.get("schedule"), sampler)
     why_not = why_not_checked(layout.precision, sum(weight.nbytes for weight in model.parameters()), gpu.usable)
     run, offloads = _run(plan, check_steps, why_not, options), is_true("FSDP_OFFLOAD_PARAMS")
-    step = DryRun(plan, forward_step, options.get("batch_loss"), gpu, question.last).measured(
+    step = DryRun(plan, forward_step, options.get("batch_loss"), gpu, question.last).measure(
         model, optimizer, train_set
     )
     if offloads:  # to the CPU's memory: a GPU holds what is gathered

@@ -144,9 +144,9 @@ class Replica(DistributedDataParallel):
         self._flat = [torch.empty(sum(weight.numel() for weight in bucket)) for bucket in self._buckets]
         for index, (bucket, flat) in enumerate(zip(self._buckets, self._flat)):
             for weight, view in zip(bucket, flat.split([weight.numel() for weight in bucket])):
-                weight.register_post_accumulate_grad_hook(self._arrived(index, view.view_as(weight)))
+                weight.register_post_accumulate_grad_hook(self._arrival_hook(index, view.view_as(weight)))
 
-    def _arrived(self, index: int, view: Tensor) -> Callable[[Any], None]:
+    def _arrival_hook(self, index: int, view: Tensor) -> Callable[[Any], None]:
         def hook(weight: Any) -> None:
             weight.grad = view.copy_(weight.grad)
             self._missing[index] -= 1

@@ -40,7 +40,7 @@ class DryRun:
     gpu: Gpu
     last: bool
 
-    def measured(self, model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any) -> Step:
+    def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any) -> Step:
         """What a process holds and does.
 
         Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
@@ -66,15 +66,15 @@ class DryRun:
             stack.enter_context(processes(number, number - 1 if self.last else 0))
             accelerator = _accelerator(plan.layout)
             if layout.pp > 1:
-                from accelerate_recipes.common.data.sets import numbered
+                from accelerate_recipes.common.data.sets import as_numbered_step
                 from accelerate_recipes.common.parallel import pipeline
 
-                tokens = pipeline._model_arguments(numbered(self.forward_step), batches[0], 0)[0]
+                tokens = pipeline._model_arguments(as_numbered_step(self.forward_step), batches[0], 0)[0]
                 stack.enter_context(pipeline_with_shapes(tokens))
-            for each in (mode, tracker.freed_storages(), tracker):
+            for each in (mode, tracker.track_freed_storages(), tracker):
                 stack.enter_context(each)
             make_fake(model, optimizer, dtype)
-            return replace(self._noted(accelerator, model, optimizer, plan, mode, tracker, batches), zero=zero)
+            return replace(self._run_steps(accelerator, model, optimizer, plan, mode, tracker, batches), zero=zero)
 
     def _batches(self, train_set: Any) -> list[dict[str, Any]]:
         """The first micro-batches of this process, with their data: two, from whose difference others follow, or all
@@ -90,7 +90,7 @@ class DryRun:
         """Whether a step needs all its micro-batches."""
         return self.plan.layout.pp > 1 or self.batch_loss is not None
 
-    def _noted(
+    def _run_steps(
         self,
         accelerator: Any,
         model: nn.Module,
@@ -119,14 +119,14 @@ class DryRun:
         module, one = engine.module, batches if self._needs_all else batches[:1]
         held = _num_bytes([local(tensor) for tensor in [*module.parameters(), *module.buffers()]])
         engine.step(0, one, True)  # it makes the optimizer's state
-        first, peak, flops = tracker.noted(lambda: engine.step(1, one, False))
+        first, peak, flops = tracker.track(lambda: engine.step(1, one, False))
         more, peak, more_flops = (
-            tracker.noted(lambda: engine.step(2, batches, False)) if len(one) < len(batches) else (first, peak, flops)
+            tracker.track(lambda: engine.step(2, batches, False)) if len(one) < len(batches) else (first, peak, flops)
         )
         passes = plan.accumulation - len(one)  # of a step, beside those of `first`; each does what `more` adds to it
         before, forward = tracker.held, 0
         if plan.layout.pp == 1:
-            values = tracker.noted(lambda: engine.forward_step(engine.model, batches[0], 0))
+            values = tracker.track(lambda: engine.forward_step(engine.model, batches[0], 0))
             forward = values[1] - before
         slots = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         slots_per_weight = sum(slot.nbytes for slot in slots) / sum(weight.nbytes for weight in trained)

@@ -72,14 +72,14 @@ class Tracker(TorchDispatchMode):
                 self._hold(value)
         return out
 
-    def noted(self, step: Callable[[], Any]) -> tuple[list[Event], int, float]:
+    def track(self, step: Callable[[], Any]) -> tuple[list[Event], int, float]:
         """(events, peak, floating-point operations) while `step` runs."""
         self.events, self.peak, self.flops = [], self.held, 0.0
         step()
         return self.events, self.peak, self.flops
 
     @contextmanager
-    def freed_storages(self) -> Iterator[None]:
+    def track_freed_storages(self) -> Iterator[None]:
         """Also notes storages that are resized, as FSDP2 does to free gathered weights."""
         resize = torch.UntypedStorage.resize_
 

@@ -12,7 +12,7 @@ LIVE = 1_000_000_000  # values that ZeRO-3 gathers at most: DeepSpeed's stage3_m
 PARTS = 16  # in which ZeRO-3's gathers are spread over a step, for its time
 
 
-def divided(one: Step, run: Run) -> Step:
+def divide(one: Step, run: Run) -> Step:
     """The step of one of all processes.
 
     Args:
@@ -42,12 +42,12 @@ def divided(one: Step, run: Run) -> Step:
         gradients=gradients,
         optimizer=state,
         peak=weights + state + buffers,
-        first=_sent(one.first, stage, values, width, number),
-        more=_sent(one.more, stage, values, width, number),
+        first=_with_collectives(one.first, stage, values, width, number),
+        more=_with_collectives(one.more, stage, values, width, number),
     )
 
 
-def _sent(events: list[Event], stage: int, values: int, width: int, number: int) -> list[Event]:
+def _with_collectives(events: list[Event], stage: int, values: int, width: int, number: int) -> list[Event]:
     """The events of a step, with ZeRO's collectives: 2 Ψ values for stages 1 and 2, 3 Ψ for stage 3."""
     group, seconds = Group(0, number, 1), sum((event for event in events if isinstance(event, float)), 0.0)
     scattered, gathered = Collective("reduce_scatter", 4 * values, group, True), width * values

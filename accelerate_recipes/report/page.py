@@ -9,7 +9,7 @@ from string import Template
 from plotly.offline import get_plotlyjs
 
 from accelerate_recipes.bundle import VERSION
-from accelerate_recipes.report.plots import axes, div, plotted, title
+from accelerate_recipes.report.plots import axes, div, metrics_to_plot, title
 from accelerate_recipes.report.runs import Run
 from accelerate_recipes.report.summary import best, differences, last, repeat, settings, throughput
 
@@ -68,7 +68,7 @@ def _facts(run: Run) -> list[str]:
 
 
 def _plots(runs: Sequence[Run]) -> str:
-    if not (metrics := plotted(runs)):
+    if not (metrics := metrics_to_plot(runs)):
         return _section("Curves", '<p class="muted">There are no records yet.</p>')
     plots = "\n".join(_plot(runs, metric, number) for number, metric in enumerate(metrics))
     return _section("Curves", f'{_switch(runs)}<div class="plots">\n{plots}\n</div>')

@@ -22,7 +22,7 @@ _MAX_DOTTED = 40  # points that get a dot each
 _Trace = dict[str, Any]
 
 
-def plotted(runs: Sequence[Run]) -> list[str]:
+def metrics_to_plot(runs: Sequence[Run]) -> list[str]:
     """The metrics to plot: losses, evaluation metrics, throughput, and the others."""
     names = dict.fromkeys(metric for run in runs for metric in run.metrics)
     chosen = [name for name in names if name != "skipped_steps" or any(_values(runs, name))]
@@ -92,7 +92,7 @@ def figure(runs: Sequence[Run], metric: str) -> Figure:
 
 def _traces(run: Run, index: int, name: str, metric: str, axis: str) -> list[_Trace]:
     """The curve of a run, the stars of its records without a finite value, and its events."""
-    points, colour = thinned(run.curve(metric)), COLOURS[index % len(COLOURS)]
+    points, colour = thin(run.curve(metric)), COLOURS[index % len(COLOURS)]
     x, y = [run.position(axis, step) for step, _ in points], [value for _, value in points]
     # A line does not show a value between two gaps.
     alone = [one is not None and a is b is None for a, one, b in zip([None, *y], y, [*y[1:], None])]
@@ -141,7 +141,7 @@ def _marks(run: Run, index: int, axis: str) -> _Trace:
     }
 
 
-def thinned(curve: Curve) -> Curve:
+def thin(curve: Curve) -> Curve:
     """At most about _MAX_POINTS of the points: of each stretch the lowest, the highest, and the first gap."""
     if len(curve) <= _MAX_POINTS:
         return curve

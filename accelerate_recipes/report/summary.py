@@ -49,7 +49,7 @@ def throughput(run: Run) -> float | None:
 
 def settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """(name, the value in each run) of every flag and fact that a run card of these runs holds."""
-    described = [_described(run) for run in runs]
+    described = [_describe(run) for run in runs]
     names = dict.fromkeys(name for one in described for name in one)
     return [(name, [one.get(name, "–") for one in described]) for name in names]
 
@@ -59,7 +59,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in settings(runs) if len(set(values)) > 1]
 
 
-def _described(run: Run) -> dict[str, str]:
+def _describe(run: Run) -> dict[str, str]:
     found = {f"--{name}": _text(value) for name, value in run.config.items() if name not in NOT_COMPARED}
     found |= {label: _text(run.card[key]) for key, label in _FACTS.items() if key in run.card}
     for key, prefix in (("versions", "version of "), ("hardware", "hardware: ")):

@@ -33,7 +33,7 @@ def evidence(
 
     from accelerate_recipes.common import seeds
     from accelerate_recipes.common.data.batches import fetch
-    from accelerate_recipes.common.data.sets import Collated, numbered
+    from accelerate_recipes.common.data.sets import Collated, as_numbered_step
 
     modules = dict(model.named_modules())
     found: dict[str, Any] = {
@@ -52,7 +52,7 @@ def evidence(
     found["random_samples"] = sorted(name for name, value in batch.items() if not _equal(value, again[name]))
     model.train()
 
-    device, values_of = torch.device("cpu"), numbered(forward_step)
+    device, values_of = torch.device("cpu"), as_numbered_step(forward_step)
 
     def values(given: Any) -> Any:
         seeds.seed_forward(0, 0, 0, device)

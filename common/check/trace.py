@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.sets import Batch, NumberedStep, numbered
+from ..data.sets import Batch, NumberedStep, as_numbered_step
 from ..step.engine import Engine, StepResult
 from ..step.guards import check_all_used
 from ..step.setup import Setup
@@ -63,7 +63,7 @@ class Observer:
 
     def watching(self, setup: Setup) -> Setup:
         """The setup of an engine that this object can watch."""
-        self._unchecked = numbered(setup.forward_step)
+        self._unchecked = as_numbered_step(setup.forward_step)
         return replace(setup, watched=self._watched)
 
     def _watched(self, values_of: NumberedStep) -> NumberedStep:

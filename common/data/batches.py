@@ -57,7 +57,7 @@ def batches(
         fetched = _from_workers(loader)
     else:
         fetched = (fetch(dataset, ids, config.seed, epoch) for epoch, ids in wanted)
-    return (_moved(batch, device) for batch in fetched)
+    return (_move(batch, device) for batch in fetched)
 
 
 def resident(dataset: Any, device: torch.device) -> Any:
@@ -78,8 +78,8 @@ def _reads_rows(dataset: Any) -> TypeGuard[InMemoryDataset]:
 def _from_rows(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:
     is_resident = dataset.device.type != "cpu"
     for ids in sample_ids:
-        ids = _sent(ids, device) if is_resident else ids
-        yield dataset.transform(_moved(dataset.rows(ids), device))
+        ids = _send(ids, device) if is_resident else ids
+        yield dataset.transform(_move(dataset.rows(ids), device))
 
 
 def fetch(dataset: MapDataset, ids: list[int], seed: int = 0, epoch: int = 0) -> Batch:
@@ -125,7 +125,7 @@ class _Fetching(Dataset):
         try:
             return fetch(self.dataset, ids, self.seed, epoch)
         except Exception as error:
-            return _failed(error)
+            return _failure_of(error)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Failed:
     trace: str | None
 
 
-def _failed(error: Exception) -> _Failed:
+def _failure_of(error: Exception) -> _Failed:
     if (line := advice(error)) is not None or isinstance(error, UsageError):
         return _Failed(line or str(error), None)
     return _Failed(line_of(error), trace_of(error))
@@ -150,7 +150,7 @@ def _start_worker(number: int) -> None:
 
 def _send_failure(queue: Any, error: Exception, message: tuple[int, Any]) -> None:
     """Sends in place of a batch why it could not be sent. The message of a worker is (number of the batch, batch)."""
-    queue.put((message[0], _failed(error)))
+    queue.put((message[0], _failure_of(error)))
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -186,15 +186,15 @@ def _exit_code(workers: list[Any]) -> int | None:
     return None
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
+def _move(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on the device; strings stay on the CPU."""
     if device.type == "cpu":
         return batch
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    return batch | {name: _sent(tensor, device) for name, tensor in tensors.items()}
+    return batch | {name: _send(tensor, device) for name, tensor in tensors.items()}
 
 
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on the device. A copy from pinned memory without gaps does not block the CPU."""
     if tensor.device.type == "cpu":
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -13,7 +13,7 @@ def say(line: str) -> None:
     _said.append(line)
 
 
-def said() -> list[str]:
+def data_lines() -> list[str]:
     """The lines so far."""
     return [*_said]
 

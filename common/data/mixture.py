@@ -74,7 +74,7 @@ class Mixture(Dataset):
         ids = torch.cat(parts)
         return ids[torch.randperm(len(ids), generator=generator)]
 
-    def noted(self, forward_step: ForwardStep) -> ForwardStep:
+    def add_source_metrics(self, forward_step: ForwardStep) -> ForwardStep:
         """A `forward_step` that returns each metric of each source, too: "loss@a" is 0 for a sample of another source.
         `of_sources` makes means of them."""
 
@@ -118,7 +118,7 @@ def by_source(
                 f"the evaluation mixes {', '.join(other.names)}, the training {', '.join(train_set.names)}: give both "
                 "the same names in the same order"
             )
-    return train_set.noted(forward_step), sampler or train_set.sampler
+    return train_set.add_source_metrics(forward_step), sampler or train_set.sampler
 
 
 def _share_of(name: str) -> str:

@@ -55,12 +55,12 @@ class Padding:
                 continue
             if self.mask is not None and self.mask not in batch and self.mask not in samples[0]:
                 ones = [torch.ones(len(tensor), dtype=torch.int64) for tensor in column]
-                batch[self.mask] = _padded(ones, 0, self.multiple_of)
-            batch[name] = _padded(column, self.padding.get(name, 0), self.multiple_of)
+                batch[self.mask] = _pad(ones, 0, self.multiple_of)
+            batch[name] = _pad(column, self.padding.get(name, 0), self.multiple_of)
         return batch
 
 
-def _padded(column: list[Tensor], value: float, multiple_of: int) -> Tensor:
+def _pad(column: list[Tensor], value: float, multiple_of: int) -> Tensor:
     longest = -(-max(len(tensor) for tensor in column) // multiple_of) * multiple_of
     padded = column[0].new_full((len(column), longest, *column[0].shape[1:]), value)
     for row, tensor in zip(padded, column):

@@ -88,7 +88,7 @@ class Collated(Dataset):
         return self.dataset[index]
 
 
-def numbered(forward_step: ForwardStep) -> NumberedStep:
+def as_numbered_step(forward_step: ForwardStep) -> NumberedStep:
     """`forward_step` as the loop calls it. It gets the number of the optimizer step if it has a third argument that is
     called `step`, or that has no default."""
     try:
@@ -101,7 +101,7 @@ def numbered(forward_step: ForwardStep) -> NumberedStep:
     return lambda model, batch, number: forward_step(model, batch)
 
 
-def checked_datasets(
+def check_datasets(
     train_set: MapDataset, eval_set: MapDataset | Mapping[str, MapDataset], collate_fn: CollateFn | None
 ) -> tuple[MapDataset, dict[str, MapDataset]]:
     """(training set, {name: evaluation set}), with the `collate_fn`. The name of a single evaluation set is "".

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
-from ..data.facts import said
+from ..data.facts import data_lines
 from ..data.mixture import OF, SHARE, of_sources
 from ..environment import versions
 from ..errors import UsageError
@@ -81,7 +81,7 @@ class Recorder:
                 "git_diff": git_diff(),
                 "launch_command": launch_command(),
                 "hardware": hardware(),
-                "data": said(),
+                "data": data_lines(),
             }
             start_trackers(self.accelerator, self.plan, self._facts["versions"])
             try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..cpu_group import CpuGroup
 from ..data.batches import fetch
-from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep, numbered
+from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep, as_numbered_step
 from ..errors import UsageError
 from ..weights.on_disk import first_elements
 
@@ -35,7 +35,7 @@ def checked(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) 
     the names, so that all processes sum up the same metrics. With a `batch_loss`, the values may have more dimensions,
     of the same sizes in all calls."""
     known: dict[tuple[bool, bool], dict[str, torch.Size]] = {}  # {(in training, with gradients): shapes}
-    values_of = numbered(forward_step)
+    values_of = as_numbered_step(forward_step)
 
     def checked_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
         # A recipe may ask for either; the first pass of a batch_loss trains without gradients.

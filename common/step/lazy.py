@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..data.batches import fetch
-from ..data.sets import MapDataset, numbered
+from ..data.sets import MapDataset, as_numbered_step
 from ..errors import UsageError
 from ..seeds import CPU, kept_generators
 from .engine import evaluating
@@ -26,7 +26,7 @@ def with_sizes(setup: Setup, train_set: MapDataset) -> Setup:
     with kept_generators(CPU):
         batch = fetch(train_set, ids.tolist(), setup.plan.config.seed, epoch)
     with evaluating(setup.model), torch.no_grad():
-        numbered(setup.forward_step)(setup.model, batch, 0)
+        as_numbered_step(setup.forward_step)(setup.model, batch, 0)
     if name := without_size(setup.model):
         raise UsageError(
             f"{name} has no size yet, and forward_step does not use it when the model evaluates: run one forward pass "

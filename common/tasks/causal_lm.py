@@ -48,7 +48,7 @@ def load_pretrained(
         context: tokens per sequence.
         attention: transformers' `attn_implementation`: "sdpa", "eager", "flash_attention_2".
         flag: the recipe's name for `context`.
-        kind: a class with `from_pretrained`. Models that see pictures have a processor.
+        kind: a class with `from_pretrained`. Models that see images have a processor.
         expected: what should be there, for messages.
         trust_remote_code: run code that the model brings.
 
@@ -66,7 +66,7 @@ def load_pretrained(
         )
     if reads is AutoProcessor and getattr(model.config, "image_token_id", None) is None:
         raise UsageError(
-            f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for pictures: type the path of "
+            f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for images: type the path of "
             "a model such as SmolVLM, Qwen-VL or Gemma 3"
         )
     if _sees_the_future(model):
@@ -132,7 +132,7 @@ def with_losses(
 
     forward(tokens, labels, positions=None, places=None), all int64 of shape (batch, context), returns the mean loss of
     each example, shape (batch,), over the labels that are not `IGNORED`. With `places`, of shape (batch, number), from
-    `trained_places`, the model computes logits there alone. Losses are much smaller than logits, so mixed
+    `find_trained_places`, the model computes logits there alone. Losses are much smaller than logits, so mixed
     precision converts little and sharding gathers little. The parameters keep their names, and the exported
     model keeps its class.
 
@@ -143,7 +143,7 @@ def with_losses(
         longest: the length of the longest sample, if there is a chunk or samples have places. Shorter ones, and those
             with fewer places, take the same number of chunks, as ZeRO needs.
         routes: of a mixture of experts: forward returns what `router_loss` needs, with the losses as "cross_entropy".
-        sees: of a model that sees pictures: makes its arguments of the other tensors of a batch.
+        sees: of a model that sees images: makes its arguments of the other tensors of a batch.
 
     Raises:
         UsageError: with `packs`, the model lets a document see the one before it; with `routes`, it has no routers.
@@ -184,12 +184,12 @@ def with_losses(
     asked = {"output_router_logits": True} if routes else {}
     if packs:
         _check_documents_are_apart(model)
-    elif sees is None:  # a picture's tokens may attend to each other
+    elif sees is None:  # an image's tokens may attend to each other
         _attend_without_mask(model)
     divides = longest > 0 and _head_alone_makes_logits(model)
     if chunk and not divides:
         print_once(f"{type(model).__name__} changes its logits after its head: they are held for the whole batch")
-    divisible = not routes and sees is None  # routers are summed over whole samples, and a picture has no slices
+    divisible = not routes and sees is None  # routers are summed over whole samples, and an image has no slices
     if divisible:
         model.sequence_parallel = LongSequences(model)
     # Methods: a deep copy of the model then calls its own layers.
@@ -208,7 +208,7 @@ def _means(losses: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
     return losses.view_as(labels).sum(1) / num_labels.clamp(min=1)
 
 
-def trained_places(labels: Tensor) -> Tensor:
+def find_trained_places(labels: Tensor) -> Tensor:
     """The places of labels that are not `IGNORED`, and -1 until their number is a multiple of 16: so there are some in
     each sample, and shapes vary less.
 

@@ -122,23 +122,23 @@ def answer(
     tokenizer: Any,
     chats: Sequence[Conversation],
     max_length: int,
-    pictures: Sequence[list[Any]] | None = None,
+    images: Sequence[list[Any]] | None = None,
 ) -> list[str]:
     """The answers of a model to the last turn of conversations.
 
     Args:
         model: from `load_trained`.
-        tokenizer: with a chat template; or a processor, with `pictures`.
+        tokenizer: with a chat template; or a processor, with `images`.
         chats: conversations that end with the expected answer. The model may write a few tokens more than that has.
         max_length: of a conversation with its answer, in tokens.
-        pictures: of each conversation, in order.
+        images: of each conversation, in order.
     """
     found, plain = [], tokenizer_of(tokenizer)
     for number, chat in enumerate(chats):
         text = question(chat, tokenizer)
-        images = {"images": [pictures[number]]} if pictures and pictures[number] else {}
+        shown = {"images": [images[number]]} if images and images[number] else {}
         adds = chat.is_plain or adds_special_tokens(tokenizer, text)
-        given = tokenizer(text=[text], **images, add_special_tokens=adds, return_tensors="pt").to(model.device)
+        given = tokenizer(text=[text], **shown, add_special_tokens=adds, return_tensors="pt").to(model.device)
         num_tokens = given["input_ids"].shape[1]
         if not 0 < num_tokens < max_length:
             found.append("")

@@ -19,8 +19,8 @@ from ..data.padding import pad_to_longest
 from ..data.sets import CollateFn
 from ..errors import UsageError
 from .cache import cache_folder
-from .causal_lm import IGNORED, trained_places
-from .conversations import Conversation, Messages, as_text, unused
+from .causal_lm import IGNORED, find_trained_places
+from .conversations import Conversation, Messages, as_text, find_unused
 from .rows import Table
 from .sources import check_not_streamed, hold_out, load_tables
 from .streams import rows_on_disk
@@ -53,7 +53,7 @@ class Chats:
         """The messages of the conversation with an index."""
         return Conversation.of(self.chat(index)).messages
 
-    def asked(self, number: int, step: int = 1) -> list[Conversation]:
+    def select_answered(self, number: int, step: int = 1) -> list[Conversation]:
         """Of each `step`-th of the conversations, at most so many, those that end with an answer that is a text."""
         found = [Conversation.of(self.chat(index)) for index in range(0, min(number * step, len(self)), step)]
         return [chat for chat in found if chat.messages[-1]["role"] == "assistant" and chat.answer]
@@ -78,7 +78,7 @@ class Chats:
         chosen = [self.rows[index] for index in indices] if isinstance(self.rows, list) else self.rows.select(indices)
         return Chats(chosen, lambda index: self.chat(indices[index]))
 
-    def trained(self, data: str, max_length: int, use: str) -> "Chats":
+    def keep_trained(self, data: str, max_length: int, use: str) -> "Chats":
         """The conversations with a trained token; a line tells how many have none.
 
         Args:
@@ -143,9 +143,9 @@ class ChatDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens, labels = shifted(self.rows[index])
+        tokens, labels = shift(self.rows[index])
         weight = float((labels != IGNORED).sum())
-        return {"tokens": tokens, "labels": labels, "places": trained_places(labels), "weight": weight}
+        return {"tokens": tokens, "labels": labels, "places": find_trained_places(labels), "weight": weight}
 
 
 class PackedDataset(Dataset):
@@ -160,13 +160,13 @@ class PackedDataset(Dataset):
 
     def __init__(self, chats: Chats, length: int):
         self.rows, self.length = chats.rows, length
-        self.blocks = packed([min(size, length) - 1 for size in chats.lengths], length)
+        self.blocks = pack([min(size, length) - 1 for size in chats.lengths], length)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        documents = [shifted(self.rows[row]) for row in self.blocks[index]]
+        documents = [shift(self.rows[row]) for row in self.blocks[index]]
         if missing := self.length - sum(len(tokens) for tokens, _ in documents):
             documents.append((torch.zeros(missing, dtype=torch.int64), torch.full((missing,), IGNORED)))
         labels = torch.cat([labels for _, labels in documents])
@@ -174,12 +174,12 @@ class PackedDataset(Dataset):
             "tokens": torch.cat([tokens for tokens, _ in documents]),
             "labels": labels,
             "positions": torch.cat([torch.arange(len(tokens)) for tokens, _ in documents]),
-            "places": trained_places(labels),
+            "places": find_trained_places(labels),
             "weight": float((labels != IGNORED).sum()),
         }
 
 
-def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Packs items into blocks of `size`, the longest first, each into the fullest block that has room for it.
 
     Returns:
@@ -197,7 +197,7 @@ def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
     return [sorted(block) for block in blocks]
 
 
-def shifted(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def shift(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(tokens, labels) of a row of `Chats`: a label is the next token."""
     tokens, trained = torch.tensor(row["tokens"]), torch.tensor(row["trained"])
     return tokens[:-1], tokens[1:].masked_fill(~trained[1:], IGNORED)
@@ -236,7 +236,7 @@ def load_chats(
         if num_chats < 2:
             raise UsageError(f"--data {data} has {num_chats} conversations: expected 2 or more")
         parts = [parts[0].part(ids) for ids in divide([number > 0 for number in parts[0].num_trained])]
-    train, evaluation = (part.trained(data, max_length, use) for part, use in zip(parts, ("training", "evaluation")))
+    train, evaluation = (one.keep_trained(data, max_length, use) for one, use in zip(parts, ("training", "evaluation")))
     return train, evaluation
 
 
@@ -272,7 +272,7 @@ def _of_split(data: str, split: Table, tokenizer: Any, max_length: int, column: 
     lists = {"tokens": datasets.List(number), "trained": datasets.List(datasets.Value("bool"))}
     features = datasets.Features({**lists, "num_trained": number, "length": number})
     folder = cache_folder("chats", VERSION, split.key, digest_of(tokenizer), max_length, column)
-    encoded = encoded_rows(data, split, lambda row: [encode(read(row)[0], tokenizer, max_length)], "conversation")
+    encoded = encode_rows(data, split, lambda row: [encode(read(row)[0], tokenizer, max_length)], "conversation")
     rows = rows_on_disk(folder, f"encoding {len(split):,} conversations", encoded, features, len(split))
     say_unused(data, split, read, tokenizer)
     return Chats(rows, lambda index: read(split[index])[0])
@@ -281,7 +281,7 @@ def _of_split(data: str, split: Table, tokenizer: Any, max_length: int, column: 
 Reader = Callable[[dict[str, Any]], list[Conversation]]  # the conversations in a row
 
 
-def encoded_rows(
+def encode_rows(
     data: str, split: Table, encoded: Callable[[dict[str, Any]], list[dict[str, Any]]], noun: str
 ) -> Iterator[dict[str, Any]]:
     """Rows of `Chats`, which `encoded` makes of each row. Raises UsageError, with the number of the row."""
@@ -296,9 +296,9 @@ def say_unused(data: str, split: Table, read: Reader, template: Any) -> None:
     """Prints what the chat template does not use of the first rows."""
     chats = []
     for row in itertools.islice(split, NUM_LOOKED_AT):
-        with suppress(UsageError):  # `encoded_rows` says so
+        with suppress(UsageError):  # `encode_rows` says so
             chats += read(row)
-    if names := unused([chat for chat in chats if not chat.is_plain], template):
+    if names := find_unused([chat for chat in chats if not chat.is_plain], template):
         say(f"--data {data}: the chat template does not use {', '.join(names)}")
 
 

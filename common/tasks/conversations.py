@@ -49,16 +49,16 @@ class Conversation:
     @classmethod
     def of(cls, given: Any) -> Self:
         """A conversation of messages in any form; one that is a conversation stays as it is. Raises UsageError."""
-        return given if isinstance(given, cls) else cls(checked(as_messages(given)))
+        return given if isinstance(given, cls) else cls(check_messages(as_messages(given)))
 
     @classmethod
     def of_row(cls, row: dict[str, Any], column: str) -> Self:
         """The conversation in a row: the messages in this column, or a prompt and its completion, of which the latter
         is learnt. Raises UsageError."""
         if column in row:
-            return cls(checked(as_messages(row[column])), 0, options_of(row))
+            return cls(check_messages(as_messages(row[column])), 0, options_of(row))
         prompt = as_messages(row["prompt"], "user")
-        messages = checked(prompt + as_messages(row["completion"], "assistant"))
+        messages = check_messages(prompt + as_messages(row["completion"], "assistant"))
         return cls(messages, len(prompt), options_of(row))
 
 
@@ -101,7 +101,7 @@ def _role_first(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": speaker} | ({"content": message["value"]} if "value" in message else {}) | others
 
 
-def checked(messages: Messages) -> Messages:
+def check_messages(messages: Messages) -> Messages:
     """Returns them. Raises UsageError unless each content is a text, or a list of parts that are texts, and all other
     values are such as JSON has."""
     for number, message in enumerate(messages, start=1):
@@ -149,7 +149,7 @@ def _json_of(row: dict[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def rendered(messages: Messages, template: Any, **options: Any) -> str:
+def render(messages: Messages, template: Any, **options: Any) -> str:
     """A conversation as a text. Raises UsageError if the template refuses it."""
     if not messages:  # many templates need a message
         return ""
@@ -159,7 +159,7 @@ def rendered(messages: Messages, template: Any, **options: Any) -> str:
         raise UsageError(f"the chat template refuses it ({first_line(error)})") from None
 
 
-def fitted(messages: Messages, template: Any, options: Mapping[str, Any]) -> tuple[Messages, str]:
+def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any]) -> tuple[Messages, str]:
     """(the messages in the first form that the template writes as a whole, their text).
 
     Templates differ: some take parts of a content, others texts alone; arguments of a call as a dict, or as JSON; and
@@ -171,7 +171,7 @@ def fitted(messages: Messages, template: Any, options: Mapping[str, Any]) -> tup
     refusal = fault = None
     for form in _forms(messages):
         try:
-            text = rendered(form, template, **options)
+            text = render(form, template, **options)
         except UsageError as error:
             refusal = refusal or error
             continue
@@ -183,7 +183,7 @@ def fitted(messages: Messages, template: Any, options: Mapping[str, Any]) -> tup
 
 def _forms(messages: Messages) -> Iterator[Messages]:
     tried: list[Messages] = []
-    for changes in itertools.product((_said, _unsaid), (dict, _joined), (_parsed, _dumped)):
+    for changes in itertools.product((_with_empty_content, _with_no_content), (dict, _join), (_parse, _dump)):
         form = messages
         for change in changes:
             form = [change(message) for message in form]
@@ -192,15 +192,15 @@ def _forms(messages: Messages) -> Iterator[Messages]:
             yield form
 
 
-def _said(message: dict[str, Any]) -> dict[str, Any]:
+def _with_empty_content(message: dict[str, Any]) -> dict[str, Any]:
     return {"content": "", **message}
 
 
-def _unsaid(message: dict[str, Any]) -> dict[str, Any]:
+def _with_no_content(message: dict[str, Any]) -> dict[str, Any]:
     return {"content": None, **message}
 
 
-def _joined(message: dict[str, Any]) -> dict[str, Any]:
+def _join(message: dict[str, Any]) -> dict[str, Any]:
     """With a text in place of parts that are texts."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
@@ -208,7 +208,7 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _parsed(message: dict[str, Any]) -> dict[str, Any]:
+def _parse(message: dict[str, Any]) -> dict[str, Any]:
     """With the arguments of calls as dicts."""
 
     def convert(given: Any) -> Any:
@@ -221,7 +221,7 @@ def _parsed(message: dict[str, Any]) -> dict[str, Any]:
     return _with_arguments(message, convert)
 
 
-def _dumped(message: dict[str, Any]) -> dict[str, Any]:
+def _dump(message: dict[str, Any]) -> dict[str, Any]:
     """With the arguments of calls as JSON."""
     return _with_arguments(message, lambda given: given if isinstance(given, str) else json.dumps(given))
 
@@ -265,17 +265,17 @@ def _uses(name: str, messages: Messages, template: Any, options: Mapping[str, An
     without = [{key: value for key, value in message.items() if key != name} for message in messages]
     others = {key: value for key, value in options.items() if key != name}
     try:
-        return rendered(messages, template, **options) != rendered(without, template, **others)
+        return render(messages, template, **options) != render(without, template, **others)
     except UsageError:  # it needs the name
         return True
 
 
-def unused(chats: Iterable[Conversation], template: Any) -> list[str]:
+def find_unused(chats: Iterable[Conversation], template: Any) -> list[str]:
     """The names of options and of entries in messages that the template uses in none of these conversations."""
     names, used = dict[str, None](), set[str]()
     for chat in chats:
         try:
-            messages, _ = fitted(chat.messages, template, chat.options)
+            messages, _ = fit_to_template(chat.messages, template, chat.options)
         except UsageError:  # whoever encodes it says so
             continue
         found = {*chat.options, *(name for message in messages for name in message)} - {"role", "content"}
@@ -303,17 +303,17 @@ def answer_spans(
     options = options or {}
     if messages and messages[0]["role"] == "assistant":
         raise UsageError("it begins with an answer: remove it, or put a question before it")
-    messages, text = fitted(messages, template, options)
+    messages, text = fit_to_template(messages, template, options)
     spans = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn < first:
             continue
-        asking = rendered(messages[:turn], template, **{**options, "add_generation_prompt": True})
-        after = text if turn + 1 == len(messages) else rendered(messages[: turn + 1], template, **options)
+        asking = render(messages[:turn], template, **{**options, "add_generation_prompt": True})
+        after = text if turn + 1 == len(messages) else render(messages[: turn + 1], template, **options)
         if not text.startswith(after):
             raise UsageError(CHANGES)
         if not after.startswith(asking):
-            _say_why(rendered(messages[:turn], template, **options), asking, after)
+            _say_why(render(messages[:turn], template, **options), asking, after)
         spans.append(range(len(asking), len(after)))
     return text, spans
 
@@ -349,8 +349,8 @@ def question(chat: Conversation, template: Any) -> str:
     """The text that asks for the last message of a conversation. Raises UsageError."""
     if chat.is_plain:
         return chat.messages[0]["content"]
-    messages, _ = fitted(chat.messages, template, chat.options)
-    return rendered(messages[:-1], template, **{**chat.options, "add_generation_prompt": True})
+    messages, _ = fit_to_template(chat.messages, template, chat.options)
+    return render(messages[:-1], template, **{**chat.options, "add_generation_prompt": True})
 
 
 def text_of(message: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A diffusion transformer (DiT, Peebles and Xie 2023) for small images, its pictures, and their quality."""
+"""A diffusion transformer (DiT, Peebles and Xie 2023) for small images; a grid of what it makes, and its quality."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .images import ImageDataset
 
 FREQUENCIES = 16  # of the sine and cosine waves that stand for a time
 NUM_COMPARED = 10_000  # training images, about
-LEAST_PIXELS = 32  # a side of a picture in a grid
+LEAST_PIXELS = 32  # a side of an image in a grid
 
 
 class Block(nn.Module):
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.joined = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.modulation = zeroed(nn.Linear(width, 6 * width))
+        self.modulation = zero_weights(nn.Linear(width, 6 * width))
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(condition).unsqueeze(1).chunk(6, dim=-1)
@@ -101,8 +101,8 @@ class DiT(nn.Module):
         self.label = nn.Embedding(num_classes + 1, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.modulation = zeroed(nn.Linear(width, 2 * width))
-        self.leave = zeroed(nn.Linear(width, channels * patch_size**2))
+        self.modulation = zero_weights(nn.Linear(width, 2 * width))
+        self.leave = zero_weights(nn.Linear(width, channels * patch_size**2))
 
     def forward(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         condition = F.silu(self.time(waves(times).to(images.dtype)) + self.label(labels))
@@ -122,25 +122,25 @@ def waves(times: Tensor) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-def zeroed(layer: nn.Linear) -> nn.Linear:
+def zero_weights(layer: nn.Linear) -> nn.Linear:
     """The layer with weights of zero. A block then starts as the identity, which trains faster."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-def share_recognised(pictures: Tensor, labels: Tensor, sources: Sequence[ImageDataset]) -> float:
-    """The share of pictures whose nearest image, among about NUM_COMPARED of each source, has their label."""
+def share_recognised(generated: Tensor, labels: Tensor, sources: Sequence[ImageDataset]) -> float:
+    """The share of generated images whose nearest image, among about NUM_COMPARED of each source, has their label."""
     every = [range(0, len(images), max(1, len(images) // NUM_COMPARED)) for images in sources]
     known = [images.__getitems__(list(ids)) for images, ids in zip(sources, every)]
-    nearest = torch.cdist(pictures.flatten(1), torch.cat([one["image"] for one in known]).flatten(1)).argmin(1)
+    nearest = torch.cdist(generated.flatten(1), torch.cat([one["image"] for one in known]).flatten(1)).argmin(1)
     return (torch.cat([one["label"] for one in known])[nearest] == labels).float().mean().item()
 
 
-def write_grid(pictures: Tensor, num_columns: int, path: Path) -> None:
-    """Writes pictures (batch, channels, height, width) in [0, 1] into one file, row by row, enlarged if small."""
-    framed = F.pad(pictures, (1, 1, 1, 1), value=0.5).unflatten(0, (-1, num_columns))
+def write_grid(images: Tensor, num_columns: int, path: Path) -> None:
+    """Writes images (batch, channels, height, width) in [0, 1] into one file, row by row, enlarged if small."""
+    framed = F.pad(images, (1, 1, 1, 1), value=0.5).unflatten(0, (-1, num_columns))
     grid = framed.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # height, width, channels
     image = Image.fromarray((grid * 255).round().byte().squeeze(-1).numpy())
-    scale = -(-LEAST_PIXELS // pictures.shape[2])
+    scale = -(-LEAST_PIXELS // images.shape[2])
     image.resize((scale * image.width, scale * image.height), Image.Resampling.NEAREST).save(path)

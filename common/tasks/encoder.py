@@ -177,7 +177,7 @@ def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizer
     )
 
 
-def exported_tokenizer(folder: Path, classes: list[str] | None = None) -> Any:
+def load_exported_tokenizer(folder: Path, classes: list[str] | None = None) -> Any:
     """The tokenizer beside an exported encoder. Raises UsageError if there is none, or if its classes differ."""
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False).id2label

@@ -13,12 +13,12 @@ from ..data.sets import Batch, InMemoryDataset
 from ..environment import local_world_size
 from ..errors import UsageError
 from .embedded import sklearn_file
-from .labelled_pictures import load_labelled_pictures
+from .labelled_images import load_image_splits
 from .sources import hold_out
 from .text_files import local_path
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
-ADVICE = "type --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, pictures or parquet files"
+ADVICE = "type --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, images or parquet files"
 Shape = tuple[int, int, int]  # channels, height, width
 
 
@@ -84,10 +84,10 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
         raise UsageError(f"--data {data} is a file: name the folder that holds the data")
     if data.startswith((".", "/", "~")) or data.count("/") > 1:
         raise UsageError(f"--data {data}: no such folder; type --data digits for the embedded set")
-    return _load_pictures(data, max_samples)
+    return _load_in_memory(data, max_samples)
 
 
-def _divided(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+def _split(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
     rest, held_out = hold_out(len(whole), HELD_OUT)
     return whole.part(rest), whole.part(held_out)
 
@@ -98,7 +98,7 @@ def _load_digits() -> tuple[ImageDataset, ImageDataset]:
     with gzip.open(sklearn_file("digits.csv.gz"), "rt") as file:
         rows = torch.from_numpy(numpy.loadtxt(file, delimiter=",", dtype=numpy.float32))
     images = (rows[:, :-1] * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)
-    return _divided(ImageDataset(images, rows[:, -1].long(), num_classes=10))
+    return _split(ImageDataset(images, rows[:, -1].long(), num_classes=10))
 
 
 # IDX is the format of the original MNIST files: two zero bytes, a type code, the number of
@@ -120,7 +120,7 @@ def _load_folder(folder: Path, max_samples: int | None) -> tuple[ImageDataset, I
             raise UsageError(f"{place}: training images are {sizes[0]}, test images {sizes[1]}: expected one size")
         num_classes = int(max(train[1].max(), test[1].max())) + 1
         return ImageDataset(*train, num_classes), ImageDataset(*test, num_classes)
-    return _load_pictures(str(folder), max_samples)
+    return _load_in_memory(str(folder), max_samples)
 
 
 def _read_idx_pair(place: Path, images_name: str, labels_name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,17 +159,17 @@ def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
     return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=header_size).copy()).view(shape)
 
 
-def _load_pictures(data: str, max_samples: int | None) -> tuple[ImageDataset, ImageDataset]:
-    """Loads pictures of one size: a dataset of the Hub, a folder in the same layout, or one of classes."""
-    parts = load_labelled_pictures(data, ADVICE, max_samples)
+def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, ImageDataset]:
+    """Loads images of one size: a dataset of the Hub, a folder in the same layout, or one of classes."""
+    parts = load_image_splits(data, ADVICE, max_samples)
     num_images, classes = sum(len(part.labels) for part in parts), parts[0].classes
-    size = numpy.asarray(parts[0].pictures[0]).size * num_images * local_world_size()  # each process holds all images
+    size = numpy.asarray(parts[0].images[0]).size * num_images * local_world_size()  # each process holds all images
     if size > psutil.virtual_memory().available // 2:
         raise UsageError(
             f"--data {data}: its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes): "
             "type --max_samples with a smaller number"
         )
-    images = [[numpy.asarray(picture) for picture in part.pictures] for part in parts]
+    images = [[numpy.asarray(image) for image in part.images] for part in parts]
     has_colour = any(image.ndim == 3 for part in images for image in part)
     shape = 3 if has_colour else 1, *images[0][0].shape[:2]
     sets = []
@@ -177,14 +177,14 @@ def _load_pictures(data: str, max_samples: int | None) -> tuple[ImageDataset, Im
         for row, image in enumerate(pixels):
             if image.shape[:2] != shape[1:]:
                 raise UsageError(
-                    f"{parts[0].pictures.name(0)} has {shape[1]} x {shape[2]} pixels, {part.pictures.name(row)} "
+                    f"{parts[0].images.name(0)} has {shape[1]} x {shape[2]} pixels, {part.images.name(row)} "
                     f"{image.shape[0]} x {image.shape[1]}: expected one size; resize them first"
                 )
-        sets.append(ImageDataset(_stacked(pixels, shape[0]), torch.tensor(part.labels), len(classes), classes))
-    return _divided(sets[0]) if len(sets) == 1 else (sets[0], sets[1])
+        sets.append(ImageDataset(_stack(pixels, shape[0]), torch.tensor(part.labels), len(classes), classes))
+    return _split(sets[0]) if len(sets) == 1 else (sets[0], sets[1])
 
 
-def _stacked(images: list[numpy.ndarray], channels: int) -> torch.Tensor:
+def _stack(images: list[numpy.ndarray], channels: int) -> torch.Tensor:
     """uint8 of shape (n, channels, height, width)"""
     if channels == 3:
         images = [numpy.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image for image in images]

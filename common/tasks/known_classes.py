@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..data.facts import say
-from .lists import cut
+from .lists import shorten
 
 
 def names_of(config: Any) -> list[str]:
@@ -53,8 +53,8 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)):
         return classes, False
     say(
-        f"the head is new: that of {name_or_path} knows {cut(names)}; the data has {cut(classes)} (a head keeps its "
-        "weights if it knows all classes of the data by name)"
+        f"the head is new: that of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)} (a head "
+        "keeps its weights if it knows all classes of the data by name)"
     )
     return classes, True
 

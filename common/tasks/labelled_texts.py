@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from ..data.facts import say
 from ..errors import UsageError
-from .lists import counted
-from .rows import Table, filled
+from .lists import count_by_class
+from .rows import Table, rows_with_text
 from .sources import hold_out, load_tables
 
 # Packages that every Python has, without parts that a distribution may leave out.
@@ -38,12 +38,12 @@ class LabelledTexts:
     classes: list[str]
 
     @classmethod
-    def joined(cls, parts: "Iterable[LabelledTexts]") -> "LabelledTexts":
+    def join(cls, parts: "Iterable[LabelledTexts]") -> "LabelledTexts":
         """The texts of several parts with the same classes."""
         texts, labels, classes = zip(*((part.texts, part.labels, part.classes) for part in parts))
         return cls(list(chain.from_iterable(texts)), list(chain.from_iterable(labels)), classes[0])
 
-    def ordered(self, classes: list[str]) -> "LabelledTexts":
+    def reorder(self, classes: list[str]) -> "LabelledTexts":
         """The same texts with their classes in this order, perhaps among others."""
         numbers = [classes.index(name) for name in self.classes]
         return LabelledTexts(self.texts, [numbers[label] for label in self.labels], classes)
@@ -103,7 +103,7 @@ def load_labelled_texts(
         tables = load_tables(data, ADVICE)
         parts = [_rows(table, text_column, label_column) for table in tables]
         declared = getattr(tables[0].kinds.get(label_column), "names", declared)
-    train, evaluation = parts if len(parts) == 2 else _divided(parts[0])
+    train, evaluation = parts if len(parts) == 2 else _split(parts[0])
     classes = declared or sorted({label for part in (train, evaluation) for _, label in part})
     if len(classes) < 2 or not train or not evaluation:
         raise UsageError(
@@ -115,11 +115,11 @@ def load_labelled_texts(
         LabelledTexts([text for text, _ in part], [numbers[label] for _, label in part], classes)
         for part in (train, evaluation)
     )
-    say(f"--data {data}: {counted(classes, first.labels + second.labels)}")
+    say(f"--data {data}: {count_by_class(classes, first.labels + second.labels)}")
     return first, second
 
 
-def _divided(rows: list[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+def _split(rows: list[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     train, evaluation = ([rows[number] for number in ids.sort().values] for ids in hold_out(len(rows), HELD_OUT))
     return train, evaluation
 
@@ -143,4 +143,4 @@ def _rows(table: Table, text_column: str, label_column: str) -> list[tuple[str, 
             raise UsageError(
                 f"--data {table.name}: row {row} has no class in column {label_column}: remove the row or fill it"
             )
-    return filled(table, text_column, label_column)
+    return rows_with_text(table, text_column, label_column)

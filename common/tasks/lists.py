@@ -6,13 +6,13 @@ from collections.abc import Sequence
 NUM_NAMED = 6  # of a long list
 
 
-def counted(classes: Sequence[str], labels: Sequence[int]) -> str:
+def count_by_class(classes: Sequence[str], labels: Sequence[int]) -> str:
     """How many samples each class has, for a line: "3 classes: bus 20, car 20, rail 20"; the first few of many."""
     counts = Counter(labels)
-    return f"{len(classes):,} classes: {cut([f'{name} {counts[number]:,}' for number, name in enumerate(classes)])}"
+    return f"{len(classes):,} classes: {shorten([f'{name} {counts[number]:,}' for number, name in enumerate(classes)])}"
 
 
-def cut(names: Sequence[str]) -> str:
+def shorten(names: Sequence[str]) -> str:
     """A list of names for a line, the first few of many."""
     return printable(", ".join(names[:NUM_NAMED])) + (f", ... ({len(names):,} in all)" * (len(names) > NUM_NAMED))
 

@@ -146,4 +146,4 @@ def write_merged(adapters: Path, folder: Path, kind: Any = AutoModelForCausalLM)
     path = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
     base = kind.from_pretrained(path, dtype=torch.float32, **trust)
     PeftModel.from_pretrained(base, str(adapters)).merge_and_unload().save_pretrained(folder)
-    AutoProcessor.from_pretrained(adapters, **trust).save_pretrained(folder)  # or its tokenizer, if it sees no pictures
+    AutoProcessor.from_pretrained(adapters, **trust).save_pretrained(folder)  # or its tokenizer, if it sees no images

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import UsageError
-from .rows import Table, filled
+from .rows import Table, rows_with_text
 from .sources import hold_out, load_tables
 
 # Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.
@@ -99,4 +99,4 @@ def _standard_library() -> list[Pair]:
 
 def _rows(table: Table, query_column: str, document_column: str) -> list[Pair]:
     table.check_columns({"--query_column": query_column, "--document_column": document_column})
-    return [(query, document) for query, document in filled(table, query_column, document_column)]
+    return [(query, document) for query, document in rows_with_text(table, query_column, document_column)]

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..data.facts import say
-from ..data.sets import Batch, CollateFn, Examples, ForwardStep, MapDataset, checked_datasets
+from ..data.sets import Batch, CollateFn, Examples, ForwardStep, MapDataset, check_datasets
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
@@ -22,9 +22,9 @@ from ..plan import Plan
 from ..step.guards import check_same_start, freeze_what_is_not_trained
 from ..step.setup import Setup
 from .cache import cache_folder, write_once
-from .causal_lm import IGNORED, trained_places
-from .chats import HELD_OUT, Chats, answers_by_rules, by_rules, divide, encode, encoded_rows, say_unused, shifted
-from .conversations import Conversation, as_messages, checked, num_shared, options_of
+from .causal_lm import IGNORED, find_trained_places
+from .chats import HELD_OUT, Chats, answers_by_rules, by_rules, divide, encode, encode_rows, say_unused, shift
+from .conversations import Conversation, as_messages, check_messages, num_shared, options_of
 from .lora import digest_of_weights
 from .rows import Table
 from .sources import check_not_streamed, load_tables
@@ -56,9 +56,9 @@ class PairDataset(Dataset):
         return len(self.rows) // 2
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        both = [shifted(self.rows[2 * index + side]) for side in (0, 1)]
+        both = [shift(self.rows[2 * index + side]) for side in (0, 1)]
         tokens, labels = zip(*both)
-        places = [trained_places(side) for side in labels]
+        places = [find_trained_places(side) for side in labels]
         sample = {"tokens": _columns(tokens, 0), "labels": _columns(labels, IGNORED), "places": _columns(places, -1)}
         names = "reference_chosen", "reference_rejected"
         return sample | ({} if self.reference is None else dict(zip(names, self.reference[index])))
@@ -89,7 +89,7 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
     """
     if data == "rules":
         check_not_streamed(max_samples)
-        pairs = [divided(row) for row in pairs_by_rules()]
+        pairs = [split_pair(row) for row in pairs_by_rules()]
         cut = len(pairs) // HELD_OUT
         parts = [_of_list(part, tokenizer, max_length) for part in (pairs[cut:], pairs[:cut])]
     else:
@@ -100,7 +100,7 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
             raise UsageError(f"--data {data} has {num_pairs} pairs: expected 2 or more")
         kept = {*_useful(parts[0])[1]}
         parts = [_pairs(parts[0], ids) for ids in divide([number in kept for number in range(num_pairs)])]
-    train, evaluation = (_kept(one, data, max_length, use) for one, use in zip(parts, ("training", "evaluation")))
+    train, evaluation = (_keep_pairs(one, data, max_length, use) for one, use in zip(parts, ("training", "evaluation")))
     return train, evaluation
 
 
@@ -109,11 +109,11 @@ def _pairs(pairs: Chats, numbers: list[int]) -> Chats:
 
 
 def _of_list(pairs: list[list[Conversation]], tokenizer: Any, max_length: int) -> Chats:
-    rows = [row for pair in pairs for row in _encoded(pair, tokenizer, max_length)]
+    rows = [row for pair in pairs for row in _encode_pair(pair, tokenizer, max_length)]
     return Chats(rows, lambda index: pairs[index // 2][index % 2])
 
 
-def _encoded(pair: list[Conversation], tokenizer: Any, max_length: int) -> list[dict[str, Any]]:
+def _encode_pair(pair: list[Conversation], tokenizer: Any, max_length: int) -> list[dict[str, Any]]:
     chosen, rejected = (encode(chat, tokenizer, max_length) for chat in pair)
     return [row | {"equal": chosen["tokens"] == rejected["tokens"]} for row in (chosen, rejected)]
 
@@ -124,11 +124,11 @@ def _of_split(data: str, split: Table, tokenizer: Any, max_length: int) -> Chats
             f"--data {data}: expected the columns chosen and rejected, and perhaps prompt, found "
             f"{', '.join(split.column_names)}"
         )
-    rows = encoded_rows(data, split, lambda row: _encoded(divided(row), tokenizer, max_length), "pair")
+    rows = encode_rows(data, split, lambda row: _encode_pair(split_pair(row), tokenizer, max_length), "pair")
     folder = cache_folder("pairs", VERSION, split.key, digest_of(tokenizer), max_length)
     found = rows_on_disk(folder, f"encoding {len(split):,} pairs", rows, None, 2 * len(split))
-    say_unused(data, split, divided, tokenizer)
-    return Chats(found, lambda index: divided(split[index // 2])[index % 2])
+    say_unused(data, split, split_pair, tokenizer)
+    return Chats(found, lambda index: split_pair(split[index // 2])[index % 2])
 
 
 def _useful(pairs: Chats) -> tuple[list[int], list[int]]:
@@ -138,7 +138,7 @@ def _useful(pairs: Chats) -> tuple[list[int], list[int]]:
     return whole, [number for number in whole if not equal[2 * number]]
 
 
-def _kept(pairs: Chats, data: str, max_length: int, use: str) -> Chats:
+def _keep_pairs(pairs: Chats, data: str, max_length: int, use: str) -> Chats:
     """The pairs from which a preference can be learnt; a line for each reason tells how many others there are. Raises
     UsageError if there are none."""
     total, (whole, kept) = len(pairs) // 2, _useful(pairs)
@@ -155,7 +155,7 @@ def _kept(pairs: Chats, data: str, max_length: int, use: str) -> Chats:
     return pairs if len(kept) == total else _pairs(pairs, kept)
 
 
-def divided(row: dict[str, Any]) -> list[Conversation]:
+def split_pair(row: dict[str, Any]) -> list[Conversation]:
     """[preferred conversation, the other one], as TRL reads a row: texts are taken as they stand, and if there is no
     prompt, it is what both begin with.
 
@@ -171,13 +171,13 @@ def divided(row: dict[str, Any]) -> list[Conversation]:
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         asked = as_messages(prompt, "user")
         answers = [as_messages(text, "assistant") for text in (chosen, rejected)]
-        return [Conversation(checked(asked + answer), 1, is_plain=True) for answer in answers]
+        return [Conversation(check_messages(asked + answer), 1, is_plain=True) for answer in answers]
     if not (isinstance(chosen, list) and isinstance(rejected, list) and chosen and rejected):
         raise UsageError('expected lists of messages such as {"role": "user", "content": "Why?"}, or texts')
     options, both = options_of(row), [as_messages(chosen), as_messages(rejected)]
     begins = as_messages(prompt) if isinstance(prompt, list) else []  # a text repeats what both begin with
     first = len(begins) if isinstance(prompt, list) else _num_asked(*both)
-    return [Conversation(checked(begins + messages), first, options) for messages in both]
+    return [Conversation(check_messages(begins + messages), first, options) for messages in both]
 
 
 def _num_asked(chosen: Any, rejected: Any) -> int:
@@ -296,7 +296,7 @@ def _values_of(
     Raises:
         UsageError: like `fit`.
     """
-    train_set, sets = checked_datasets(next(iter(datasets.values())), datasets, collate_fn)
+    train_set, sets = check_datasets(next(iter(datasets.values())), datasets, collate_fn)
     plan = Plan.of(config, layout_of(config), len(train_set))
     check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
     setup = Setup(accelerator, model, optimizer, forward_step, plan)

@@ -33,7 +33,7 @@ def load(
         kind: a class with `from_pretrained`, such as `AutoModelForCausalLM`.
         name_or_path: folder or Hub id.
         expected: what should be there, for the message.
-        reads: `AutoTokenizer`, or `AutoProcessor` if the model sees pictures; None for no tokenizer.
+        reads: `AutoTokenizer`, or `AutoProcessor` if the model sees images; None for no tokenizer.
         options: for `from_pretrained`. Code that the model brings runs if `trust_remote_code` is there and true.
 
     Returns:

@@ -21,7 +21,7 @@ from ..data.facts import say
 from ..errors import UsageError, first_line
 from .cache import cache_folder
 from .streams import rows_on_disk
-from .text_files import Place, ending_of, is_packed, opened_text
+from .text_files import Place, ending_of, is_packed, open_text
 
 VERSION = 1  # of the rows on disk: another number makes them anew
 MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
@@ -108,13 +108,13 @@ class Table:
                 raise UsageError(f"--data {self.name}, row {number}, column {column}: {error}") from None
 
 
-def typed_table(data: str, split: Any) -> Table:
-    """The rows of a `datasets.Dataset`; its pictures are not decoded."""
+def table_of_dataset(data: str, split: Any) -> Table:
+    """The rows of a `datasets.Dataset`; its images are not decoded."""
     import datasets  # not at the top: the import takes seconds
 
     plain = datasets.Image(decode=False)
     for column, kind in split.features.items():
-        if holds_pictures(kind):
+        if holds_images(kind):
             split = split.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
     name = f"{data}, {split.split}" if split.split else data
     read, rows = split.__getitem__, partial(iter, split)
@@ -122,12 +122,12 @@ def typed_table(data: str, split: Any) -> Table:
     return Table(name, split.column_names, len(split), read, rows, *facts, column=read)
 
 
-def holds_pictures(kind: Any) -> bool:
-    """Whether a column of this type in `datasets` holds pictures, or lists of them."""
+def holds_images(kind: Any) -> bool:
+    """Whether a column of this type in `datasets` holds images, or lists of them."""
     return getattr(kind, "feature", kind).__class__.__name__ == "Image"
 
 
-def filled(table: Table, *columns: str) -> list[tuple[str, ...]]:
+def rows_with_text(table: Table, *columns: str) -> list[tuple[str, ...]]:
     """The texts in these columns of each row. A row without one is left out, and a line counts them. Raises UsageError
     like `Table.texts`."""
     rows = list(zip(*map(table.texts, columns)))
@@ -205,10 +205,10 @@ def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: di
         disk = rows_on_disk(cache_folder("rows", key), f"reading --data {data}", texts, features, max_rows)
 
         def each() -> Iterator[Row]:
-            return (_parsed(text) for batch in disk.iter(ROWS_PER_READ) for text in batch["row"])
+            return (_parse(text) for batch in disk.iter(ROWS_PER_READ) for text in batch["row"])
 
         names, size = _names(list(islice(each(), ROWS_LOOKED_AT))), disk.data.nbytes
-        table = Table(data, names, len(disk), lambda index: _parsed(disk[index]["row"]), each, key, size, kinds)
+        table = Table(data, names, len(disk), lambda index: _parse(disk[index]["row"]), each, key, size, kinds)
     if len(table) == 0:
         raise UsageError(f"--data {data}: {places[0]} has no rows: expected a name for each column, and rows")
     return table
@@ -223,7 +223,7 @@ def _rows_of_all(places: Sequence[Place]) -> Iterator[tuple[Row, str]]:
     found = Counter[str]()
     for place in places:
         is_json = ending_of(place) not in (".csv", ".tsv")
-        with opened_text(place, "\n" if is_json else "") as text:
+        with open_text(place, "\n" if is_json else "") as text:
             if is_json:
                 yield from _json_rows(place, text, found)
             else:
@@ -267,10 +267,10 @@ def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tup
         for line in text:
             number += 1
             if line.lstrip().startswith("["):
-                yield from ((_parsed(part, halves), part) for part in _items(line + text.read()))
+                yield from ((_parse(part, halves), part) for part in _items(line + text.read()))
                 return
             if line.strip():
-                yield _parsed(line, halves), line
+                yield _parse(line, halves), line
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise
@@ -299,7 +299,7 @@ def _after_gap(text: str, start: int) -> int:
     return len(text) if found is None else found.start()
 
 
-def _parsed(text: str, halves: Counter[str] | None = None) -> Row:
+def _parse(text: str, halves: Counter[str] | None = None) -> Row:
     """A row from its JSON text. Raises ValueError, and RecursionError for a deep one."""
     row = DECODER.decode(text)
     if not isinstance(row, dict):

@@ -15,9 +15,9 @@ from ..data.facts import say
 from ..errors import RunError, UsageError, first_line
 from .cache import cache_folder, first_process_first
 from .mixture import weights_of
-from .rows import Table, table_of, typed_table
+from .rows import Table, table_of, table_of_dataset
 from .streams import convert_stream
-from .text_files import Place, ending_of, local_path, unpacked
+from .text_files import Place, ending_of, local_path, strip_packing
 
 # {ending of a file's name: its kind}
 TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
@@ -72,7 +72,7 @@ def load_tables(data: str, advice: str, max_samples: int | None = None) -> list[
     """
     files = table_files(data, advice)
     if files is None or files.all_end_with(".parquet"):
-        return [typed_table(data, split) for split in _typed(data, advice, max_samples, files)]
+        return [table_of_dataset(data, split) for split in _load_splits(data, advice, max_samples, files)]
     return [table_of(data, files.splits[name], max_samples, files.kinds) for name in _names(data, files.splits)]
 
 
@@ -88,11 +88,11 @@ def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[
     """
     files = table_files(data, advice)
     if files is not None and not files.all_end_with(".parquet"):
-        raise UsageError(f"--data {data}: expected .parquet files, which hold pictures; {advice}")
-    return _typed(data, advice, max_samples, files)
+        raise UsageError(f"--data {data}: expected .parquet files, which hold images; {advice}")
+    return _load_splits(data, advice, max_samples, files)
 
 
-def _typed(data: str, advice: str, max_samples: int | None, files: Files | None) -> list[Any]:
+def _load_splits(data: str, advice: str, max_samples: int | None, files: Files | None) -> list[Any]:
     """What `load_splits` returns, of Parquet files or of a Hub id."""
     import datasets  # not at the top: the import takes seconds
 
@@ -126,13 +126,13 @@ def table_files(data: str, advice: str) -> Files | None:
         raise UsageError(f"--data {data}: this recipe takes one source: type it without a weight")
     path = local_path(data)
     if path.is_dir():
-        return _declared(data, str(path), advice) if _has_card(path) else files_of_folder(data, path, TABLES, advice)
+        return _find_files(data, str(path), advice) if _has_card(path) else files_of_folder(data, path, TABLES, advice)
     if path.is_file():
         if ending_of(path) not in TABLES:
             raise UsageError(f"--data {data}: its name ends with none of {', '.join(TABLES)}; {advice}")
         return Files({"train": [path.absolute()]})
     check_is_hub_id(data, path, advice)
-    return _declared(data, data, advice)
+    return _find_files(data, data, advice)
 
 
 def check_is_hub_id(data: str, path: Path, advice: str) -> None:
@@ -165,7 +165,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
     copies: dict[PurePath, Path] = {}
     for path in found:
         is_of_kind = kinds[ending_of(path)] == kinds[ending_of(found[0])]
-        other = copies.setdefault(unpacked(path), path) if is_of_kind else found[0]
+        other = copies.setdefault(strip_packing(path), path) if is_of_kind else found[0]
         if other is not path:
             raise UsageError(
                 f"--data {data} holds {other.name} and {path.name}, which may be the same: type the path of one, or "
@@ -210,7 +210,7 @@ def _raise(error: OSError) -> None:
 
 def _split_of(path: Path) -> str | None:
     """The split that a file belongs to: its name, or that of a folder on its way, is the name of the split."""
-    for word in (SHARD.sub("", unpacked(path).stem), *reversed(path.parts[:-1])):
+    for word in (SHARD.sub("", strip_packing(path).stem), *reversed(path.parts[:-1])):
         for split, names in SPLITS.items():
             if word.lower() in names:
                 return split
@@ -227,7 +227,7 @@ def _has_card(folder: Path) -> bool:
     return lines[:1] == ["---"] and any(line.startswith("configs:") for line in lines[1 : ends[0] if ends else 1])
 
 
-def _declared(data: str, name: str, advice: str) -> Files | None:
+def _find_files(data: str, name: str, advice: str) -> Files | None:
     """The files of a Hub id, or of a folder with a card, whose rows would get guessed types; None if they have types,
     or if the card says how to read them."""
     import datasets

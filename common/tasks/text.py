@@ -19,7 +19,7 @@ from .cache import cache_folder, progress_bar, write_once
 from .causal_lm import IGNORED
 from .rows import Table
 from .sources import TABLES, check_is_hub_id, files_of_folder, load_tables, walk
-from .text_files import Place, ending_of, local_path, opened_text
+from .text_files import Place, ending_of, local_path, open_text
 from .tokenization import digest_of, is_bytewise
 
 STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to evaluate
@@ -40,7 +40,7 @@ class TokenDataset(InMemoryDataset):
     `IGNORED`. The weight is the number of labels without padding.
 
     Args:
-        tokens: integers of shape (n,), at least 2; or a part of `mapped(file)`, so that memory holds only what is read.
+        tokens: integers of shape (n,), at least 2; or a part of `map_tokens(file)`: memory holds only what is read.
         context: tokens per block.
         drop_last: leave out a last block that is not full, as training does. All samples then have the
             same number of labels, and no "weight".
@@ -61,7 +61,7 @@ class TokenDataset(InMemoryDataset):
         vars(self).update(state)
         if self.part:
             file, start, num_tokens = self.part
-            self.tokens = mapped(file)[start : start + num_tokens]
+            self.tokens = map_tokens(file)[start : start + num_tokens]
 
     def __len__(self) -> int:
         return self._num_blocks
@@ -111,7 +111,7 @@ def load_tokens(
     is_large = sum(text.num_bytes for text in texts) > MAX_BYTES_IN_MEMORY
     files = [_token_file(text, tokenizer) if is_large else None for text in texts]
     parts = [
-        mapped(file) if file else _encoded(["".join(text.pieces())], tokenizer) for text, file in zip(texts, files)
+        map_tokens(file) if file else _encode(["".join(text.pieces())], tokenizer) for text, file in zip(texts, files)
     ]
     if len(parts) == 1:
         cut = len(parts[0]) * 9 // 10
@@ -184,7 +184,7 @@ def _pieces(places: list[Place]) -> Iterator[str]:
     """The text of files in pieces of about 100 kB, cut at line ends. A newline stands for each line end, and between
     files. Raises UsageError."""
     for place in places:
-        with opened_text(place, None) as file:
+        with open_text(place, None) as file:
             piece = file.read(CHARACTERS_PER_PIECE) + file.readline(CHARACTERS_PER_LINE)
             if not piece:
                 raise UsageError(f"{place} is empty: expected text")
@@ -214,7 +214,7 @@ def _token_file(text: _Text, tokenizer: Any) -> Path:
     def write(folder: Path) -> None:
         with (folder / name).open("wb") as file, progress_bar(text.num_bytes, "B") as bar:
             for batch in _batches(text.pieces()):
-                _encoded(batch, tokenizer).numpy().tofile(file)
+                _encode(batch, tokenizer).numpy().tofile(file)
                 bar.update(sum(map(len, batch)))
 
     folder = cache_folder("tokens", VERSION, text.key, digest_of(tokenizer))
@@ -235,7 +235,7 @@ def _batches(pieces: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def mapped(file: Path) -> Tensor:
+def map_tokens(file: Path) -> Tensor:
     """The tokens in a file, whose name ends with their type. To write to them is an error of the system."""
     kind = numpy.dtype(file.suffix[1:])
     if file.stat().st_size == 0:
@@ -245,7 +245,7 @@ def mapped(file: Path) -> Tensor:
         return torch.from_numpy(numpy.memmap(file, kind, "r"))
 
 
-def _encoded(texts: list[str], tokenizer: Any) -> Tensor:
+def _encode(texts: list[str], tokenizer: Any) -> Tensor:
     """The tokens of all texts, one text after another: uint8 if they are bytes, else int32."""
     if is_bytewise(tokenizer):  # needs no tokenizer
         return torch.from_numpy(numpy.frombuffer("".join(texts).encode(), numpy.uint8).copy())

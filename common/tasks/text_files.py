@@ -46,10 +46,10 @@ def local_path(data: str, folder: Path = Path()) -> Path:
 
 def ending_of(place: Place) -> str:
     """The ending of a file's name without that of its packing, in small letters: ".csv" for "a.CSV.gz"."""
-    return unpacked(place).suffix.lower()
+    return strip_packing(place).suffix.lower()
 
 
-def unpacked(place: Place) -> PurePath:
+def strip_packing(place: Place) -> PurePath:
     """The name of a file without the ending of its packing: "x/a.CSV" for "x/a.CSV.gz"."""
     return PurePath(str(place)[: len(str(place)) - len(_packing_of(place))])
 
@@ -63,7 +63,7 @@ def _packing_of(place: Place) -> str:
     return next((ending for ending in PACKED if str(place).lower().endswith(ending)), "")
 
 
-def opened(place: Place) -> io.BufferedReader:
+def open_bytes(place: Place) -> io.BufferedReader:
     """The bytes of a file, unpacked if its name says that it is packed. Raises OSError."""
     if isinstance(place, Path):
         raw: Any = place.open("rb")
@@ -82,7 +82,7 @@ def opened(place: Place) -> io.BufferedReader:
 
 
 @contextmanager
-def opened_text(place: Place, newline: str | None) -> Iterator[io.TextIOWrapper]:
+def open_text(place: Place, newline: str | None) -> Iterator[io.TextIOWrapper]:
     """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says.
 
     Args:
@@ -93,7 +93,7 @@ def opened_text(place: Place, newline: str | None) -> Iterator[io.TextIOWrapper]
         UsageError: from the body of `with`, too, if the file cannot be read or is no text.
     """
     try:
-        with opened(place) as file:
+        with open_bytes(place) as file:
             start = file.peek(4)[:4]
             encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
             if encoding != "utf-8-sig":

@@ -33,7 +33,7 @@ def is_bytewise(tokenizer: Any) -> bool:
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """The tokenizer of a processor, which also reads pictures. A tokenizer is its own."""
+    """The tokenizer of a processor, which also reads images. A tokenizer is its own."""
     return getattr(processor, "tokenizer", processor)
 
 

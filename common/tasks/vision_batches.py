@@ -1,7 +1,7 @@
-"""Samples of conversations with pictures as a vision-language model of transformers takes them, and batches of them.
+"""Samples of conversations with images as a vision-language model of transformers takes them, and batches of them.
 
-Each processor makes tensors of its own. What they mean is measured: the processor gets two pictures, and a tensor that
-has a number for each token, one row for the sample, or rows for each picture, is one of three kinds.
+Each processor makes tensors of its own. What they mean is measured: the processor gets two images, and a tensor that
+has a number for each token, one row for the sample, or rows for each image, is one of three kinds.
 """
 
 from typing import Any
@@ -14,46 +14,46 @@ from torch.utils.data import Dataset
 
 from ..data import Batch, pad_to_longest
 from ..errors import UsageError, first_line
-from .causal_lm import IGNORED, trained_places
-from .conversations import answer_spans, rendered
+from .causal_lm import IGNORED, find_trained_places
+from .conversations import answer_spans, render
 from .tokenization import adds_special_tokens
-from .vision_chats import Messages, Pictures, VisionChats
+from .vision_chats import Images, Messages, VisionChats
 
 NUM_LOOKED_AT = 16  # conversations at the start
 ROWS = "number of rows of "  # begins the name of a tensor that tells which rows of another are no padding
-NOT_OF_PICTURES = ("input_ids", "attention_mask", "offset_mapping")
+NOT_OF_IMAGES = ("input_ids", "attention_mask", "offset_mapping")
 
 
 class VisionEncoder:
     """Makes samples and batches with a processor.
 
     A sample is {"tokens", "labels": int64 of shape (length,), "places": of the trained labels, "weight": their number,
-    and the tensors that the processor makes of pictures}. A label is the next token, or `IGNORED`.
+    and the tensors that the processor makes of images}. A label is the next token, or `IGNORED`.
 
     Args:
         processor: of transformers, with a chat template, an image processor and a fast tokenizer.
-        picture_token: id of the token that stands for a part of a picture.
+        image_token: id of the token that stands for a part of an image.
         max_length: tokens of a conversation beyond this number are cut.
 
     Raises:
         UsageError: the template or the processor cannot be used.
     """
 
-    def __init__(self, processor: Any, picture_token: int, max_length: int):
-        self.processor, self.picture_token, self.max_length = processor, picture_token, max_length
+    def __init__(self, processor: Any, image_token: int, max_length: int):
+        self.processor, self.image_token, self.max_length = processor, image_token, max_length
         if not hasattr(processor, "image_processor"):
-            raise UsageError(f"{type(processor).__name__} reads no pictures: use recipes/finetune.py")
+            raise UsageError(f"{type(processor).__name__} reads no images: use recipes/finetune.py")
         small, wide = Image.new("RGB", (48, 48), "white"), Image.new("RGB", (96, 48), "grey")
-        both = self._processed(rendered(_asking(2), processor), [small, wide])
+        both = self._process(render(_asking(2), processor), [small, wide])
         length = both["input_ids"].shape[1]
-        of_pictures = {name: value for name, value in both.items() if name not in NOT_OF_PICTURES}
+        of_images = {name: value for name, value in both.items() if name not in NOT_OF_IMAGES}
         # Lists: the order of a set, and so that of a sample's tensors, would differ between processes.
-        self.of_tokens = [name for name, value in of_pictures.items() if value.shape == (1, length)]
-        others = [name for name in of_pictures if name not in self.of_tokens]
-        self.of_sample = [name for name in others if len(of_pictures[name]) == 1]
+        self.of_tokens = [name for name, value in of_images.items() if value.shape == (1, length)]
+        others = [name for name in of_images if name not in self.of_tokens]
+        self.of_sample = [name for name in others if len(of_images[name]) == 1]
         self.of_rows = [name for name in others if name not in self.of_sample]
         self._without = {name: _nothing(value[0] if name in self.of_sample else value)
-                         for name, value in of_pictures.items() if name in others}  # fmt: skip
+                         for name, value in of_images.items() if name in others}  # fmt: skip
         self._blank = self._sample(_asking(1), [small])
         self._pad = pad_to_longest({"tokens": self._padding, "labels": IGNORED, "places": -1}, None)
         self._check(small, wide)
@@ -65,8 +65,8 @@ class VisionEncoder:
             raise UsageError("the tokenizer has no token for padding: give it a pad_token")
         return token
 
-    def _processed(self, text: str | list[str], pictures: Any, **options: Any) -> dict[str, Tensor]:
-        texts, images = ([text], [pictures]) if isinstance(text, str) else (text, pictures)
+    def _process(self, text: str | list[str], images: Any, **options: Any) -> dict[str, Tensor]:
+        texts, images = ([text], [images]) if isinstance(text, str) else (text, images)
         options |= {"add_special_tokens": adds_special_tokens(self.processor, texts[0])}
         options |= {"return_tensors": "pt", "return_offsets_mapping": True}
         try:
@@ -74,24 +74,24 @@ class VisionEncoder:
         except Exception as error:  # of dozens of types
             raise UsageError(f"{type(self.processor).__name__} refuses it ({first_line(error)})") from None
 
-    def sample(self, messages: Messages, pictures: Pictures) -> dict[str, Any]:
+    def sample(self, messages: Messages, images: Images) -> dict[str, Any]:
         """A sample of a conversation. Raises UsageError, also if none of its tokens is trained."""
-        return self._sample(messages, pictures, self.max_length)
+        return self._sample(messages, images, self.max_length)
 
-    def _sample(self, messages: Messages, pictures: Pictures, max_length: int | None = None) -> dict[str, Any]:
-        found, trained = self._encoded(messages, pictures)
+    def _sample(self, messages: Messages, images: Images, max_length: int | None = None) -> dict[str, Any]:
+        found, trained = self._encode(messages, images)
         whole, kept = found["input_ids"][0], slice(max_length)
-        if max_length is not None and (whole[max_length:] == self.picture_token).any():
-            last = int((whole == self.picture_token).nonzero()[-1]) + 1
-            raise UsageError(f"its pictures end at token {last}: type --max_length {last} or more, or smaller pictures")
+        if max_length is not None and (whole[max_length:] == self.image_token).any():
+            last = int((whole == self.image_token).nonzero()[-1]) + 1
+            raise UsageError(f"its images end at token {last}: type --max_length {last} or more, or smaller images")
         if max_length is not None and not trained[kept].any():
             first = int(trained.int().argmax()) + 1
             advice = f"its first answer begins at token {first}: type --max_length {first} or more"
-            raise UsageError(advice if trained.any() else "it has no answer after its last picture")
+            raise UsageError(advice if trained.any() else "it has no answer after its last image")
         tokens = whole[kept]
         labels = tokens.roll(-1).masked_fill(~trained[kept].roll(-1), IGNORED)
         labels[-1] = IGNORED
-        sample = {"tokens": tokens, "labels": labels, "places": trained_places(labels)}
+        sample = {"tokens": tokens, "labels": labels, "places": find_trained_places(labels)}
         for name in self.of_tokens:
             sample[name] = found[name][0, kept] if name in found else torch.zeros_like(tokens)
         for name, nothing in self._without.items():
@@ -100,18 +100,18 @@ class VisionEncoder:
         sample |= {ROWS + name: torch.tensor(len(sample[name])) for name in self.of_rows}
         return sample | {"weight": float((labels != IGNORED).sum())}
 
-    def _encoded(self, messages: Messages, pictures: Pictures) -> tuple[dict[str, Tensor], Tensor]:
+    def _encode(self, messages: Messages, images: Images) -> tuple[dict[str, Tensor], Tensor]:
         """(what the processor returns, whether each token is trained).
 
-        The processor puts many tokens in the place of a picture, so places in the text are counted from its end. If a
-        picture follows answers, the conversation up to the last of them tells about those.
+        The processor puts many tokens in the place of an image, so places in the text are counted from its end. If an
+        image follows answers, the conversation up to the last of them tells about those.
         """
         shown = [sum(part["type"] == "image" for part in message["content"]) for message in messages]
         if any(number and message["role"] == "assistant" for number, message in zip(shown, messages)):
-            raise UsageError("an answer has a picture, which a model cannot learn to write: move it to a question")
+            raise UsageError("an answer has an image, which a model cannot learn to write: move it to a question")
         after = max((turn + 1 for turn, number in enumerate(shown) if number), default=0)
         text, spans = answer_spans(messages, self.processor, after)
-        found = self._processed(text, pictures)
+        found = self._process(text, images)
         places, plain = found.pop("offset_mapping")[0], self.processor.tokenizer
         ends = plain(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         if not ends or len(places) < 2:
@@ -122,39 +122,39 @@ class VisionEncoder:
         answers = [turn for turn in range(after) if messages[turn]["role"] == "assistant"]
         if answers:
             end = answers[-1] + 1
-            earlier, flags = self._encoded(messages[:end], pictures[: sum(shown[:end])])
+            earlier, flags = self._encode(messages[:end], images[: sum(shown[:end])])
             last = int(flags.nonzero()[-1]) + 1 if flags.any() else 0
             if not found["input_ids"][0, :last].equal(earlier["input_ids"][0, :last]):
-                raise UsageError("its tokens change when a turn follows: end it before its last picture")
+                raise UsageError("its tokens change when a turn follows: end it before its last image")
             trained[:last] |= flags[:last]
         return found, trained
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
-        """A batch of samples, padded. One without pictures gets one, after the end of its shortest sample, where no
+        """A batch of samples, padded. One without images gets one, after the end of its shortest sample, where no
         label sees it: all processes then compute the same layers, as FSDP2 and ZeRO need."""
         if not any(sample[name].numel() for sample in samples for name in self._without if sample[name].ndim):
             shortest = min(range(len(samples)), key=lambda row: len(samples[row]["tokens"]))
-            samples = [self._shown(one) if row == shortest else one for row, one in enumerate(samples)]
+            samples = [self._add_blank_image(one) if row == shortest else one for row, one in enumerate(samples)]
         columns = {name: _of_one_size([sample[name] for sample in samples]) for name in self._without}
         return self._pad([s | {name: columns[name][row] for name in columns} for row, s in enumerate(samples)])
 
-    def _shown(self, sample: dict[str, Any]) -> dict[str, Any]:
+    def _add_blank_image(self, sample: dict[str, Any]) -> dict[str, Any]:
         blank = self._blank
         longer = {name: torch.cat([sample[name], blank[name]]) for name in ("tokens", *self.of_tokens)}
         labels = torch.cat([sample["labels"], torch.full_like(blank["labels"], IGNORED)])
-        pictures = {name: blank[name] for name in (*self._without, *(ROWS + name for name in self.of_rows))}
-        return sample | longer | pictures | {"labels": labels}
+        images = {name: blank[name] for name in (*self._without, *(ROWS + name for name in self.of_rows))}
+        return sample | longer | images | {"labels": labels}
 
     def _check(self, small: Image.Image, wide: Image.Image) -> None:
         """Raises UsageError if a batch of `collate` is not what the processor makes of several samples."""
-        chats, pictures = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
-        texts = [rendered(messages, self.processor) for messages in chats]
-        # The last one has no pictures. It is not for the processor: some refuse an empty list.
-        samples = [self._sample(*both) for both in [*zip(chats, pictures), (_asking(0), [])]]
+        chats, images = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
+        texts = [render(messages, self.processor) for messages in chats]
+        # The last one has no images. It is not for the processor: some refuse an empty list.
+        samples = [self._sample(*both) for both in [*zip(chats, images), (_asking(0), [])]]
         own = self.collate(samples)
         others = (*self.of_tokens, *self._without, *(ROWS + name for name in self.of_rows))
-        own = unpadded({name: own[name] for name in others})
-        expected = self._processed(texts, pictures, padding=True, padding_side="right")
+        own = unpad({name: own[name] for name in others})
+        expected = self._process(texts, images, padding=True, padding_side="right")
         for name, value in own.items():
             if not torch.equal(expected[name], value if name in self.of_rows else value[:2]):
                 raise UsageError(
@@ -163,7 +163,7 @@ class VisionEncoder:
 
 
 def _nothing(value: Tensor) -> Tensor:
-    """What a sample without pictures has in place of this value of a sample; 0 of a number of pictures."""
+    """What a sample without images has in place of this value of a sample; 0 of a number of images."""
     return value.new_zeros((0, *value.shape[1:]) if value.ndim else ())
 
 
@@ -176,12 +176,12 @@ def _of_one_size(values: list[Tensor]) -> list[Tensor]:
     return [F.pad(value, [end for gap in reversed(own) for end in (0, gap)]) for value, own in zip(values, gaps)]
 
 
-def _asking(num_pictures: int, text: str = "What?") -> Messages:
-    return [{"role": "user", "content": [{"type": "image"}] * num_pictures + [{"type": "text", "text": text}]}]
+def _asking(num_images: int, text: str = "What?") -> Messages:
+    return [{"role": "user", "content": [{"type": "image"}] * num_images + [{"type": "text", "text": text}]}]
 
 
-def unpadded(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of pictures of a batch as the model takes them: rows of all samples after each other, without
+def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of images of a batch as the model takes them: rows of all samples after each other, without
     padding. Other tensors stay as they are. For `with_losses`."""
     found = {name: value for name, value in given.items() if not name.startswith(ROWS)}
     for name, counts in given.items():

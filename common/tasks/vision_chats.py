@@ -1,4 +1,4 @@
-"""Conversations with pictures: their messages, and the pictures in order."""
+"""Conversations with images: their messages, and the images in order."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +13,15 @@ from ..data.facts import say
 from ..errors import UsageError
 from .chats import HELD_OUT
 from .conversations import as_messages
-from .picture_files import Opener
-from .rows import Table, holds_pictures
+from .image_decoding import Opener
+from .rows import Table, holds_images
 from .sources import check_not_streamed, hold_out, load_tables
 from .text_files import local_path
 
 Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}]}]
-Pictures = list[Image.Image]  # in RGB
-MARK = "<image>"  # a picture in the text of a message
-PATHS = ("image", "path", "url")  # names under which a part of a message holds its picture
+Images = list[Image.Image]  # in RGB
+MARK = "<image>"  # an image in the text of a message
+PATHS = ("image", "path", "url")  # names under which a part of a message holds its image
 ADVICE = "type --data shapes for the embedded conversations, or the path of a .jsonl file"
 
 
@@ -31,19 +31,19 @@ class VisionChats:
 
     Attributes:
         rows: their numbers in the source.
-        load: the messages and the pictures of the conversation with a number.
+        load: the messages and the images of the conversation with a number.
         name: of the source, for messages.
     """
 
     rows: Sequence[int]
-    load: Callable[[int], tuple[Messages, Pictures]]
+    load: Callable[[int], tuple[Messages, Images]]
     name: str
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def read(self, index: int) -> tuple[Messages, Pictures]:
-        """The messages and the pictures of a conversation. Raises UsageError."""
+    def read(self, index: int) -> tuple[Messages, Images]:
+        """The messages and the images of a conversation. Raises UsageError."""
         with self.naming(index):
             return self.load(self.rows[index])
 
@@ -59,14 +59,14 @@ class VisionChats:
 def load_vision_chats(
     data: str, messages_column: str, images_column: str, max_samples: int | None = None
 ) -> tuple[VisionChats, VisionChats]:
-    """Loads conversations with pictures.
+    """Loads conversations with images.
 
     Args:
-        data: "shapes" (drawn pictures, with questions about them); a .jsonl or .parquet file; or a Hub id.
+        data: "shapes" (drawn images, with questions about them); a .jsonl or .parquet file; or a Hub id.
         messages_column: name of the column with lists of messages. Their content is a text, in which `<image>` may
-            stand for a picture, or a list of parts such as {"type": "image"} and {"type": "text", "text": "Why?"}.
-        images_column: name of the column with the pictures of a conversation in order: images of `datasets`, or paths
-            from the folder of the file. It is not needed if each part holds its picture: {"type": "image", "path": ...}
+            stand for an image, or a list of parts such as {"type": "image"} and {"type": "text", "text": "Why?"}.
+        images_column: name of the column with the images of a conversation in order: images of `datasets`, or paths
+            from the folder of the file. It is not needed if each part holds its image: {"type": "image", "path": ...}
         max_samples: read so many conversations of each part as a stream.
 
     Returns:
@@ -83,7 +83,7 @@ def load_vision_chats(
         parts = range(cut, len(chats)), range(cut)
         return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
     splits = [_Rows.of(data, split, messages_column, images_column) for split in load_tables(data, ADVICE, max_samples)]
-    numbers: list[Sequence[int]] = [split.answered(data) for split in splits]
+    numbers: list[Sequence[int]] = [split.find_answered(data) for split in splits]
     if len(splits) == 1:
         if len(numbers[0]) < 2:
             raise UsageError(f"--data {data} has one conversation: expected 2 or more")
@@ -100,7 +100,7 @@ class _Rows:
         rows: the table.
         folder: of relative paths.
         messages, images: names of columns.
-        opener: of its pictures.
+        opener: of its images.
     """
 
     rows: Table
@@ -115,14 +115,14 @@ class _Rows:
         path = local_path(data)
         table.check_columns({"--messages_column": messages})
         if images not in table.column_names:
-            if of_images := [name for name, kind in table.kinds.items() if holds_pictures(kind)]:
+            if of_images := [name for name, kind in table.kinds.items() if holds_images(kind)]:
                 raise UsageError(
                     f"--data {data} has no column {images}: type --images_column with one of {', '.join(of_images)}"
                 )
-            say(f"--data {data} has no column {images}: it has no pictures but those in parts of its messages")
+            say(f"--data {data} has no column {images}: it has no images but those in parts of its messages")
         return cls(table, path.parent if path.is_file() else path, messages, images, Opener())
 
-    def answered(self, data: str) -> list[int]:
+    def find_answered(self, data: str) -> list[int]:
         """The numbers of the conversations with an answer, from which something can be learnt; a line tells how many
         have none. Raises UsageError if all have none."""
         found = [number for number, value in enumerate(self.rows.values(self.messages)) if _may_have_an_answer(value)]
@@ -132,19 +132,19 @@ class _Rows:
             say(f"--data {data}: {missing:,} of {len(self.rows):,} conversations have no answer: left out")
         return found
 
-    def __call__(self, number: int) -> tuple[Messages, Pictures]:
+    def __call__(self, number: int) -> tuple[Messages, Images]:
         row = self.rows[number]
-        pictures = row.get(self.images)
-        given = [] if pictures is None else pictures if isinstance(pictures, list) else [pictures]
+        images = row.get(self.images)
+        given = [] if images is None else images if isinstance(images, list) else [images]
         messages, given = with_parts(row[self.messages], given)
-        return messages, [self._open(picture) for picture in given]
+        return messages, [self._open(image) for image in given]
 
-    def _open(self, picture: Any) -> Image.Image:
+    def _open(self, image: Any) -> Image.Image:
         """An image, a path, or a dict with "bytes" or "path", as `datasets` has it, in RGB. Raises UsageError."""
-        if isinstance(picture, dict):
-            picture = picture.get("bytes") or picture.get("path")
-        path = str(local_path(picture, self.folder)) if isinstance(picture, str) else ""
-        return self.opener(path or picture, path[:200] or "a picture").convert("RGB")
+        if isinstance(image, dict):
+            image = image.get("bytes") or image.get("path")
+        path = str(local_path(image, self.folder)) if isinstance(image, str) else ""
+        return self.opener(path or image, path[:200] or "an image").convert("RGB")
 
 
 def _may_have_an_answer(messages: Any) -> bool:
@@ -152,42 +152,42 @@ def _may_have_an_answer(messages: Any) -> bool:
     return not names or any(name in ("assistant", "gpt") for name in names)
 
 
-def with_parts(messages: Any, pictures: list[Any]) -> tuple[Messages, list[Any]]:
-    """(messages whose contents are lists of parts, their pictures in order).
+def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
+    """(messages whose contents are lists of parts, their images in order).
 
     Args:
         messages: as `load_vision_chats` takes them.
-        pictures: of the column. If no message says where they stand, they come before the first question.
+        images: of the column. If no message says where they stand, they come before the first question.
 
     Raises:
-        UsageError: no messages, or another number of pictures than the messages have places for.
+        UsageError: no messages, or another number of images than the messages have places for.
     """
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not any(_is_image(part) for content in contents for part in content):
         contents = [[piece for part in content for piece in _split(part)] for content in contents]
     shown = [part for content in contents for part in content if _is_image(part)]
-    if not shown and pictures:
+    if not shown and images:
         first = next((at for at, one in enumerate(messages) if one["role"] == "user"), 0)
-        shown = [{"type": "image"} for _ in pictures]
+        shown = [{"type": "image"} for _ in images]
         contents[first] = shown + contents[first]
     given = [one | {"content": [_plain(part) for part in content]} for one, content in zip(messages, contents)]
-    return given, _placed(shown, pictures)
+    return given, _match_images(shown, images)
 
 
-def _placed(shown: list[dict[str, Any]], pictures: list[Any]) -> list[Any]:
-    """The picture of each part that shows one: its own, that with its index, or the next of the column."""
-    found, left = [], iter(pictures)
+def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
+    """The image of each part that shows one: its own, that with its index, or the next of the column."""
+    found, left = [], iter(images)
     for part in shown:
         own = next((part[name] for name in PATHS if part.get(name)), None)
         if own is None:
-            rest = left if "index" not in part else iter(pictures[max(0, part["index"]) :])
+            rest = left if "index" not in part else iter(images[max(0, part["index"]) :])
             own = next(rest, None)
         found.append(own)
     is_left = next(left, None) is not None and not any("index" in part for part in shown)
-    if is_left or any(picture is None for picture in found):
+    if is_left or any(image is None for image in found):
         raise UsageError(
-            f"{len(shown)} places for pictures in its messages, {len(pictures)} pictures in its column: expected as "
+            f"{len(shown)} places for images in its messages, {len(images)} images in its column: expected as "
             "many, none of them empty (--images_column names the column)"
         )
     return found
@@ -212,7 +212,7 @@ def _plain(part: dict[str, Any]) -> dict[str, str]:
 
 
 def _split(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A text as parts: a mark in it is a picture."""
+    """A text as parts: a mark in it is an image."""
     for number, text in enumerate(part["text"].split(MARK)):
         if number:
             yield {"type": "image"}
@@ -225,34 +225,34 @@ SHAPES = ("circle", "square", "triangle")
 FACTS = {"colour of grass?": "green", "colour of the sky?": "blue", "shape of a wheel?": "circle"}
 
 
-def shapes(number: int = 4000) -> list[tuple[Messages, Pictures]]:
-    """Conversations about one or two drawn pictures of several sizes, in a fixed random order. The answers are colours
-    and shapes; one conversation in ten has no picture."""
+def shapes(number: int = 4000) -> list[tuple[Messages, Images]]:
+    """Conversations about one or two drawn images of several sizes, in a fixed random order. The answers are colours
+    and shapes; one conversation in ten has no image."""
     generator = random.Random(0)
     chats = []
     for chat in range(number):
         things = [(generator.choice([*COLOURS]), generator.choice(SHAPES)) for _ in range(generator.choice((1, 1, 2)))]
-        pictures = [_drawn(*thing, generator) for thing in things]
+        images = [_draw(*thing, generator) for thing in things]
         messages: Messages = []
         for which, (colour, shape) in zip(("first", "second"), things):
             ask, reply = generator.choice((("colour", colour), ("shape", shape)))
-            messages += _turn(f"{ask} of the {which}?", reply, len(pictures) if not messages else 0)
+            messages += _turn(f"{ask} of the {which}?", reply, len(images) if not messages else 0)
         if chat % 10 == 9:
             question = generator.choice([*FACTS])
-            messages, pictures = _turn(question, FACTS[question], 0), []
-        chats.append((messages, pictures))
+            messages, images = _turn(question, FACTS[question], 0), []
+        chats.append((messages, images))
     return chats
 
 
-def _turn(question: str, reply: str, num_pictures: int) -> Messages:
-    asked: list[dict[str, str]] = [{"type": "image"}] * num_pictures
+def _turn(question: str, reply: str, num_images: int) -> Messages:
+    asked: list[dict[str, str]] = [{"type": "image"}] * num_images
     return [
         {"role": "user", "content": [*asked, {"type": "text", "text": question}]},
         {"role": "assistant", "content": [{"type": "text", "text": reply}]},
     ]
 
 
-def _drawn(colour: str, shape: str, generator: random.Random) -> Image.Image:
+def _draw(colour: str, shape: str, generator: random.Random) -> Image.Image:
     width, height = generator.randint(32, 64), generator.randint(32, 64)
     light = generator.randint(200, 255)
     image = Image.new("RGB", (width, height), (light, light, light))

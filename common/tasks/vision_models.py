@@ -12,7 +12,7 @@ from .encoder import freeze_key_biases
 from .tokenization import byte_tokenizer
 
 SPECIAL = {"image": "<image>", "around": "<fake_token_around_image>", "whole": "<global-img>", "padding": "<pad>"}
-SIZE, PATCH, JOINED = 32, 4, 2  # pixels of a picture and of a patch; JOINED x JOINED patches make one token
+SIZE, PATCH, JOINED = 32, 4, 2  # pixels of an image and of a patch; JOINED x JOINED patches make one token
 TEMPLATE = (  # for bytes: U question, A answer
     "{% for message in messages %}{{ message['role'][0].upper() + ' ' }}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\x03' }}"
@@ -21,7 +21,7 @@ TEMPLATE = (  # for bytes: U question, A answer
 
 
 def small_vision_model(max_length: int, attention: str) -> tuple[PreTrainedModel, Any]:
-    """Returns (an Idefics3, the architecture of SmolVLM, of 0.8 M weights whose tokens are bytes and parts of pictures,
+    """Returns (an Idefics3, the architecture of SmolVLM, of 0.8 M weights whose tokens are bytes and parts of images,
     its processor)."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([*SPECIAL.values()], special_tokens=True)
@@ -45,8 +45,8 @@ def small_vision_model(max_length: int, attention: str) -> tuple[PreTrainedModel
     return Idefics3ForConditionalGeneration(config), processor
 
 
-def freeze_picture_keys(model: PreTrainedModel) -> None:
-    """Freezes the key biases of the part that sees pictures, unless it turns its keys by their positions."""
+def freeze_image_keys(model: PreTrainedModel) -> None:
+    """Freezes the key biases of the part that sees images, unless it turns its keys by their positions."""
     encoder = model.get_encoder(modality="image")
     if not any("rot" in name for name, _ in encoder.named_modules()):
         freeze_key_biases(encoder, ("k_proj.bias",))

@@ -28,7 +28,7 @@ RUNS, PAGES = ROOT / "outputs" / "gallery", ROOT / "docs" / "recipes"
 PRINTED, LOAD = "printed.txt", "load.txt"
 DATA, PRINTS = "## What the model gets\n", "## What it prints\n"
 LONGEST, WIDEST = 40, 118  # lines and characters of what a run prints
-PICTURES = {"pictures.png": "What the exported model makes: a column for each class",
+IMAGES = {"pictures.png": "What the exported model makes: a column for each class",
             "confusion.png": "A row for each class, a column for each predicted one"}  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def page(recipe: Recipe, folder: Path) -> str:
         "[under which configs it gives one result](../verified.md)",
         f"## Curves\n\n![Loss and evaluation of this run]({recipe.name}.svg)",
     ]
-    for name, caption in PICTURES.items():
+    for name, caption in IMAGES.items():
         if (folder / name).exists():
             shutil.copy(folder / name, PAGES / f"{recipe.name}.png")
             parts.append(f"![{caption}]({recipe.name}.png)\n\n{caption}.")

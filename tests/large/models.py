@@ -108,8 +108,8 @@ def _vision(folder: Path) -> None:
     _write(folder, Idefics3ForConditionalGeneration.__name__, small.config, processor)
 
 
-def _photo_model(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
-    """Writes an image classifier for 3 classes and pictures of 224 × 224 pixels."""
+def _image_model(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
+    """Writes an image classifier for 3 classes and images of 224 × 224 pixels."""
 
     def write(folder: Path) -> None:
         import transformers
@@ -124,7 +124,7 @@ def _photo_model(kind: str, config: str, **settings: Any) -> Callable[[Path], No
 
 TEXT = "--data {data}/text.txt --context 32 --batch_size 8 --sample_tokens 0 --model_name_or_path {model}"
 CHATS = "--data {data}/chats.jsonl --max_length 64 --batch_size 8 --num_answers 0 --model_name_or_path {model}"
-PICTURES = "--data {data}/pictures --batch_size 4 --label_smoothing 0 --least_area 1 --model_name_or_path {model}"
+IMAGES = "--data {data}/pictures --batch_size 4 --label_smoothing 0 --least_area 1 --model_name_or_path {model}"
 GPT2 = _decoder("GPT2LMHeadModel", "GPT2Config", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 MIXTRAL = _decoder(
     "MixtralForCausalLM",
@@ -162,8 +162,8 @@ CASES = {
     "vit": Case(
         "image_classification",
         "ViT-B/16, 86 M",
-        PICTURES,
-        _photo_model(
+        IMAGES,
+        _image_model(
             "ViTForImageClassification",
             "ViTConfig",
             hidden_dropout_prob=0.0,
@@ -173,8 +173,8 @@ CASES = {
     "resnet": Case(
         "image_classification",
         "ResNet-50, 24 M",
-        PICTURES,
-        _photo_model("ResNetForImageClassification", "ResNetConfig"),
+        IMAGES,
+        _image_model("ResNetForImageClassification", "ResNetConfig"),
     ),
     "finetune": Case("finetune", "Llama, 134 M", CHATS, _llama()),
     "finetune_lora": Case("finetune", "Llama, 134 M, LoRA", f"{CHATS} --lora_rank 8", _llama()),
@@ -197,7 +197,7 @@ CASES = {
 
 
 def write_data(folder: Path) -> None:
-    """Writes a text, labelled texts, pairs of texts, chats, preferences, pictures and images, all small."""
+    """Writes a text, labelled texts, pairs of texts, chats, preferences and images, all small."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     lines = [" ".join(WORDS[(start * step + start // 15) % 15] for step in range(1, 8)) for start in range(1, 61)]
@@ -215,10 +215,10 @@ def write_data(folder: Path) -> None:
             print(json.dumps({"messages": [question, answer]}), file=chats)
             print(json.dumps({"chosen": [question, answer], "rejected": [question, wrong]}), file=pairs)
     write_chats(folder / "seen.jsonl", 60)
-    _write_pictures(folder)
+    _write_images(folder)
 
 
-def _write_pictures(folder: Path) -> None:
+def _write_images(folder: Path) -> None:
     from PIL import Image
 
     generator = numpy.random.default_rng(0)

@@ -22,7 +22,7 @@ SAMPLES = r"\d+(, \d+){3}"
             marks=pytest.mark.full,
         ),
         ("label", rf"IndexError: Target 9 is out of bounds. \(bugs.py:\d+, process [01], step 7, samples {SAMPLES}\)"),
-        ("item --num_workers 1", r"ValueError: bad picture \(bugs.py:\d+, process [01], sample 37\)"),
+        ("item --num_workers 1", r"ValueError: bad image \(bugs.py:\d+, process [01], sample 37\)"),
         pytest.param(
             "file", r"FileNotFound.*/37.png' \(bugs.py:\d+, process [01], sample 37\)", marks=pytest.mark.full
         ),

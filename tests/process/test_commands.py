@@ -77,9 +77,9 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     for name in ("file.txt", "tinyshakespeare.txt"):
         (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)
     if "--predict" in command or "--evaluate_only" in command:
-        picture = Image.new("L", (60, 80), "white")
-        picture.paste(0, (25, 10, 35, 70))
-        picture.save(tmp_path / "path" / "to" / "digit.png")
+        image = Image.new("L", (60, 80), "white")
+        image.paste(0, (25, 10, 35, 70))
+        image.save(tmp_path / "path" / "to" / "digit.png")
         fork(tmp_path / "outputs" / "mnist", "single", MNIST, "--max_steps 1")
     if "path/to/encoder" in command:
         write_encoder(tmp_path / "path" / "to" / "encoder")

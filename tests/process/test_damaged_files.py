@@ -25,15 +25,15 @@ def error_of(run: Run) -> str:
 
 @pytest.fixture
 def parquet(tmp_path: Path) -> bytes:
-    """A data set of images; the picture in row 3 is cut off."""
+    """A data set of images; the image in row 3 is cut off."""
     import io
 
     from datasets import Dataset
     from PIL import Image
 
-    picture = io.BytesIO()
-    Image.new("L", (12, 12)).save(picture, "PNG")
-    images = [{"bytes": picture.getvalue()[: 40 if row == 3 else None], "path": None} for row in range(10)]
+    image = io.BytesIO()
+    Image.new("L", (12, 12)).save(image, "PNG")
+    images = [{"bytes": image.getvalue()[: 40 if row == 3 else None], "path": None} for row in range(10)]
     Dataset.from_dict({"image": images, "label": [0, 1] * 5}).to_parquet(str(tmp_path / "a"))
     return (tmp_path / "a").read_bytes()
 
@@ -84,8 +84,8 @@ def test_images(tmp_path: Path, parquet: bytes, size: int | None, flags: str) ->
     (tmp_path / "data" / "train-0.parquet").write_bytes(parquet[:size])
     arguments = f"--data {tmp_path / 'data'} {flags}"
     run = fork(tmp_path / "run", "single", MNIST, arguments, env={"HF_HOME": str(tmp_path)}, succeeds=False)
-    cut, picture = "the files cannot be read (Parquet magic", "the picture in row 3 cannot be read ("
-    assert (cut if size else picture) in error_of(run)
+    cut, image = "the files cannot be read (Parquet magic", "the image in row 3 cannot be read ("
+    assert (cut if size else image) in error_of(run)
 
 
 def cut_off(path: Path) -> None:

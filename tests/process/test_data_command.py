@@ -67,16 +67,16 @@ def asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return ask
 
 
-def test_pictures_are_those_of_the_data(asked: Ask, tmp_path: Path) -> None:
+def test_images_are_those_of_the_data(asked: Ask, tmp_path: Path) -> None:
     told = asked(str(ROOT / MNIST), "--samples", "3", "--output", str(tmp_path / "data.html"), "--json")
     found, (train_set, _) = json.loads(told), load_images("digits")
     assert found["sizes"] == {"training": {"": 1438}, "evaluation": {"": 359}}
     assert dict(found["values"]["label"])["7"] == int((train_set.labels == 7).sum())
     page = (tmp_path / "data.html").read_text()
-    pictures = re.findall('src="data:image/png;base64,([^"]*)"', page)
-    assert len(found["samples"]) == len(pictures) == 3 and "://" not in page
-    for sample, picture in zip(found["samples"], pictures):
-        shown = numpy.asarray(Image.open(io.BytesIO(base64.b64decode(picture))))
+    images = re.findall('src="data:image/png;base64,([^"]*)"', page)
+    assert len(found["samples"]) == len(images) == 3 and "://" not in page
+    for sample, image in zip(found["samples"], images):
+        shown = numpy.asarray(Image.open(io.BytesIO(base64.b64decode(image))))
         factor = len(shown) // 8
         assert (shown[::factor, ::factor] == train_set.images[sample["id"], 0].numpy()).all()
         assert {"name": "label", "text": str(int(train_set.labels[sample["id"]]))} in sample["parts"]

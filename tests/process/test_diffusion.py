@@ -1,4 +1,4 @@
-"""Promise: the exported model makes pictures of the class that it is asked for."""
+"""Promise: the exported model makes images of the class that it is asked for."""
 
 import json
 import re
@@ -16,21 +16,21 @@ from support.runs import TOLERANCE, Run, refused
 SMALL = "--epochs 14 --warmup_steps 20 --hidden_size 64 --ema_decay 0.98 --eval_every 1000 --num_steps 20"
 
 
-def share_of_right_pictures(run: Run) -> tuple[int, int]:
-    """(percent, number of pictures)"""
-    percent, number = re.search(r"nearest training image, (\d+)% of (\d+) pictures", run.stdout).groups()
+def share_of_right_images(run: Run) -> tuple[int, int]:
+    """(percent, number of images)"""
+    percent, number = re.search(r"nearest training image, (\d+)% of (\d+) images", run.stdout).groups()
     return int(percent), int(number)
 
 
 @pytest.mark.full
-def test_exported_model_makes_pictures_of_a_class(tmp_path: Path) -> None:
+def test_exported_model_makes_images_of_a_class(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", DIFFUSION, f"{SMALL} --num_pictures 5")
-    percent, number = share_of_right_pictures(run)
+    percent, number = share_of_right_images(run)
     assert number == 50 and percent >= 60
     assert Image.open(run.output_dir / "pictures.png").size == (10 * 10 * 4, 5 * 10 * 4)  # 8 x 8, a frame, four times
-    # Without guidance the class does not count, so that one picture in ten is right.
+    # Without guidance the class does not count, so that one image in ten is right.
     again = fork(run.output_dir, "single", DIFFUSION, f"{SMALL} --num_pictures 20 --guidance 0 --evaluate_only")
-    percent, number = share_of_right_pictures(again)
+    percent, number = share_of_right_images(again)
     assert number == 200 and percent <= 30
     # The evaluation draws the same noise in each run.
     loss = json.loads((run.output_dir / "evaluation.json").read_text())["metrics"]["loss"]
@@ -47,7 +47,7 @@ def test_nearest_training_image_recognises_digits() -> None:
 @pytest.mark.full
 def test_result_of_the_docstring(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", DIFFUSION)
-    assert share_of_right_pictures(run)[0] >= 97 and run.column("eval/loss")[-1] < 0.37
+    assert share_of_right_images(run)[0] >= 97 and run.column("eval/loss")[-1] < 0.37
 
 
 @pytest.mark.parametrize(

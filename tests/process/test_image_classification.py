@@ -1,4 +1,4 @@
-"""Promise: pictures of all sizes are classified well, and the exported model is one of transformers."""
+"""Promise: images of all sizes are classified well, and the exported model is one of transformers."""
 
 import json
 import pickle
@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from accelerate_recipes.common.tasks.labelled_pictures import LabelledPictures
-from accelerate_recipes.common.tasks.photos import Confusion, PhotoFormat, Photos, load_photos
+from accelerate_recipes.common.tasks.cropped_images import Confusion, CroppedImages, Preprocessing, load_labelled_images
+from accelerate_recipes.common.tasks.labelled_images import LabelledImages
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import refused
@@ -22,7 +22,7 @@ SCRIPT, ARGUMENTS = RECIPES["image classification"]
 COLOURS = {"blue": (20, 20, 200), "red": (200, 20, 20)}
 
 
-def write_pictures(folder: Path) -> None:
+def write_images(folder: Path) -> None:
     generator = random.Random(0)
     for name, colour in COLOURS.items():
         (folder / name).mkdir(parents=True)
@@ -32,7 +32,7 @@ def write_pictures(folder: Path) -> None:
 
 
 def write_classifier(folder: Path) -> None:
-    """A small vision transformer with a head for 3 classes, and the settings of its pictures."""
+    """A small vision transformer with a head for 3 classes, and the settings of its images."""
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)
@@ -42,12 +42,12 @@ def write_classifier(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
-def test_workers_that_are_not_forks_get_the_pictures(tmp_path: Path) -> None:
+def test_workers_that_are_not_forks_get_the_images(tmp_path: Path) -> None:
     """They are the default on macOS, on Windows, and from Python 3.14 on."""
-    write_pictures(tmp_path / "pictures")
-    for part in load_photos(str(tmp_path / "pictures")):
-        photos = Photos(part, PhotoFormat(12, (0.5,) * 3, (0.2,) * 3), None)
-        assert torch.equal(pickle.loads(pickle.dumps(photos))[3]["image"], photos[3]["image"])
+    write_images(tmp_path / "pictures")
+    for part in load_labelled_images(str(tmp_path / "pictures")):
+        cropped = CroppedImages(part, Preprocessing(12, (0.5,) * 3, (0.2,) * 3), None)
+        assert torch.equal(pickle.loads(pickle.dumps(cropped))[3]["image"], cropped[3]["image"])
 
 
 def keeps_the_order_of_a_head(model: Any, form: Path, tmp_path: Path) -> None:
@@ -68,10 +68,10 @@ def keeps_the_order_of_a_head(model: Any, form: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", ["", pytest.param("--freeze_backbone --num_workers 1", marks=pytest.mark.full)])
-def test_pretrained_model_learns_a_folder_of_pictures(tmp_path: Path, flags: str) -> None:
+def test_pretrained_model_learns_a_folder_of_images(tmp_path: Path, flags: str) -> None:
     from transformers import ViTForImageClassification
 
-    write_pictures(tmp_path / "pictures")
+    write_images(tmp_path / "pictures")
     write_classifier(tmp_path / "classifier")
     flags += f" --data {tmp_path}/pictures --model_name_or_path {tmp_path}/classifier --batch_size 16 --max_steps 30"
     run = fork(tmp_path / "run", "ddp", SCRIPT, f"{flags} --learning_rate 1e-2 --warmup_steps 0 --eval_every 30")
@@ -88,15 +88,15 @@ def test_pretrained_model_learns_a_folder_of_pictures(tmp_path: Path, flags: str
         assert model.config.id2label[int(logits.argmax())] == name
     if not flags.startswith("--freeze"):
         keeps_the_order_of_a_head(model, run.output_dir / "model", tmp_path)
-    with Image.open(run.output_dir / "confusion.png") as picture:
-        assert numpy.asarray(picture).std() > 0
+    with Image.open(run.output_dir / "confusion.png") as image:
+        assert numpy.asarray(image).std() > 0
 
 
 SMALL = "--num_layers 1 --hidden_size 16 --num_heads 2 --batch_size 16 --warmup_steps 0 --image_size 16"
 
 
 def test_sixteen_bits_and_several_frames_in_two_workers(tmp_path: Path) -> None:
-    """As plain white, half of the pictures would be recognised."""
+    """As plain white, half of the images would be recognised."""
     for name, level in (("low", 10_000), ("high", 45_000)):
         (tmp_path / "scans" / name).mkdir(parents=True)
         for number in range(40):
@@ -108,8 +108,8 @@ def test_sixteen_bits_and_several_frames_in_two_workers(tmp_path: Path) -> None:
     flags = f"--data {tmp_path}/scans --num_workers 2 --max_steps 40 --eval_every 40"
     run = fork(tmp_path / "run", "single", SCRIPT, f"{SMALL} {flags}")
     assert run.column("eval/accuracy") == [1]
-    assert run.stdout.count("has several frames: of such pictures the first is taken") == 1
-    assert "80 pictures for training and evaluation, 2 classes: high 40, low 40" in run.stdout
+    assert run.stdout.count("has several frames: of such images the first is taken") == 1
+    assert "80 images for training and evaluation, 2 classes: high 40, low 40" in run.stdout
 
 
 def test_class_called_train_and_files_named_after_it(tmp_path: Path) -> None:
@@ -119,17 +119,17 @@ def test_class_called_train_and_files_named_after_it(tmp_path: Path) -> None:
             file = tmp_path / "data" / name / (f"IMG_{number:02}.png" if number else f"freight-train-{name}.png")
             Image.new("RGB", (16, 16), colour).save(file)
     run = fork(tmp_path / "run", "single", SCRIPT, f"{SMALL} --data {tmp_path}/data --max_steps 2 --no_mirror")
-    assert "60 pictures for training and evaluation, 3 classes: bus 20, car 20, train 20" in run.stdout
+    assert "60 images for training and evaluation, 3 classes: bus 20, car 20, train 20" in run.stdout
 
 
 def test_mirroring_can_be_switched_off() -> None:
     left = Image.fromarray(numpy.repeat(numpy.array([[0] * 8 + [255] * 8], numpy.uint8), 16, axis=0))
-    source = LabelledPictures([left], [0], ["left"])
-    form = PhotoFormat(16, (0.0,) * 3, (1.0,) * 3)
+    source = LabelledImages([left], [0], ["left"])
+    form = Preprocessing(16, (0.0,) * 3, (1.0,) * 3)
     for mirror, kinds in ((True, {True, False}), (False, {False})):
-        photos = Photos(source, form, 1.0, mirror)
+        cropped = CroppedImages(source, form, 1.0, mirror)
         torch.manual_seed(0)
-        images = [photos[0]["image"] for _ in range(40)]
+        images = [cropped[0]["image"] for _ in range(40)]
         assert {bool(image[:, :, 0].mean() > image[:, :, -1].mean()) for image in images} == kinds
 
 
@@ -142,7 +142,7 @@ def test_accuracy(tmp_path: Path) -> None:
 def test_confusion_counts() -> None:
     confusion = Confusion(["a", "b", "c"])
     found = confusion({"label": torch.tensor([0, 0, 0, 0, 1]), "predicted": torch.tensor([0, 0, 0, 2, 1])})
-    assert found == {"balanced_accuracy": pytest.approx((3 / 4 + 1) / 2)}  # no picture of class c
+    assert found == {"balanced_accuracy": pytest.approx((3 / 4 + 1) / 2)}  # no image of class c
     assert confusion.counts is not None and confusion.counts.tolist() == [[3, 0, 1], [0, 1, 0], [0, 0, 0]]
 
 
@@ -157,8 +157,8 @@ def test_confusion_counts() -> None:
 )
 def test_wrong_flags(tmp_path: Path, flags: str, line: str) -> None:
     for name in ("good", "damaged"):
-        write_pictures(tmp_path / name)
-    (tmp_path / "damaged" / "blue" / "11.png").write_bytes(b"no picture")  # the fourth in the order of names
+        write_images(tmp_path / name)
+    (tmp_path / "damaged" / "blue" / "11.png").write_bytes(b"no image")  # the fourth in the order of names
     for name in ("good", "damaged", "none"):
         flags = flags.replace(name.upper(), str(tmp_path / name))
     assert line in refused(fork(tmp_path / "run", "single", SCRIPT, f"{ARGUMENTS} {flags}", succeeds=False))

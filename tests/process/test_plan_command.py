@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_recipes.plan.clock import sent
+from accelerate_recipes.plan.clock import bytes_to_send
 from accelerate_recipes.plan.facts import Collective, Plan
 from support.runs import ROOT
 from support.tool import tool
@@ -22,7 +22,7 @@ def of_gloo(plan: Plan) -> float:
     for event in plan.step.first:
         if isinstance(event, Collective):
             kind = "all_reduce" if event.kind == "reduce_scatter" else event.kind
-            total += sent(kind, event.num_bytes, event.group.size)
+            total += bytes_to_send(kind, event.num_bytes, event.group.size)
     return total
 
 

@@ -1,4 +1,4 @@
-"""Promise: `mnist.py --predict picture.png` classifies with the exported model."""
+"""Promise: `mnist.py --predict image.png` classifies with the exported model."""
 
 import re
 import runpy
@@ -8,14 +8,14 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes import load_exported
+from accelerate_recipes.common.tasks.image_format import ImageFormat, read_image
 from accelerate_recipes.common.tasks.images import load_images
-from accelerate_recipes.common.tasks.pictures import ImageFormat, read_picture
 from support.launching import fork
 from support.recipes import MNIST
 from support.runs import ROOT, refused
 
 
-def test_digit_in_a_picture(tmp_path: Path) -> None:
+def test_digit_in_an_image(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MNIST, "--epochs 1")
     form = ImageFormat.read(run.output_dir, ["cnn"])
     model = runpy.run_path(str(ROOT / MNIST))["ConvNet"](form.image_shape, len(form.classes))
@@ -25,7 +25,7 @@ def test_digit_in_a_picture(tmp_path: Path) -> None:
     dark.resize((80, 80), Image.Resampling.NEAREST).save(tmp_path / "digit.png")
     card = (run.output_dir / "run.json").read_text()
     answer = fork(run.output_dir, "ddp", MNIST, f"--predict {tmp_path / 'digit.png'}")
-    probability, label = model(read_picture(tmp_path / "digit.png", form)[None])[0].detach().softmax(-1).max(-1)
+    probability, label = model(read_image(tmp_path / "digit.png", form)[None])[0].detach().softmax(-1).max(-1)
     assert label == model(sample[None])[0].argmax()
     expected = f"{tmp_path / 'digit.png'}: {int(label)} with {float(probability):.1%}"
     assert answer.stderr == "" and answer.stdout.splitlines() == [expected]
@@ -39,16 +39,16 @@ def test_names_of_classes_and_colours(tmp_path: Path) -> None:
     colours = {"rose": (220, 30, 60), "leaf": (30, 200, 40)}
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=list(colours))})
     for split in ("train", "test"):
-        pictures = [Image.new("RGB", (10, 8), colours[name]) for name in colours] * 16
-        rows = {"image": pictures, "label": [0, 1] * 16}
+        images = [Image.new("RGB", (10, 8), colours[name]) for name in colours] * 16
+        rows = {"image": images, "label": [0, 1] * 16}
         (tmp_path / "data").mkdir(exist_ok=True)
         Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "data" / f"{split}-0.parquet"))
     arguments = f"--data {tmp_path / 'data'} --model mlp --max_steps 30 --batch_size 8"
     fork(tmp_path / "run", "single", MNIST, arguments, env={"HF_HOME": str(tmp_path / "cache")})
     for name, colour in colours.items():
-        Image.new("RGB", (300, 200), colour).save(tmp_path / "picture.jpg")
-        run = fork(tmp_path / "run", "single", MNIST, f"--predict {tmp_path / 'picture.jpg'}")
-        pattern = rf"picture\.jpg: {name} with \d\d\d?\.\d%\n"
+        Image.new("RGB", (300, 200), colour).save(tmp_path / "image.jpg")
+        run = fork(tmp_path / "run", "single", MNIST, f"--predict {tmp_path / 'image.jpg'}")
+        pattern = rf"image\.jpg: {name} with \d\d\d?\.\d%\n"
         assert re.search(pattern, run.stdout), run.stdout
 
 

@@ -1,4 +1,4 @@
-"""Promise: a vision-language model gives the result of one process under every config, and answers about pictures."""
+"""Promise: a vision-language model gives the result of one process under every config, and answers about images."""
 
 import json
 from collections.abc import Callable
@@ -75,16 +75,16 @@ def test_adapters(
     model, processor = made(family)
     merged = AutoModelForImageTextToText.from_pretrained(run.output_dir / "merged")
     adapted = AutoModelForImageTextToText.from_pretrained(run.output_dir / "model")
-    messages, pictures = shapes(3)[1]
+    messages, images = shapes(3)[1]
     text = processor.apply_chat_template(messages, tokenize=False)
-    given = processor(text=[text], images=[pictures], return_tensors="pt", add_special_tokens=False)
+    given = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
     with torch.no_grad():
         logits = [one.eval()(**given).logits for one in (merged, adapted, model)]
     assert torch.allclose(logits[0], logits[1], atol=1e-4) and not torch.allclose(logits[0], logits[2], atol=1e-3)
 
 
-def test_a_share_without_pictures_does_not_hang(tmp_path: Path, reference: Callable[..., Run], chats: Path) -> None:
-    """One micro-batch has pictures, that of the other process has none: both compute the layers that see."""
+def test_a_share_without_images_does_not_hang(tmp_path: Path, reference: Callable[..., Run], chats: Path) -> None:
+    """One micro-batch has images, that of the other process has none: both compute the layers that see."""
     rows = [json.loads(line) for line in chats.read_text().splitlines()]
     blind = {"messages": [{"role": "user", "content": "no?"}, {"role": "assistant", "content": "no"}], "images": []}
     file = chats.with_name("blind.jsonl")
@@ -111,7 +111,7 @@ def test_result_of_the_docstring(tmp_path: Path) -> None:
     assert right >= 44
 
 
-def test_broken_pictures_of_a_column_of_images_are_named(tmp_path: Path) -> None:
+def test_broken_images_of_a_column_of_images_are_named(tmp_path: Path) -> None:
     import datasets
 
     rows = {"messages": [row("Why?")["messages"]] * 40, "image": [{"bytes": b"nonsense", "path": None}] * 40}
@@ -120,7 +120,7 @@ def test_broken_pictures_of_a_column_of_images_are_named(tmp_path: Path) -> None
     flags = f"{RECIPES['vision language'][1]} --data {tmp_path / 'chats.parquet'}"
     for more, line in (
         ("", "has no column images: type --images_column with one of image"),
-        (" --images_column image", "conversation 1: a picture cannot be read (no image that Pillow knows"),
+        (" --images_column image", "conversation 1: an image cannot be read (no image that Pillow knows"),
     ):
         run = fork(tmp_path / "run", "single", VISION_LANGUAGE, flags + more, succeeds=False)
         assert line in refused(run) and run.exit_code == 2

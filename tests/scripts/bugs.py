@@ -25,7 +25,7 @@ class Data(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.bug == "item" and index == 37:
-            raise ValueError("bad picture")
+            raise ValueError("bad image")
         if self.bug == "file" and index == 37:
             Path("/nowhere/37.png").read_bytes()
         label = 9 if self.bug == "label" and index == 37 else index % 3

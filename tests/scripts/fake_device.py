@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelerate_recipes.common.command_line import parse
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.data.batches import batches, resident
-from accelerate_recipes.common.data.sets import checked_datasets
+from accelerate_recipes.common.data.sets import check_datasets
 from accelerate_recipes.common.evaluation import evaluate_set
 from accelerate_recipes.common.parallel.strategies import layout_of, prepare
 from accelerate_recipes.common.plan import Plan
@@ -163,7 +163,7 @@ def measure(fault: str, accelerator: Any, model: Any, optimizer: Any, step: Any,
         terms = {"--plant": lambda: values["loss"].sum().item(), "--mix": lambda: torch.ones(1)}
         return values | {"loss": values["loss"] + terms[fault]()} if fault else values
 
-    train_set, eval_sets = checked_datasets(rest[0], rest[1], more.get("collate_fn"))
+    train_set, eval_sets = check_datasets(rest[0], rest[1], more.get("collate_fn"))
     plan = Plan.of(rest[2], layout_of(rest[2]), len(train_set), None, None)
     samples = list(islice(plan.micro_batches(0), NUM_STEPS))
     mode, waits, device = FakeTensorMode(allow_non_fake_inputs=True), Waits(), accelerator.device

@@ -20,7 +20,7 @@ class Config(RunConfig):
 
 
 class Discs(Dataset):
-    """Noisy pictures of a bright disc, and the mask of the disc."""
+    """Noisy images of a bright disc, and the mask of the disc."""
 
     def __init__(self, size: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -74,7 +74,7 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def summarize(means: dict[str, float]) -> dict[str, float]:
-    """The intersection over union of all pixels of the set, which is no mean over pictures."""
+    """The intersection over union of all pixels of the set, which is no mean over images."""
     iou = means["overlap"] / max(means["union"], 1e-9)
     return {"loss": means["loss"], "accuracy": means["accuracy"], "iou": iou}
 

@@ -51,7 +51,7 @@ TEXT += " --learning_rate 1e-3"
 CLASSES = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 PAIRS = CLASSES + " --temperature 0.2"
 CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
-PICTURES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
+IMAGES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
 SHAPES = "--image_size 16 --patch_size 8 --hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 "
 SHAPES += "--eval_every 20"
 RECIPES = {
@@ -63,7 +63,7 @@ RECIPES = {
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
     "embeddings": (EMBEDDINGS, STEPS + PAIRS),
     "finetune": (FINETUNE, STEPS + CHATS),
-    "diffusion": (DIFFUSION, STEPS + PICTURES),
+    "diffusion": (DIFFUSION, STEPS + IMAGES),
     "preferences": (PREFERENCES, STEPS + CHATS),
     "image classification": (IMAGE_CLASSIFICATION, STEPS + SHAPES),
     "vision language": (VISION_LANGUAGE, STEPS + CHATS),

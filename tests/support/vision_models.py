@@ -22,7 +22,7 @@ from accelerate_recipes.common.tasks.vision_chats import shapes
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ 'PICTURE' }}{% else %}{{ part['text'] }}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ 'IMAGE' }}{% else %}{{ part['text'] }}"
     "{% endif %}{% endfor %}{{ '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 1024}
@@ -67,7 +67,7 @@ def _idefics3(config: Any, model: Any, processor: Any, images: Any) -> Made:
                       pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True)  # fmt: skip
     image_processor = images(size=size, max_image_size=most, do_image_splitting=True)
     video = [None] * (processor is transformers.SmolVLMProcessor)
-    template = TEMPLATE.replace("PICTURE", "<image>")
+    template = TEMPLATE.replace("IMAGE", "<image>")
     return model(settings), processor(image_processor, tokenizer, *video, image_seq_len=4, chat_template=template)
 
 
@@ -81,7 +81,7 @@ def _idefics2() -> Made:
         image_token_id=ids["<image>"],
     )  # fmt: skip
     images = Idefics2ImageProcessorPil(size={"shortest_edge": 16, "longest_edge": 32}, do_image_splitting=False)
-    template = TEMPLATE.replace("PICTURE", "<image>")
+    template = TEMPLATE.replace("IMAGE", "<image>")
     processor = transformers.Idefics2Processor(images, tokenizer, image_seq_len=4, chat_template=template)
     return transformers.Idefics2ForConditionalGeneration(config), processor
 
@@ -94,7 +94,7 @@ def _qwen(config: Any, model: Any, processor: Any, text: dict[str, Any], vision:
     sees = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, **vision}
     named = {f"{name}_token_id": ids[mark] for name, mark in marks.items()}
     images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
-    template = TEMPLATE.replace("PICTURE", "".join(marks[name] for name in ("vision_start", "image", "vision_end")))
+    template = TEMPLATE.replace("IMAGE", "".join(marks[name] for name in ("vision_start", "image", "vision_end")))
     return (
         model(config(text_config=settings, vision_config=sees, **named)),
         processor(images, tokenizer, chat_template=template),
@@ -114,7 +114,7 @@ def _gemma3() -> Made:
         eoi_token_index=ids["<end_of_image>"],
     )
     images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    template = TEMPLATE.replace("PICTURE", "<start_of_image>")
+    template = TEMPLATE.replace("IMAGE", "<start_of_image>")
     processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
     return transformers.Gemma3ForConditionalGeneration(config), processor
 
@@ -127,7 +127,7 @@ def _llava() -> Made:
     )
     images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     settings = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    template = TEMPLATE.replace("PICTURE", "<image>")
+    template = TEMPLATE.replace("IMAGE", "<image>")
     processor = transformers.LlavaProcessor(images, tokenizer, **settings, chat_template=template)
     return transformers.LlavaForConditionalGeneration(config), processor
 
@@ -172,14 +172,14 @@ def write(family: str, folder: Path) -> Path:
 
 
 def write_chats(file: Path, number: int) -> Path:
-    """A file of conversations about pictures of several sizes, which lie beside it: two, one or none each."""
+    """A file of conversations about images of several sizes, which lie beside it: two, one or none each."""
     rows = []
-    for chat, (messages, pictures) in enumerate(shapes(number)):
-        paths = [f"{chat}_{place}.png" for place in range(len(pictures))]
-        for picture, path in zip(pictures, paths):
-            picture.save(file.parent / path)
+    for chat, (messages, images) in enumerate(shapes(number)):
+        paths = [f"{chat}_{place}.png" for place in range(len(images))]
+        for image, path in zip(images, paths):
+            image.save(file.parent / path)
         texts = [{"role": one["role"], "content": one["content"][-1]["text"]} for one in messages]
-        texts[0]["content"] = "<image>" * len(pictures) + texts[0]["content"]
+        texts[0]["content"] = "<image>" * len(images) + texts[0]["content"]
         rows.append({"messages": texts, "images": paths})
     file.write_text("\n".join(map(json.dumps, rows)))
     return file

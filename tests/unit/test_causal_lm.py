@@ -97,7 +97,7 @@ def test_losses_at_the_trained_places_alone(name: str, chunk: int) -> None:
     labels[0, :30] = labels[1, 1::2] = labels[2] = causal_lm.IGNORED  # ten, twenty and no trained tokens
     results, widths = [], []
     model.get_output_embeddings().register_forward_hook(lambda module, args, output: widths.append(len(output)))
-    places = pad_to_longest({"places": -1}, None)([{"places": causal_lm.trained_places(row)} for row in labels])
+    places = pad_to_longest({"places": -1}, None)([{"places": causal_lm.find_trained_places(row)} for row in labels])
     for given in ({}, places):
         model.zero_grad()
         losses = model(tokens, labels, **given)

@@ -22,7 +22,7 @@ from accelerate_recipes.common.tasks.chats import (
     by_rules,
     encode,
     load_chats,
-    packed,
+    pack,
 )
 from accelerate_recipes.common.tasks.conversations import Conversation
 from accelerate_recipes.common.tasks.text import IGNORED
@@ -62,7 +62,7 @@ def test_facts_and_cuts() -> None:
 
 
 def test_packing_keeps_each_conversation_whole() -> None:
-    blocks = packed([5, 9, 3, 7, 1, 10], 10)
+    blocks = pack([5, 9, 3, 7, 1, 10], 10)
     assert sorted(item for block in blocks for item in block) == list(range(6))
     assert blocks == [[5], [1, 4], [2, 3], [0]]
     some = chats([QUESTION, ANSWER], [QUESTION], [QUESTION, ANSWER])

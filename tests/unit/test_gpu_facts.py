@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate_recipes.common.config import RunConfig
-from accelerate_recipes.common.data.batches import _sent
+from accelerate_recipes.common.data.batches import _send
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.parallel.fsdp2 import mixed_precision_policy
 from accelerate_recipes.common.plan import Plan
@@ -56,6 +56,6 @@ def test_what_is_sent_to_a_gpu_has_no_gaps(monkeypatch: pytest.MonkeyPatch, chan
     monkeypatch.setattr(torch, "empty_like", empty_like)
     whole: Any = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
     tensor = whole.contiguous(memory_format=torch.channels_last) if channels_last else whole[..., :-1]
-    assert _sent(tensor, torch.device("meta")).shape == tensor.shape
+    assert _send(tensor, torch.device("meta")).shape == tensor.shape
     assert torch.equal(sent[0], tensor)
     assert sent[0].is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)

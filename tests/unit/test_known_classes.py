@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForImageClassification, PretrainedConfig, ViTConfig, ViTForImageClassification
 
 from accelerate_recipes.common.tasks.known_classes import names_of, order_of_head, with_classes
-from accelerate_recipes.common.tasks.lists import counted
+from accelerate_recipes.common.tasks.lists import count_by_class
 from accelerate_recipes.common.tasks.pretrained import load
 
 Out = pytest.CaptureFixture[str]
@@ -88,4 +88,4 @@ def test_head_without_names_takes_those_of_the_data(
 
 
 def test_counts_of_classes() -> None:
-    assert counted(["b", "a", "c"], [0, 0, 1]) == "3 classes: b 2, a 1, c 0"
+    assert count_by_class(["b", "a", "c"], [0, 0, 1]) == "3 classes: b 2, a 1, c 0"

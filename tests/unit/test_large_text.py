@@ -102,8 +102,8 @@ def test_second_load_tokenises_nothing(
     path = tmp_path / "text.txt"
     path.write_text(AWKWARD * 3)
     calls = []
-    encoded = text._encoded
-    monkeypatch.setattr(text, "_encoded", lambda *arguments: calls.append(1) or encoded(*arguments))
+    encoded = text._encode
+    monkeypatch.setattr(text, "_encode", lambda *arguments: calls.append(1) or encoded(*arguments))
     first = load_tokens(str(path), byte_tokenizer(), 16)[0]
     assert calls and "tokenising" in capsys.readouterr().out
     calls.clear()
@@ -135,7 +135,7 @@ def test_another_tokenizer_has_other_tokens(tmp_path: Path) -> None:
 def test_work_that_failed_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "text.txt"
     path.write_text(AWKWARD * 10)
-    encoded, calls = text._encoded, []
+    encoded, calls = text._encode, []
 
     def fails_late(*arguments: Any) -> torch.Tensor:
         calls.append(1)
@@ -143,7 +143,7 @@ def test_work_that_failed_starts_again(tmp_path: Path, monkeypatch: pytest.Monke
             raise KeyboardInterrupt
         return encoded(*arguments)
 
-    monkeypatch.setattr(text, "_encoded", fails_late)
+    monkeypatch.setattr(text, "_encode", fails_late)
     with pytest.raises(KeyboardInterrupt):
         load_tokens(str(path), byte_tokenizer(), 16)
     assert [file.parent.suffix for file in tmp_path.rglob("tokens.uint8")] == [".unfinished"]

@@ -53,14 +53,14 @@ def test_metrics_of_a_source_are_means_over_its_samples() -> None:
         return {"loss": batch["value"] * 2.0, "acc@5": batch["value"] * 1.0, "label": batch["value"]}
 
     batch = {"value": torch.tensor([1, 2, 3]), "source": ["x", "y", "z"], SOURCE: torch.tensor([0, 1, 0])}
-    values = Mixture(SETS).noted(forward_step)(None, batch)
+    values = Mixture(SETS).add_source_metrics(forward_step)(None, batch)
     means = of_sources({f"train/{name}": float(value.double().mean()) for name, value in values.items()})
     assert means["train/loss"] == 4 and means["train/loss@a"] == pytest.approx(4) and means["train/loss@b"] == 4
     assert means["train/share@a"] == pytest.approx(2 / 3) and means["train/acc@5@a"] == pytest.approx(2)
     assert not {"train/loss@c", "train/share@c", "train/label@a"} & means.keys()
     assert without_sources(values).keys() == {"loss", "acc@5", "label"}
     del batch[SOURCE]  # a set that is no mixture
-    values = Mixture(SETS).noted(forward_step)(None, batch)
+    values = Mixture(SETS).add_source_metrics(forward_step)(None, batch)
     assert of_sources({name: float(value.double().mean()) for name, value in values.items()}).keys() == {
         "loss",
         "acc@5",

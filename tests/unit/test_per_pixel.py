@@ -12,7 +12,7 @@ from support.runs import ROOT
 
 
 def test_each_pixel_counts_once() -> None:
-    section = (ROOT / "docs" / "your-model.md").read_text().partition("## Pictures of several sizes")[2]
+    section = (ROOT / "docs" / "your-model.md").read_text().partition("## Images of several sizes")[2]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert code is not None
     names: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "nn": nn, "F": F, "Batch": Batch}
@@ -27,7 +27,7 @@ def test_each_pixel_counts_once() -> None:
     ]
     samples[0]["label"][2] = names["IGNORED"]
     model = nn.Conv2d(3, 4, kernel_size=1)
-    batch = names["pad_pictures"](samples)
+    batch = names["pad_images"](samples)
     assert batch["image"].shape == (3, 3, 8, 9) and batch["weight"].tolist() == [36, 48, 6]
     values = names["forward_step"](model, batch)
     logits = torch.cat([model(sample["image"]).flatten(1) for sample in samples], 1).T

@@ -27,10 +27,10 @@ from accelerate_recipes.common.tasks.chat_models import small_chat_model, withou
 from accelerate_recipes.common.tasks.chats import Chats, encode
 from accelerate_recipes.common.tasks.preferences import (
     PairDataset,
-    divided,
     load_pairs,
     log_probabilities,
     pairs_by_rules,
+    split_pair,
 )
 from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 from recipes import preferences as recipe
@@ -87,7 +87,7 @@ def test_only_what_differs_is_trained() -> None:
 
 
 def seen(row: dict) -> list[tuple[list[dict[str, str]], int, bool]]:
-    return [(chat.messages, chat.first, chat.is_plain) for chat in divided(row)]
+    return [(chat.messages, chat.first, chat.is_plain) for chat in split_pair(row)]
 
 
 def test_messages_as_in_trl() -> None:
@@ -113,7 +113,7 @@ HELPFUL = "\n\nHuman: Why?\n\nAssistant: "
     ],
 )
 def test_texts_as_in_trl(chosen: str, rejected: str, prompt: str) -> None:
-    first, second = divided({"chosen": chosen, "rejected": rejected})
+    first, second = split_pair({"chosen": chosen, "rejected": rejected})
     for chat, text in ((first, chosen), (second, rejected)):
         assert chat.is_plain and [message["content"] for message in chat.messages] == [prompt, text[len(prompt) :]]
 
@@ -124,7 +124,7 @@ def test_texts_are_taken_as_they_stand() -> None:
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     for answer in (" blue.", " blue.</s>"):
-        row = encode(divided({"prompt": "The sky is", "chosen": answer, "rejected": " red."})[0], tokenizer, 99)
+        row = encode(split_pair({"prompt": "The sky is", "chosen": answer, "rejected": " red."})[0], tokenizer, 99)
         assert tokenizer.decode(row["tokens"]) == "<s>The sky is blue.</s>"
         assert tokenizer.decode(list(compress(row["tokens"], row["trained"]))) == " blue.</s>"
 
@@ -160,7 +160,7 @@ def test_tools_are_given_to_the_template() -> None:
         "{% if add_generation_prompt %}a{% endif %}"
     )
     row = {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD], "tools": json.dumps([tool])}
-    assert bytes(encode(divided(row)[1], tokenizer, 999)["tokens"]).decode() == f"{json.dumps([tool])}|uWhy?|aNo.|"
+    assert bytes(encode(split_pair(row)[1], tokenizer, 999)["tokens"]).decode() == f"{json.dumps([tool])}|uWhy?|aNo.|"
 
 
 def test_dropout_is_off_in_the_policy() -> None:
@@ -204,7 +204,7 @@ def test_losses_are_those_of_trl_with_dropout_in_the_model(kind: str) -> None:
         {"prompt": "Why. ", "chosen": "So. It is.", "rejected": "."},
         {"prompt": "a", "chosen": "b", "rejected": "cd."},
     ]
-    pairs = [encode(chat, tokenizer, 99) for row in rows for chat in divided(row)]
+    pairs = [encode(chat, tokenizer, 99) for row in rows for chat in split_pair(row)]
     batch = tokenizer.pad({"input_ids": [row["tokens"] for row in pairs]}, padding_side="right", return_tensors="pt")
     trained = torch.zeros(batch["input_ids"].shape)
     for line, row in zip(trained, pairs):

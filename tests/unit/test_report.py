@@ -53,7 +53,7 @@ def test_many_records_keep_their_extremes() -> None:
     numbers = random.Random(0)
     points: list[tuple[int, float | None]] = [(step, numbers.random()) for step in range(50_000)]
     points[12_345], points[23_456], points[34_567] = (12_345, 9.0), (23_456, -9.0), (34_567, None)
-    kept = plots.thinned(points)
+    kept = plots.thin(points)
     assert len(kept) <= 1010 and kept == sorted(kept, key=lambda point: point[0])
     assert {points[0], points[12_345], points[23_456], points[34_567], points[-1]} <= set(kept)
     assert set(kept) <= set(points)

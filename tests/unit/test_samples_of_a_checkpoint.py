@@ -104,7 +104,7 @@ def test_samples_that_nobody_can_repeat_are_left_out_of_a_resume() -> None:
 def test_sample_that_cannot_be_read_is_left_to_the_step_that_needs_it() -> None:
     def broken(sample: dict[str, Any], index: int) -> dict[str, Any]:
         if index == 20:
-            raise OSError("broken picture")
+            raise OSError("broken image")
         return sample
 
     facts = facts_of(Rows(broken))

@@ -144,8 +144,8 @@ def test_a_card_says_which_files_belong_to_which_split(tmp_path: Path) -> None:
     assert found(folder) == [["2024-01-01", "a2.jsonl"], ["b.jsonl"]]
 
 
-def test_pictures_are_not_read_from_rows(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"expected \.parquet files, which hold pictures; type something else"):
+def test_images_are_not_read_from_rows(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"expected \.parquet files, which hold images; type something else"):
         load_splits(str(write(tmp_path, "a.csv") / "a.csv"), "type something else")
 
 

@@ -17,7 +17,7 @@ from filelock import FileLock
 from torch.utils.data import IterableDataset
 
 from accelerate_recipes.common.data.batches import fetch
-from accelerate_recipes.common.data.sets import checked_datasets
+from accelerate_recipes.common.data.sets import check_datasets
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.sources import load_splits
 from accelerate_recipes.common.tasks.streams import convert_stream
@@ -60,7 +60,7 @@ def test_samples_are_those_of_the_stream(tmp_path: Path) -> None:
     assert torch.equal(batch["x"], torch.stack([expected[5]["x"], expected[2999]["x"]]))
     assert batch["x"].dtype == torch.float32 and batch["y"].tolist() == [5, 2999]
     assert batch["name"] == ["sample 5", "sample 2999"]
-    assert checked_datasets(converted, converted, None)[0] is converted
+    assert check_datasets(converted, converted, None)[0] is converted
 
 
 def test_second_conversion_reads_nothing(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_stream_in_fit_is_told_how_to_convert() -> None:
         UsageError,
         match=re.escape("type convert_stream(dataset, FOLDER), from accelerate_recipes.common.tasks.streams"),
     ):
-        checked_datasets(Numbers(5), Numbers(5), None)  # type: ignore[arg-type]  # that is the mistake
+        check_datasets(Numbers(5), Numbers(5), None)  # type: ignore[arg-type]  # that is the mistake
 
 
 def test_a_run_waits_for_another_that_converts(tmp_path: Path) -> None:

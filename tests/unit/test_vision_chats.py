@@ -1,4 +1,4 @@
-"""Promise: a conversation with pictures gives the loss that transformers itself computes, on the answers alone."""
+"""Promise: a conversation with images gives the loss that transformers itself computes, on the answers alone."""
 
 import json
 import re
@@ -12,35 +12,35 @@ from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
-from accelerate_recipes.common.tasks.picture_files import Opener
-from accelerate_recipes.common.tasks.vision_batches import VisionEncoder, unpadded
+from accelerate_recipes.common.tasks.image_decoding import Opener
+from accelerate_recipes.common.tasks.vision_batches import VisionEncoder, unpad
 from accelerate_recipes.common.tasks.vision_chats import _Rows, load_vision_chats, shapes, with_parts
-from accelerate_recipes.common.tasks.vision_models import freeze_named, freeze_picture_keys, freeze_unused
+from accelerate_recipes.common.tasks.vision_models import freeze_image_keys, freeze_named, freeze_unused
 from support.vision_models import FAMILIES, made
 
 SIZES = ((20, 30), (40, 17), (16, 16), (33, 64))
 
 
-def picture(number: int) -> Image.Image:
+def image(number: int) -> Image.Image:
     height, width = SIZES[number]
     draws = numpy.random.default_rng(number)
     return Image.fromarray(draws.integers(0, 255, (height, width, 3), dtype=numpy.uint8))
 
 
-def turns(*texts: str, pictures: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """A conversation of questions and answers in turn, with so many pictures before each question."""
+def turns(*texts: str, images: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """A conversation of questions and answers in turn, with so many images before each question."""
     found: list[dict[str, Any]] = []
     for number, text in enumerate(texts):
-        shown = pictures[number // 2] if number % 2 == 0 and number // 2 < len(pictures) else 0
+        shown = images[number // 2] if number % 2 == 0 and number // 2 < len(images) else 0
         parts = [{"type": "image"}] * shown + [{"type": "text", "text": text}]
         found.append({"role": "user" if number % 2 == 0 else "assistant", "content": parts})
     return found
 
 
 CHATS = [
-    (turns("What is it?", "A stone.", "And now?", "Still a stone, älter.", pictures=(2,)), [picture(0), picture(1)]),
-    (turns("And?", "Sand.", "Then?", "A tree.", "Sure?", "Yes", pictures=(1, 0, 1)), [picture(2), picture(3)]),
-    (turns("No picture?", "None."), []),
+    (turns("What is it?", "A stone.", "And now?", "Still a stone, älter.", images=(2,)), [image(0), image(1)]),
+    (turns("And?", "Sand.", "Then?", "A tree.", "Sure?", "Yes", images=(1, 0, 1)), [image(2), image(3)]),
+    (turns("No image?", "None."), []),
 ]
 
 
@@ -53,7 +53,7 @@ def test_loss_is_that_of_transformers(family: str, chunk: int) -> None:
     model, processor = made(family)
     model.train()
     texts = [processor.apply_chat_template(messages, tokenize=False) for messages, _ in CHATS]
-    given = processor(text=texts, images=[pictures for _, pictures in CHATS], **BATCHED)
+    given = processor(text=texts, images=[images for _, images in CHATS], **BATCHED)
     labels = torch.full_like(given["input_ids"], IGNORED)
     for row, tokens, (messages, _) in zip(labels, given["input_ids"].tolist(), CHATS):
         for message in messages[1::2]:
@@ -69,7 +69,7 @@ def test_loss_is_that_of_transformers(family: str, chunk: int) -> None:
     batch = encoder.collate([encoder.sample(*chat) for chat in CHATS])
     weight = batch.pop("weight")
     assert weight.sum() == (labels[:, 1:] != IGNORED).sum()
-    means = with_losses(model, chunk=chunk, longest=400, sees=unpadded)(**batch)
+    means = with_losses(model, chunk=chunk, longest=400, sees=unpad)(**batch)
     found = (means * weight).sum() / weight.sum()
     assert abs(float((found / expected).detach()) - 1) < 1e-6
     again = torch.autograd.grad(found, [*model.parameters()], allow_unused=True)
@@ -105,13 +105,13 @@ def test_a_processor_that_pads_in_another_way_is_refused(monkeypatch: pytest.Mon
         VisionEncoder(processor, model.config.image_token_id, 400)
 
 
-def test_tokens_are_cut_but_never_pictures() -> None:
+def test_tokens_are_cut_but_never_images() -> None:
     whole = encoder_of("gemma3").sample(*CHATS[0])
     length, shown = len(whole["tokens"]), int((whole["token_type_ids"] == 1).nonzero()[-1]) + 1
     cut = encoder_of("gemma3", length - 10).sample(*CHATS[0])
     assert cut["tokens"].equal(whole["tokens"][:-10]) and cut["labels"][:-1].equal(whole["labels"][:-11])
     assert cut["labels"][-1] == IGNORED and len(cut["token_type_ids"]) == length - 10
-    with pytest.raises(UsageError, match=f"its pictures end at token {shown}: type --max_length {shown} or more"):
+    with pytest.raises(UsageError, match=f"its images end at token {shown}: type --max_length {shown} or more"):
         encoder_of("gemma3", shown - 1).sample(*CHATS[0])
 
 
@@ -137,15 +137,15 @@ def test_conversations_without_an_answer_are_left_out(tmp_path: Path, capsys: py
     train, evaluation = load_vision_chats(str(tmp_path / "chats.jsonl"), "chat", "image")
     assert sorted([*train.rows, *evaluation.rows]) == [1, 3, 5, 7]
     assert "5 of 9 conversations have no answer: left out" in capsys.readouterr().out
-    messages, pictures = train.read(0)
-    assert messages == turns("What?", "Red.", pictures=(1,)) and pictures[0].size == (20, 30)
+    messages, images = train.read(0)
+    assert messages == turns("What?", "Red.", images=(1,)) and images[0].size == (20, 30)
 
 
-def test_a_picture_in_an_answer_is_refused() -> None:
-    messages = turns("Draw", "a", pictures=(0,))
+def test_an_image_in_an_answer_is_refused() -> None:
+    messages = turns("Draw", "a", images=(0,))
     messages[1]["content"].append(IMAGE)
-    with pytest.raises(UsageError, match="an answer has a picture"):
-        encoder_of("llava").sample(messages, [picture(0)])
+    with pytest.raises(UsageError, match="an answer has an image"):
+        encoder_of("llava").sample(messages, [image(0)])
 
 
 IMAGE, WHY = {"type": "image"}, {"type": "text", "text": "Why?"}
@@ -169,18 +169,18 @@ IMAGE, WHY = {"type": "image"}, {"type": "text", "text": "Why?"}
         (None, [], [], []),
     ],
 )
-def test_places_of_pictures(content: Any, given: list[str], expected: list[Any], order: list[str]) -> None:
-    messages, pictures = with_parts([{"role": "user", "content": content}], given)
-    assert (messages, pictures) == ([{"role": "user", "content": expected}], order)
+def test_places_of_images(content: Any, given: list[str], expected: list[Any], order: list[str]) -> None:
+    messages, images = with_parts([{"role": "user", "content": content}], given)
+    assert (messages, images) == ([{"role": "user", "content": expected}], order)
 
 
 @pytest.mark.parametrize(
     ("content", "given", "line"),
     [
-        ("<image><image>", ["a"], "2 places for pictures in its messages, 1 pictures in its column: expected as many"),
-        ("<image>", ["a", "b"], "1 places for pictures in its messages, 2 pictures"),
+        ("<image><image>", ["a"], "2 places for images in its messages, 1 images in its column: expected as many"),
+        ("<image>", ["a", "b"], "1 places for images in its messages, 2 images"),
         ("<image>", [None], "none of them empty"),
-        ([{**IMAGE, "index": 2}], ["a"], "1 places for pictures"),
+        ([{**IMAGE, "index": 2}], ["a"], "1 places for images"),
         (5, [], "a part of a message is 5: expected"),
         ([{"type": "sound"}], [], "a part of a message is {'type': 'sound'}: expected"),
         ([None], [], "a part of a message is None: expected"),
@@ -196,28 +196,28 @@ def rows_in(folder: Path) -> _Rows:
 
 
 @pytest.mark.parametrize(
-    "picture",
+    "image",
     ["lost.png", "__init__.py", "~nobody/x.png", {"bytes": "text"}, {"bytes": b"nonsense"}, {"path": None}, 5],
 )
-def test_pictures_that_cannot_be_read(picture: Any) -> None:
+def test_images_that_cannot_be_read(image: Any) -> None:
     with pytest.raises(UsageError, match=r"cannot be read \("):
-        rows_in(Path(__file__).parents[1] / "support")._open(picture)
+        rows_in(Path(__file__).parents[1] / "support")._open(image)
 
 
-def test_pictures_without_a_place_come_before_the_first_question() -> None:
+def test_images_without_a_place_come_before_the_first_question() -> None:
     chat = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
-    messages, pictures = with_parts([{**one, "tool_calls": None, "name": "b"} for one in chat], ["one"])
-    assert [len(message["content"]) for message in messages] == [1, 2, 1] and pictures == ["one"]
+    messages, images = with_parts([{**one, "tool_calls": None, "name": "b"} for one in chat], ["one"])
+    assert [len(message["content"]) for message in messages] == [1, 2, 1] and images == ["one"]
     assert messages[1]["content"][0] == IMAGE and messages[0].keys() == {"role", "content", "name"}
 
 
-def test_pictures_are_what_a_viewer_shows(tmp_path: Path) -> None:
+def test_images_are_what_a_viewer_shows(tmp_path: Path) -> None:
     Image.fromarray(numpy.full((4, 4), 45000, numpy.uint16)).save(tmp_path / "deep.png")
     Image.new("RGBA", (4, 4)).save(tmp_path / "clear.png")
     for name, level in (("deep", 175), ("clear", 255)):
         path = tmp_path / f"{name}.png"
-        for picture in (path.name, str(path), {"bytes": path.read_bytes()}, {"path": str(path)}, Image.open(path)):
-            found = rows_in(tmp_path)._open(picture)
+        for image in (path.name, str(path), {"bytes": path.read_bytes()}, {"path": str(path)}, Image.open(path)):
+            found = rows_in(tmp_path)._open(image)
             assert (found.mode, found.getpixel((0, 0))) == ("RGB", (level,) * 3)
 
 
@@ -232,12 +232,12 @@ def test_special_tokens_come_as_from_the_template_of_transformers(begins: bool) 
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", "<s> $A $B", [mark])
     if not begins:
         processor.chat_template = processor.chat_template.replace("{{ bos_token }}", "")
-    messages, pictures = CHATS[0]
-    left = iter(pictures)
+    messages, images = CHATS[0]
+    left = iter(images)
     shown = [one | {"content": [{"type": "image", "image": next(left)} if part == IMAGE else part
                                 for part in one["content"]]} for one in messages]  # fmt: skip
     expected = processor.apply_chat_template(shown, tokenize=True, return_dict=True, return_tensors="pt")["input_ids"]
-    sample = VisionEncoder(processor, model.config.image_token_id, 400).sample(messages, pictures)
+    sample = VisionEncoder(processor, model.config.image_token_id, 400).sample(messages, images)
     assert sample["tokens"].equal(expected[0]) and sample["tokens"][:2].tolist().count(mark[1]) == 1
     trained = processor.tokenizer.decode(sample["labels"][sample["labels"] != IGNORED])
     assert trained == "A stone.<|end|>\nStill a stone, älter.<|end|>\n"
@@ -263,21 +263,21 @@ def test_parquet_files_and_columns_of_images(tmp_path: Path, column: str) -> Non
     table.to_parquet(tmp_path / "chats.parquet")
     parts = load_vision_chats(str(tmp_path / "chats.parquet"), "chat", "photos")
     read = [part.read(index) for part in parts for index in range(len(part))]
-    assert sorted(pictures[0].size for _, pictures in read) == sorted(sizes)
-    assert all(pictures[0].mode == "RGB" for _, pictures in read)
+    assert sorted(images[0].size for _, images in read) == sorted(sizes)
+    assert all(images[0].mode == "RGB" for _, images in read)
     assert [part["type"] for part in read[0][0][0]["content"]] == ["image", "text"]
 
 
 def test_embedded_conversations() -> None:
     chats = shapes(100)
     assert chats[0][0] == shapes(100)[0][0]
-    assert {len(pictures) for _, pictures in chats} == {0, 1, 2}
-    assert len({picture.size for _, pictures in chats for picture in pictures}) > 20
+    assert {len(images) for _, images in chats} == {0, 1, 2}
+    assert len({image.size for _, images in chats for image in images}) > 20
 
 
 def test_frozen_weights() -> None:
     model, _ = made("idefics3")
-    freeze_picture_keys(model)
+    freeze_image_keys(model)
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
     assert frozen == [f"model.vision_model.encoder.layers.{layer}.self_attn.k_proj.bias" for layer in (0, 1)]
     freeze_named(model, "vision_model,connector")
@@ -289,7 +289,7 @@ def test_frozen_weights() -> None:
     assert frozen and all("encoder.layers.2." in name or ".post_layernorm." in name for name in frozen)
     assert not any("encoder.layers.2." in name for name, weight in model.named_parameters() if weight.requires_grad)
     model, _ = made("qwen2_vl")
-    freeze_picture_keys(model)
+    freeze_image_keys(model)
     freeze_unused(model)
     assert all(weight.requires_grad for weight in model.parameters())
     with pytest.raises(UsageError, match="no weight has vision_model in its name; type a part of model"):

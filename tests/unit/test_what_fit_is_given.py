@@ -18,7 +18,7 @@ from accelerate_recipes.common.check.parity import mixed_types
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.data.batches import fetch
 from accelerate_recipes.common.data.padding import pad_to_longest
-from accelerate_recipes.common.data.sets import Collated, MapDataset, checked_datasets
+from accelerate_recipes.common.data.sets import Collated, MapDataset, check_datasets
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.loop import fit
@@ -151,7 +151,7 @@ def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
     model, step = nn.Linear(2, 2), lambda model, batch: {"loss": model(batch["x"])[:, 0]}
     for optimizer, dataset in (([sgd(model)], ROWS), (sgd(model), DataLoader(ROWS))):
         lines = asked.refusals(None, model, optimizer, step, dataset, ROWS, RunConfig())["lines"]
-        of_run = refusal(lambda: (check_given(model, optimizer), checked_datasets(dataset, ROWS, None)))  # noqa: B023
+        of_run = refusal(lambda: (check_given(model, optimizer), check_datasets(dataset, ROWS, None)))  # noqa: B023
         assert lines == [of_run]
 
 
@@ -303,8 +303,8 @@ ROWS = [{"x": torch.ones(index + 1), "boxes": torch.ones(index + 1, 4)} for inde
     ],
 )
 def test_what_is_no_data_set(dataset: Any, expected: str) -> None:
-    training = refusal(checked_datasets, dataset, ROWS, None)
-    evaluation = refusal(checked_datasets, ROWS, {"new": dataset}, None)
+    training = refusal(check_datasets, dataset, ROWS, None)
+    evaluation = refusal(check_datasets, ROWS, {"new": dataset}, None)
     assert expected in training and expected in evaluation
     assert evaluation == training.replace("the training set", "the evaluation set")
 

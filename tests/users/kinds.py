@@ -70,15 +70,15 @@ class StrangeAttributes(Net):
 
 
 class Images(nn.Module):
-    """Takes a vector as a picture of 4 × 4 pixels, stored channels last."""
+    """Takes a vector as an image of 4 × 4 pixels, stored channels last."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        picture = x.view(-1, 1, 4, WIDTH // 4).to(memory_format=torch.channels_last)
-        return self.layers(picture).flatten(1).mean(1)
+        image = x.view(-1, 1, 4, WIDTH // 4).to(memory_format=torch.channels_last)
+        return self.layers(image).flatten(1).mean(1)
 
 
 class Cast(Net):

@@ -35,7 +35,7 @@ class Samples(Dataset):
 
 
 class Media(Samples):
-    """Also a picture, a spectrogram and a waveform."""
+    """Also an image, a spectrogram and a waveform."""
 
     def __init__(self, size: int, seed: int):
         super().__init__(size, seed)

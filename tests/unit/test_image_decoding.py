@@ -1,4 +1,4 @@
-"""Promise: a picture means what a viewer shows, in every mode, depth and form of transparency."""
+"""Promise: an image means what a viewer shows, in every mode, depth and form of transparency."""
 
 import io
 import struct
@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.picture_files import Opener
+from accelerate_recipes.common.tasks.image_decoding import Opener
 from accelerate_recipes.common.tasks.text_files import local_path
 
 
@@ -28,9 +28,9 @@ def png(rows: numpy.ndarray, depth: int, colour_type: int, key: bytes = b"") -> 
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
-def saved(picture: Image.Image, kind: str, **options: Any) -> bytes:
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    picture.save(file, kind, **options)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -43,20 +43,20 @@ def deep(value: int, kind: str) -> Image.Image:
 
 
 def with_palette(alpha: int | bytes | None = None) -> Image.Image:
-    picture = flat("P", 2)
-    picture.putpalette([9, 9, 9, 8, 8, 8, 100, 150, 200])
-    picture.info |= {} if alpha is None else {"transparency": alpha}
-    return picture
+    image = flat("P", 2)
+    image.putpalette([9, 9, 9, 8, 8, 8, 100, 150, 200])
+    image.info |= {} if alpha is None else {"transparency": alpha}
+    return image
 
 
-def tiff(picture: Image.Image, **tags: int) -> bytes:
-    return saved(picture, "TIFF", tiffinfo={258: tags.get("bits", 16), 262: tags.get("photometric", 1)})
+def tiff(image: Image.Image, **tags: int) -> bytes:
+    return saved(image, "TIFF", tiffinfo={258: tags.get("bits", 16), 262: tags.get("photometric", 1)})
 
 
 def pixels(file: Any) -> list[int]:
-    picture = Opener()(file, "x.png")
-    assert picture.mode in ("L", "RGB")
-    return [int(value) for value in numpy.asarray(picture).reshape(-1, len(picture.getbands()))[-1]]
+    image = Opener()(file, "x.png")
+    assert image.mode in ("L", "RGB")
+    return [int(value) for value in numpy.asarray(image).reshape(-1, len(image.getbands()))[-1]]
 
 
 HALF_RED = [255, 255 - 128, 255 - 128]  # (255, 0, 0) with alpha 128/255 on white
@@ -114,7 +114,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_brightness(mode: str, tmp_path: Path) -> None:
-    picture, expected = MODES[mode]
+    image, expected = MODES[mode]
     rounded = {
         "LAB": 6,
         "LAB, grey": 1,
@@ -123,11 +123,11 @@ def test_brightness(mode: str, tmp_path: Path) -> None:
         "RGBa": 1,
         "CMYK in JPEG": 2,
     }  # steps of 8 bits, by the mode
-    assert pixels(picture) == pytest.approx(expected, abs=rounded.get(mode, 0))
-    if isinstance(picture, bytes):
-        (tmp_path / "x").write_bytes(picture)
-        assert pixels(str(tmp_path / "x")) == pixels({"bytes": picture, "path": None}) == pixels(picture)
-        assert pixels({"bytes": None, "path": str(tmp_path / "x")}) == pixels(picture)
+    assert pixels(image) == pytest.approx(expected, abs=rounded.get(mode, 0))
+    if isinstance(image, bytes):
+        (tmp_path / "x").write_bytes(image)
+        assert pixels(str(tmp_path / "x")) == pixels({"bytes": image, "path": None}) == pixels(image)
+        assert pixels({"bytes": None, "path": str(tmp_path / "x")}) == pixels(image)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "16 bits", "compressed"])
@@ -141,10 +141,10 @@ def test_orientation(orientation: int, kind: str) -> None:
     stored = stored.T if orientation > 4 else stored
     exif = Image.Exif()
     exif[0x0112] = orientation
-    picture = Image.fromarray(stored.astype("<u2") * 257 if kind == "16 bits" else numpy.ascontiguousarray(stored))
+    image = Image.fromarray(stored.astype("<u2") * 257 if kind == "16 bits" else numpy.ascontiguousarray(stored))
     options = {"compression": "tiff_lzw"} if kind == "compressed" else {"lossless": True} if kind == "WEBP" else {}
     options = options | ({"quality": 100} if kind == "JPEG" else {})
-    file = saved(picture, {"16 bits": "PNG", "compressed": "TIFF"}.get(kind, kind), exif=exif, **options)
+    file = saved(image, {"16 bits": "PNG", "compressed": "TIFF"}.get(kind, kind), exif=exif, **options)
     seen = numpy.asarray(Opener()(file, "x").convert("L")).astype(int)
     assert seen.shape == upright.shape and numpy.abs(seen - upright).max() < 12
 
@@ -156,7 +156,7 @@ def test_first_of_several_frames_is_said_once(kind: str, capsys: pytest.CaptureF
     for _ in range(2):
         red, _, blue = opener(file, "a.gif").convert("RGB").getpixel((3, 3))
         assert red > 240 and blue < 15
-    assert capsys.readouterr().out == "a.gif has several frames: of such pictures the first is taken\n"
+    assert capsys.readouterr().out == "a.gif has several frames: of such images the first is taken\n"
     opener(saved(flat("RGB", (255, 0, 0)), kind), "b")
     assert not capsys.readouterr().out
 
@@ -168,16 +168,16 @@ def test_numbers_whose_white_is_not_defined(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "a.tif has numbers of 32 bits: 0 is taken for black and 65535 for white\n"
     Opener()(saved(flat("F", 0.5), "TIFF"), "b.tif")
     assert "b.tif has numbers of 32 bits: 0 is taken for black and 1 for white" in capsys.readouterr().out
-    for picture in (flat("I", 70000), flat("I", -1), flat("F", 1.5), flat("F", float("nan"))):
+    for image in (flat("I", 70000), flat("I", -1), flat("F", 1.5), flat("F", float("nan"))):
         with pytest.raises(UsageError, match=r"c\.tif has numbers from .*: convert it to 8 or 16 bits"):
-            Opener()(saved(picture, "TIFF"), "c.tif")
-    for picture in (
+            Opener()(saved(image, "TIFF"), "c.tif")
+    for image in (
         saved(deep(9, "<u2"), "PNG"),
         deep(9, "<u2"),
         MODES["16 bits in PGM"][0],
         MODES["10 bits in PGM"][0],
     ):
-        Opener()(picture, "d.png")
+        Opener()(image, "d.png")
     assert not capsys.readouterr().out
 
 
@@ -195,7 +195,7 @@ def test_numbers_whose_white_is_not_defined(capsys: pytest.CaptureFixture[str]) 
         ),
         (None, "No such file or directory"),
     ],
-    ids=["empty", "no picture", "png", "jpeg", "tiff", "size of the header", "missing"],
+    ids=["empty", "no image", "png", "jpeg", "tiff", "size of the header", "missing"],
 )
 def test_broken_files_are_named(tmp_path: Path, content: bytes | None, reason: str) -> None:
     path = tmp_path / "broken.png"
@@ -215,7 +215,7 @@ def test_more_pixels_than_are_safe() -> None:
         Opener()(bomb, "x")
 
 
-def test_rows_without_a_picture() -> None:
+def test_rows_without_an_image() -> None:
     for file in ({"bytes": None, "path": None}, None):
         with pytest.raises(UsageError, match=r"row 3 cannot be read \(it is missing\)"):
             Opener()(file, "row 3")

@@ -1,4 +1,4 @@
-"""Promise: a folder of pictures is read as it is: names are names, and what is left out is counted in a line."""
+"""Promise: a folder of images is read as it is: names are names, and what is left out is counted in a line."""
 
 import io
 import os
@@ -11,28 +11,28 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.cropped_images import load_labelled_images
 from accelerate_recipes.common.tasks.images import load_images
-from accelerate_recipes.common.tasks.labelled_pictures import LabelledPictures, load_labelled_pictures
+from accelerate_recipes.common.tasks.labelled_images import LabelledImages, load_image_splits
 from accelerate_recipes.common.tasks.mixture import weights_of
-from accelerate_recipes.common.tasks.photos import load_photos
 
 Out = pytest.CaptureFixture[str]
 
 
 def write(folder: Path, *names: str) -> None:
-    """Pictures of 4 x 4, the first byte of whose colour is their number."""
+    """Images of 4 x 4, the first byte of whose colour is their number."""
     for number, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4), (number, 0, 0)).save(folder / name, "PNG")
 
 
-def load(folder: Path | str, max_samples: int | None = None) -> list[LabelledPictures]:
-    return load_labelled_pictures(str(folder), "type --data shapes", max_samples)
+def load(folder: Path | str, max_samples: int | None = None) -> list[LabelledImages]:
+    return load_image_splits(str(folder), "type --data shapes", max_samples)
 
 
-def found(part: LabelledPictures) -> list[tuple[str, int]]:
-    """(class, number of the picture) of each picture"""
-    return [(part.classes[label], picture.getpixel((0, 0))[0]) for label, picture in zip(part.labels, part.pictures)]
+def found(part: LabelledImages) -> list[tuple[str, int]]:
+    """(class, number of the image) of each image"""
+    return [(part.classes[label], image.getpixel((0, 0))[0]) for label, image in zip(part.labels, part.images)]
 
 
 STRANGE = (
@@ -85,7 +85,7 @@ def test_names_of_folders_and_files_are_no_patterns(
     write(tmp_path / "data", *names)
     (part,) = load(tmp_path / "data")
     assert {*found(part)} == {(name.split("/")[0], number) for number, name in enumerate(names)}
-    assert f"{len(names)} pictures" in capsys.readouterr().out
+    assert f"{len(names)} images" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     for name in (
         "[ab]*",
@@ -114,7 +114,7 @@ def test_split_names_within_names_split_nothing(tmp_path: Path) -> None:
     assert found(load(tmp_path)[0]) == [
         (name.split("/")[0], number) for number, name in sorted(enumerate(names), key=lambda pair: pair[1])
     ]
-    train, evaluation = load_photos(str(tmp_path))
+    train, evaluation = load_labelled_images(str(tmp_path))
     assert len(train.labels) == 8 and len(evaluation.labels) == 1
 
 
@@ -148,7 +148,7 @@ def test_parts_are_folders_with_exactly_their_names(tmp_path: Path, files: str, 
     [
         (
             "train/a/0 test/a/1 unlabelled/2",
-            "train and test hold folders with pictures, as parts of a data set do, but unlabelled is beside",
+            "train and test hold folders with images, as parts of a data set do, but unlabelled is beside",
         ),
         ("train/0 test/1", "have no classes: expected a folder with a sub-folder for each class, such as cat/1.png"),
         ("test/a/0 val/a/0", "has a folder test, but none called train"),
@@ -161,19 +161,17 @@ def test_parts_are_folders_with_exactly_their_names(tmp_path: Path, files: str, 
 )
 def test_folders_without_a_meaning(tmp_path: Path, files: str, line: str) -> None:
     write(tmp_path, *[f"{file}.png" for file in files.split()])
-    for loader in (load, load_photos, load_images):
+    for loader in (load, load_labelled_images, load_images):
         with pytest.raises(UsageError, match=re.escape(line)):
             loader(str(tmp_path))
 
 
-def test_what_there_is_instead_of_pictures_is_named(
-    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_there_is_instead_of_images_is_named(tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cat").mkdir()
     for name in ("data.zip", "cat/a.heic", "cat/b.heic"):
         (tmp_path / name).touch()
     with pytest.raises(
-        UsageError, match=r"no data there \(no pictures by their names: 3, such as cat/a.heic\); expected"
+        UsageError, match=r"no data there \(no images by their names: 3, such as cat/a.heic\); expected"
     ):
         load(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -187,16 +185,16 @@ def test_what_there_is_instead_of_pictures_is_named(
 def test_one_class(tmp_path: Path) -> None:
     write(tmp_path, "cat/0.png", "cat/1.png")
     with pytest.raises(
-        UsageError, match="has pictures of one class, cat: expected two or more, such as a sub-folder for each"
+        UsageError, match="has images of one class, cat: expected two or more, such as a sub-folder for each"
     ):
-        load_photos(str(tmp_path))
+        load_labelled_images(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["one.png", "notes.txt", "pictures.zip", "a.csv", "a.json"])
 def test_files_that_are_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"a,b\n1,2\n")
     with pytest.raises(UsageError, match=rf"{re.escape(name)} is a file: expected a folder with a sub-folder for each"):
-        load_photos(str(tmp_path / name))
+        load_labelled_images(str(tmp_path / name))
     with pytest.raises(UsageError, match=rf"{re.escape(name)} is a file: name the folder"):
         load_images(str(tmp_path / name))
 
@@ -235,16 +233,16 @@ def test_what_is_left_out_is_counted(tmp_path: Path, capsys: Out) -> None:
     assert len(lines) == 3 and len({*lines}) == 3
     for fact in (
         "hidden: 4, such as .DS_Store",  # once more in bird
-        "no pictures by their names: 6, such as bird/Thumbs.db",
+        "no images by their names: 6, such as bird/Thumbs.db",
         "broken links: 2, such as dog/broken.png",
         "links to a folder above: 1, such as dog/above/",
         "no ordinary files: 1, such as dog/pipe.png",
         "empty folders: 1, such as empty/",
-        "pictures beside the folders of classes: 1, such as beside.png",
+        "images beside the folders of classes: 1, such as beside.png",
     ):
         assert fact in lines[1], lines[1]
-    assert lines[0] == "pictures in deeper folders: 1, such as dog/old/d.png, whose class is dog"
-    assert lines[2].endswith("7 pictures for training and evaluation, 3 classes: bird 2, cat 2, dog 3")
+    assert lines[0] == "images in deeper folders: 1, such as dog/old/d.png, whose class is dog"
+    assert lines[2].endswith("7 images for training and evaluation, 3 classes: bird 2, cat 2, dog 3")
 
 
 def test_names_that_no_terminal_shows(tmp_path: Path, capsys: Out) -> None:
@@ -260,9 +258,9 @@ def test_splits_and_their_leavings_are_said(tmp_path: Path, capsys: Out) -> None
     assert train.classes == test.classes == ["cat", "dog", "eel"] and found(test) == [("cat", 2), ("eel", 3)]
     lines = capsys.readouterr().out.splitlines()
     assert "train for training and test for evaluation, by the names of the folders: they are no classes" in lines[0]
-    assert "left out: pictures in other folders: 1, such as val/cat/4.png" in lines[1]
-    assert lines[2].endswith("classes of the evaluation that no picture for training has: eel")
-    assert lines[3].endswith("2 pictures for training and 2 pictures for evaluation, 3 classes: cat 2, dog 1, eel 1")
+    assert "left out: images in other folders: 1, such as val/cat/4.png" in lines[1]
+    assert lines[2].endswith("classes of the evaluation that no image for training has: eel")
+    assert lines[3].endswith("2 images for training and 2 images for evaluation, 3 classes: cat 2, dog 1, eel 1")
 
 
 def test_long_lists_of_classes_are_cut(tmp_path: Path, capsys: Out) -> None:
@@ -271,7 +269,7 @@ def test_long_lists_of_classes_are_cut(tmp_path: Path, capsys: Out) -> None:
     assert capsys.readouterr().out.endswith("200 classes: 000 1, 001 1, 002 1, 003 1, 004 1, 005 1, ... (200 in all)\n")
 
 
-def test_max_samples_takes_pictures_of_all_classes(tmp_path: Path) -> None:
+def test_max_samples_takes_images_of_all_classes(tmp_path: Path) -> None:
     write(tmp_path, *[f"{name}/{number}.png" for name in ("a", "b") for number in range(50)])
     (part,) = load(tmp_path, 20)
     assert len(part.labels) == 20 and {*part.labels} == {0, 1} and found(part) == found(load(tmp_path, 20)[0])
@@ -293,7 +291,7 @@ def test_tables_of_classes(tmp_path: Path, name: str, content: str, below: str, 
     write(tmp_path / below, "0.png", "sub/1.png", "2.png", "sub/3.png")
     (tmp_path / below / name).write_bytes(content.encode())
     assert found(load(tmp_path)[0]) == [("042", 0), ("42", 1), ("NA", 2)]
-    assert f"left out: pictures that {name} does not name: 1, such as {below}sub/3.png\n" in capsys.readouterr().out
+    assert f"left out: images that {name} does not name: 1, such as {below}sub/3.png\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -313,15 +311,15 @@ def test_tables_that_do_not_fit(tmp_path: Path, content: str, line: str) -> None
 
 
 @pytest.mark.parametrize("names", [["b", "a"], None, "texts"])
-def test_tables_of_pictures(tmp_path: Path, names: list[str] | str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_images(tmp_path: Path, names: list[str] | str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 bits and transparency mean the same in a column of `datasets` as in a file."""
     from datasets import ClassLabel, Dataset, Features, Value
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     rows = []
-    for number, picture in enumerate((Image.fromarray(numpy.full((4, 4), 45000, "<u2")), Image.new("LA", (4, 4)))):
+    for number, image in enumerate((Image.fromarray(numpy.full((4, 4), 45000, "<u2")), Image.new("LA", (4, 4)))):
         file = io.BytesIO()
-        picture.save(file, "PNG")
+        image.save(file, "PNG")
         rows.append(
             {"image": {"bytes": file.getvalue(), "path": None}, "label": "ba"[number] if names == "texts" else number}
         )
@@ -335,30 +333,29 @@ def test_tables_of_pictures(tmp_path: Path, names: list[str] | str | None, monke
     assert part.classes == {"texts": ["a", "b"]}.get(str(names), names or ["0", "1"])
     classes = ["0", "1"] if names is None else ["b", "a"]
     assert [
-        (part.classes[label], picture.getpixel((0, 0)), picture.mode)
-        for label, picture in zip(part.labels, part.pictures)
+        (part.classes[label], image.getpixel((0, 0)), image.mode) for label, image in zip(part.labels, part.images)
     ] == [
         (classes[0], 175, "L"),
         (classes[1], 255, "L"),
     ]
 
 
-def test_grey_pictures_of_one_size_for_mnist(tmp_path: Path) -> None:
+def test_grey_images_of_one_size_for_mnist(tmp_path: Path) -> None:
     """Each grey form keeps one channel; colour makes three."""
-    pictures = {
+    images = {
         "deep": (Image.fromarray(numpy.full((6, 5), 45000, "<u2")), 175),
         "bit": (Image.new("1", (5, 6), 1), 255),
         "clear": (Image.new("LA", (5, 6), (0, 128)), 127),
         "grey": (Image.new("L", (5, 6), 77), 77),
     }
-    for name, (picture, _) in pictures.items():
+    for name, (image, _) in images.items():
         (tmp_path / name).mkdir()
         for number in range(5):
-            picture.save(tmp_path / name / f"{number}.png")
+            image.save(tmp_path / name / f"{number}.png")
     train, evaluation = load_images(str(tmp_path))
-    assert train.image_shape == (1, 6, 5) and len(train) + len(evaluation) == 20 and train.classes == sorted(pictures)
+    assert train.image_shape == (1, 6, 5) and len(train) + len(evaluation) == 20 and train.classes == sorted(images)
     for part in (train, evaluation):
-        expected = [pictures[part.classes[label]][1] for label in part.labels]
+        expected = [images[part.classes[label]][1] for label in part.labels]
         assert part.images[:, 0, 0, 0].tolist() == expected
     Image.new("RGB", (5, 6), "red").save(tmp_path / "grey" / "9.png")
     assert load_images(str(tmp_path))[0].image_shape == (3, 6, 5)
@@ -377,4 +374,4 @@ def test_files_are_not_opened_at_the_start(tmp_path: Path) -> None:
     (part,) = load(tmp_path)
     assert len(part.labels) == 200
     with pytest.raises(UsageError, match=rf"{tmp_path}/a/0.jpg cannot be read \(it is empty\)"):
-        part.pictures[0]
+        part.images[0]

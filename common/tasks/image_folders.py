@@ -1,4 +1,4 @@
-"""Local folders of pictures: a sub-folder for each class, perhaps below folders for training and evaluation."""
+"""Local folders of images: a sub-folder for each class, perhaps below folders for training and evaluation."""
 
 import os
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from .rows import table_of, text_of_cell
 TRAIN = "train", "training"
 EVALUATION = "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"
 LABELS = "label", "labels", "fine_label"  # columns that may hold the class
-METADATA, FILE_NAME = ("metadata.csv", "metadata.jsonl"), "file_name"  # the Hub's form of a folder of pictures
-NO_PICTURE = "no pictures by their names"
+METADATA, FILE_NAME = ("metadata.csv", "metadata.jsonl"), "file_name"  # the Hub's form of a folder of images
+NO_IMAGE = "no images by their names"
 FORM = "expected a folder with a sub-folder for each class, such as cat/1.png and dog/2.png"
 
 Labelled = list[tuple[str, str]]  # (path, class)
@@ -25,21 +25,21 @@ LeftOut = dict[str, list[str]]  # {why: paths}
 
 
 def read_folder(data: str, folder: Path, advice: str) -> list[Labelled]:
-    """The pictures of a folder with their classes, in the order of their names: those for training and, if folders are
-    called so, those for evaluation. A line says which folders are, and what is left out. No picture is opened.
+    """The images of a folder with their classes, in the order of their names: those for training and, if folders are
+    called so, those for evaluation. A line says which folders are, and what is left out. No image is opened.
 
     Returns:
         an empty list if there are parquet files, which are the data then.
 
     Raises:
-        UsageError: no pictures, pictures without classes, or a folder that cannot be read.
+        UsageError: no images, images without classes, or a folder that cannot be read.
     """
     left_out: LeftOut = {}
     try:
         files = list(_walk(str(folder), "", left_out, ()))
     except OSError as error:
         raise UsageError(f"--data {data}: {error.filename} cannot be read ({error.strerror})") from None
-    if any(file.lower().endswith(".parquet") for file in left_out.get(NO_PICTURE, [])):
+    if any(file.lower().endswith(".parquet") for file in left_out.get(NO_IMAGE, [])):
         return []  # whoever reads these counts what is beside them
     if not files:
         found = f" ({_counts(left_out)})" if left_out else ""
@@ -47,9 +47,9 @@ def read_folder(data: str, folder: Path, advice: str) -> list[Labelled]:
     parts = []
     for below in _parts(data, folder, files, left_out):
         own = [file for file in files if file.startswith(below)]
-        parts.append(_described(folder, below, own, left_out) or _by_folder(below, own, left_out))
+        parts.append(_by_table(folder, below, own, left_out) or _by_folder(below, own, left_out))
         if not parts[-1]:
-            raise UsageError(f"--data {data}: the pictures in {folder / below} have no classes: {FORM}")
+            raise UsageError(f"--data {data}: the images in {folder / below} have no classes: {FORM}")
     if facts := _counts(left_out):
         say(f"--data {data}: left out: {facts}")
     return [[(str(folder / file), name) for file, name in part] for part in parts]
@@ -61,7 +61,7 @@ def _counts(left_out: LeftOut) -> str:
 
 
 def _walk(top: str, below: str, left_out: LeftOut, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """The pictures in a folder and below it, each with its path from the top."""
+    """The images in a folder and below it, each with its path from the top."""
     folder, endings = f"{top}/{below}", _endings()
     facts = Path(folder).stat()
     here = facts.st_dev, facts.st_ino
@@ -83,7 +83,7 @@ def _walk(top: str, below: str, left_out: LeftOut, above: tuple[tuple[int, int],
         elif Path(entry.name).suffix.lower() in endings:
             yield path
         else:
-            why = NO_PICTURE
+            why = NO_IMAGE
         if why:
             left_out.setdefault(why, []).append(path)
     if below and not entries:
@@ -97,8 +97,8 @@ def _endings() -> set[str]:
 
 
 def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list[str]:
-    """How the paths of the pictures of each part begin: [""] for a folder that is one part."""
-    tops = {file.split("/")[0]: False for file in files if "/" in file}  # whether the pictures have classes there
+    """How the paths of the images of each part begin: [""] for a folder that is one part."""
+    tops = {file.split("/")[0]: False for file in files if "/" in file}  # whether the images have classes there
     tops |= {file.split("/")[0]: True for file in files if file.count("/") > 1}
     tops |= {top: True for top in tops if any((folder / top / name).is_file() for name in METADATA)}
     train, evaluation = ([top for name in kind for top in tops if top.lower() == name] for kind in (TRAIN, EVALUATION))
@@ -106,7 +106,7 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list
     if not tops or others or any((folder / name).is_file() for name in METADATA):
         if train and evaluation and all(tops[top] for top in (*train, *evaluation)):
             raise UsageError(
-                f"--data {data}: {train[0]} and {evaluation[0]} hold folders with pictures, as parts of a data set do, "
+                f"--data {data}: {train[0]} and {evaluation[0]} hold folders with images, as parts of a data set do, "
                 f"but {others[0]} is beside them: move it away"
             )
         return [""]
@@ -115,23 +115,23 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list
     parts = [train[0], *[top for top in evaluation if tops[top]][:1]]
     names = [f"{part} for {task}" for part, task in zip(parts, ("training", "evaluation"))]
     say(f"--data {data}: {' and '.join(names)}, by the names of the folders: they are no classes")
-    left_out["pictures in other folders"] = [file for file in files if file.split("/")[0] not in parts]
+    left_out["images in other folders"] = [file for file in files if file.split("/")[0] not in parts]
     return [part + "/" for part in parts]
 
 
 def _by_folder(below: str, files: list[str], left_out: LeftOut) -> list[tuple[str, str]]:
-    """The class of each picture: its folder, the first below the folder of the part."""
+    """The class of each image: its folder, the first below the folder of the part."""
     ways = [(file, file[len(below) :].split("/")) for file in files]
-    left_out.setdefault("pictures beside the folders of classes", []).extend(file for file, way in ways if len(way) < 2)
+    left_out.setdefault("images beside the folders of classes", []).extend(file for file, way in ways if len(way) < 2)
     if deep := [(file, way) for file, way in ways if len(way) > 2]:
         file, way = deep[0]
         example = f"{printable(file)}, whose class is {printable(way[0])}"
-        say(f"pictures in deeper folders: {len(deep):,}, such as {example}")
+        say(f"images in deeper folders: {len(deep):,}, such as {example}")
     return [(file, way[0]) for file, way in ways if len(way) > 1]
 
 
-def _described(folder: Path, below: str, files: list[str], left_out: LeftOut) -> list[tuple[str, str]]:
-    """The classes that a table in the folder gives its pictures; [] without a table that has classes."""
+def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> list[tuple[str, str]]:
+    """The classes that a table in the folder gives its images; [] without a table that has classes."""
     for name in METADATA:
         path = folder / below / name
         rows = [*table_of(str(path), [path], None, {})] if path.is_file() else []
@@ -145,8 +145,8 @@ def _described(folder: Path, below: str, files: list[str], left_out: LeftOut) ->
                 raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
         found = [(below + os.path.normpath(row[FILE_NAME]), str(text_of_cell(row[column]))) for row in rows]
         known = {below + name, *(file for file, _ in found)}
-        left_out[NO_PICTURE] = [file for file in left_out[NO_PICTURE] if file not in known]
+        left_out[NO_IMAGE] = [file for file in left_out[NO_IMAGE] if file not in known]
         rest = [file for file in files if file not in known]
-        left_out.setdefault(f"pictures that {name} does not name", []).extend(rest)
+        left_out.setdefault(f"images that {name} does not name", []).extend(rest)
         return found
     return []

@@ -1,4 +1,4 @@
-"""What an image classifier must know beside its weights, and pictures in the shape of its training images."""
+"""What an image classifier must know beside its weights, and images in the shape of its training images."""
 
 import json
 import math
@@ -14,8 +14,8 @@ from PIL import ImageOps
 
 from ..errors import UsageError
 from ..files import read_file
+from .image_decoding import Opener
 from .images import ImageDataset
-from .picture_files import Opener
 from .text_files import local_path
 
 NUM_LOOKED_AT = 1000  # training images, about
@@ -85,21 +85,21 @@ class ImageFormat:
         )
 
 
-def read_picture(path: str | Path, form: ImageFormat) -> torch.Tensor:
-    """A picture in the shape of the training images: scaled, and cut to their proportions around the middle. Dark on
+def read_image(path: str | Path, form: ImageFormat) -> torch.Tensor:
+    """An image in the shape of the training images: scaled, and cut to their proportions around the middle. Dark on
     light becomes light on dark if they are so, or the reverse.
 
     Returns:
         float32 of shape (channels, height, width) in [0, 1]
 
     Raises:
-        UsageError: no picture.
+        UsageError: no image.
     """
     channels, height, width = form.image_shape
-    picture = Opener()(str(local_path(str(path))), str(path)).convert("L" if channels == 1 else "RGB")
-    if picture.size != (width, height):
-        picture = ImageOps.fit(picture, (width, height))
-    pixels: Any = numpy.asarray(picture)
+    image = Opener()(str(local_path(str(path))), str(path)).convert("L" if channels == 1 else "RGB")
+    if image.size != (width, height):
+        image = ImageOps.fit(image, (width, height))
+    pixels: Any = numpy.asarray(image)
     if form.background != "mixed" and (_edges(pixels) < 128) != (form.background == "dark"):
         pixels = 255 - pixels
     return torch.from_numpy(pixels.reshape(height, width, channels) / numpy.float32(255)).permute(2, 0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""Promise: a picture is read in the shape and on the background of the training images."""
+"""Promise: an image is read in the shape and on the background of the training images."""
 
 import json
 import re
@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.image_format import ImageFormat, read_image
 from accelerate_recipes.common.tasks.images import ImageDataset, load_images
-from accelerate_recipes.common.tasks.pictures import ImageFormat, read_picture
 
 
 def images(value: int, shape: tuple[int, int, int] = (1, 12, 10)) -> ImageDataset:
@@ -22,11 +22,11 @@ def images(value: int, shape: tuple[int, int, int] = (1, 12, 10)) -> ImageDatase
     return ImageDataset(pixels, torch.arange(20) % 2, 2, ["cat", "dog"])
 
 
-def read(tmp_path: Path, picture: Image.Image, form: ImageFormat, **options: object) -> numpy.ndarray:
-    picture.save(tmp_path / "picture.png", **options)
-    image = read_picture(tmp_path / "picture.png", form)
-    assert image.shape == form.image_shape and image.dtype == torch.float32
-    return image.numpy()
+def read(tmp_path: Path, image: Image.Image, form: ImageFormat, **options: object) -> numpy.ndarray:
+    image.save(tmp_path / "image.png", **options)
+    pixels = read_image(tmp_path / "image.png", form)
+    assert pixels.shape == form.image_shape and pixels.dtype == torch.float32
+    return pixels.numpy()
 
 
 def test_format_of_a_dataset() -> None:
@@ -58,15 +58,15 @@ def test_format_is_kept_with_the_model(tmp_path: Path) -> None:
     assert ImageFormat.read(tmp_path, ["cnn"]) == form
 
 
-def test_picture_of_the_training_size_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_image_of_the_training_size_is_taken_as_it_is(tmp_path: Path) -> None:
     train_set, _ = load_images("digits")
     form, original = ImageFormat.of(train_set, "cnn"), train_set[5]["image"]
     pixels = train_set.images[5, 0].numpy()
-    for picture in (pixels, 255 - pixels):
-        assert numpy.array_equal(read(tmp_path, Image.fromarray(picture), form), original)
+    for image in (pixels, 255 - pixels):
+        assert numpy.array_equal(read(tmp_path, Image.fromarray(image), form), original)
 
 
-def test_transparent_and_turned_pictures(tmp_path: Path) -> None:
+def test_transparent_and_turned_images(tmp_path: Path) -> None:
     form = ImageFormat.of(images(0), "cnn")
     drawing = numpy.zeros((120, 100, 4), numpy.uint8)  # black on nothing, as from a paint program
     drawing[30:90, 30:70, 3] = 255
@@ -78,7 +78,7 @@ def test_transparent_and_turned_pictures(tmp_path: Path) -> None:
     assert read(tmp_path, turned, form, exif=exif) == pytest.approx(expected, abs=0.2)
 
 
-def test_other_pictures_are_cut_to_the_shape(tmp_path: Path) -> None:
+def test_other_images_are_cut_to_the_shape(tmp_path: Path) -> None:
     form = ImageFormat.of(images(0, (3, 12, 10)), "cnn")
     wide = numpy.zeros((120, 300, 3), numpy.uint8)
     wide[:, 80:220] = (255, 0, 51)
@@ -94,9 +94,9 @@ def test_other_pictures_are_cut_to_the_shape(tmp_path: Path) -> None:
     ],
     ids=["missing", "no image"],
 )
-def test_pictures_that_cannot_be_used(tmp_path: Path, content: bytes | None, expected: str) -> None:
-    path = tmp_path / "picture.png"
+def test_images_that_cannot_be_used(tmp_path: Path, content: bytes | None, expected: str) -> None:
+    path = tmp_path / "image.png"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError, match=f"{re.escape(str(path))}.*{re.escape(expected)}"):
-        read_picture(path, ImageFormat.of(images(0), "cnn"))
+        read_image(path, ImageFormat.of(images(0), "cnn"))

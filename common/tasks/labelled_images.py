@@ -1,4 +1,4 @@
-"""Pictures with a class each: in folders, in parquet files, or on the Hub."""
+"""Images with a class each: in folders, in parquet files, or on the Hub."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from torch.utils.data import Subset
 
 from ..data.facts import say
 from ..errors import UsageError
-from .lists import counted, cut
-from .picture_files import Opener
-from .picture_folders import FORM, LABELS, Labelled, read_folder
+from .image_decoding import Opener
+from .image_folders import FORM, LABELS, Labelled, read_folder
+from .lists import count_by_class, shorten
 from .sources import load_splits
 from .text_files import local_path
 
@@ -21,32 +21,32 @@ ROWS_PER_READ = 1000
 
 
 @dataclass(frozen=True)
-class LabelledPictures:
-    """Pictures that are read one at a time.
+class LabelledImages:
+    """Images that are read one at a time.
 
     Attributes:
-        pictures: of which `pictures[index]` is one, in mode L or RGB.
-        labels: the number of each picture's class.
+        images: of which `images[index]` is one, in mode L or RGB.
+        labels: the number of each image's class.
         classes: their names.
     """
 
-    pictures: Any
+    images: Any
     labels: list[int]
     classes: list[str]
 
-    def part(self, ids: torch.Tensor) -> "LabelledPictures":
-        """The pictures of these ids."""
+    def part(self, ids: torch.Tensor) -> "LabelledImages":
+        """The images of these ids."""
         rows = ids.tolist()
-        return LabelledPictures(Subset(self.pictures, rows), [self.labels[row] for row in rows], self.classes)
+        return LabelledImages(Subset(self.images, rows), [self.labels[row] for row in rows], self.classes)
 
-    def ordered(self, classes: list[str]) -> "LabelledPictures":
-        """The same pictures with their classes in this order, perhaps among others."""
+    def reorder(self, classes: list[str]) -> "LabelledImages":
+        """The same images with their classes in this order, perhaps among others."""
         numbers = [classes.index(name) for name in self.classes]
         return replace(self, labels=[numbers[label] for label in self.labels], classes=classes)
 
 
-class Pictures:
-    """Pictures in files, or in a column of `datasets` that does not decode them.
+class ImageFiles:
+    """Images in files, or in a column of `datasets` that does not decode them.
 
     Args:
         data: the source, for messages.
@@ -68,21 +68,21 @@ class Pictures:
                 yield self.opener(file, self.name(index))
 
     def name(self, index: int) -> str:
-        """The path of a picture, or its row."""
-        return self.files[index] if isinstance(self.files, list) else f"--data {self.data}: the picture in row {index}"
+        """The path of an image, or its row."""
+        return self.files[index] if isinstance(self.files, list) else f"--data {self.data}: the image in row {index}"
 
 
-def load_labelled_pictures(data: str, advice: str, max_samples: int | None = None) -> list[LabelledPictures]:
-    """The pictures for training and, if the source has some, those for evaluation; both with the same classes.
+def load_image_splits(data: str, advice: str, max_samples: int | None = None) -> list[LabelledImages]:
+    """The images for training and, if the source has some, those for evaluation; both with the same classes.
 
     Args:
         data: a folder with a sub-folder for each class, perhaps below "train" and "test"; one with parquet files; or a
             Hub id.
         advice: end of a message: what to type instead.
-        max_samples: so many pictures of each part: the first ones of tables, a random choice of files.
+        max_samples: so many images of each part: the first ones of tables, a random choice of files.
 
     Raises:
-        UsageError: no data, no pictures or no classes.
+        UsageError: no data, no images or no classes.
     """
     path = local_path(data)
     if path.is_file() and path.suffix.lower() != ".parquet":
@@ -94,26 +94,26 @@ def load_labelled_pictures(data: str, advice: str, max_samples: int | None = Non
     train, evaluation = parts[0].classes, parts[-1].classes
     classes = train + [name for name in evaluation if name not in train]
     if unseen := [name for name in evaluation if name not in train]:
-        say(f"--data {data}: classes of the evaluation that no picture for training has: {cut(unseen)}")
-    parts = [part.ordered(classes) for part in parts]
+        say(f"--data {data}: classes of the evaluation that no image for training has: {shorten(unseen)}")
+    parts = [part.reorder(classes) for part in parts]
     tasks = ["training", "evaluation"] if len(parts) == 2 else ["training and evaluation"]
-    facts = [f"{len(part.labels):,} pictures for {task}" for part, task in zip(parts, tasks)]
+    facts = [f"{len(part.labels):,} images for {task}" for part, task in zip(parts, tasks)]
     labels = [label for part in parts for label in part.labels]
-    say(f"--data {data}: {' and '.join(facts)}, {counted(classes, labels)}")
+    say(f"--data {data}: {' and '.join(facts)}, {count_by_class(classes, labels)}")
     return parts
 
 
-def _of_folder(data: str, files: Labelled, max_samples: int | None) -> LabelledPictures:
+def _of_folder(data: str, files: Labelled, max_samples: int | None) -> LabelledImages:
     if max_samples is not None:  # the first ones would have one class
         chosen = torch.randperm(len(files), generator=torch.Generator().manual_seed(0))[:max_samples]
         files = [files[number] for number in chosen.sort().values.tolist()]
     paths, names = zip(*files)
-    labels, classes = _numbered(names)
-    return LabelledPictures(Pictures(data, list(paths)), labels, classes)
+    labels, classes = _number_classes(names)
+    return LabelledImages(ImageFiles(data, list(paths)), labels, classes)
 
 
-def _of_table(data: str, split: Any) -> LabelledPictures:
-    """The pictures and classes of a `datasets.Dataset`. Raises UsageError."""
+def _of_table(data: str, split: Any) -> LabelledImages:
+    """The images and classes of a `datasets.Dataset`. Raises UsageError."""
     import datasets  # not at the top: the import takes seconds
 
     features = split.features
@@ -130,20 +130,20 @@ def _of_table(data: str, split: Any) -> LabelledPictures:
             f"--data {data} is not an image-classification dataset: expected an image and a label column, found "
             f"{', '.join(features)}"
         )
-    pictures = Pictures(data, split.cast_column(image, datasets.Image(decode=False))[image])
+    images = ImageFiles(data, split.cast_column(image, datasets.Image(decode=False))[image])
     found = split[label][:]
     if all(isinstance(name, str) for name in found):
-        return LabelledPictures(pictures, *_numbered(found))
+        return LabelledImages(images, *_number_classes(found))
     labels = numpy.asarray(found)
     if labels.dtype.kind not in "iu" or labels.min() < 0:
         raise UsageError(
             f"--data {data}: expected texts, or whole numbers from 0, in column {label}, the class of each image"
         )
     names = getattr(features[label], "names", None) or map(str, range(1 + int(labels.max())))
-    return LabelledPictures(pictures, labels.tolist(), list(names))
+    return LabelledImages(images, labels.tolist(), list(names))
 
 
-def _numbered(names: Sequence[str]) -> tuple[list[int], list[str]]:
+def _number_classes(names: Sequence[str]) -> tuple[list[int], list[str]]:
     """(the number of each sample's class, the classes in order)"""
     classes = sorted({*names})
     numbers = {name: number for number, name in enumerate(classes)}

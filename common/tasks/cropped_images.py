@@ -1,4 +1,4 @@
-"""Pictures of all sizes with a class each, cut and recoloured at random: drawn, in folders, or on the Hub."""
+"""Images of all sizes with a class each, cut and recoloured at random: drawn, in folders, or on the Hub."""
 
 import json
 import math
@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import UsageError, first_line
-from .labelled_pictures import LabelledPictures, load_labelled_pictures
+from .labelled_images import LabelledImages, load_image_splits
 from .sources import hold_out
 
-HELD_OUT = 5  # one picture in so many is for evaluation, if the source has no evaluation part
+HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 NUM_DRAWN = 3000
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 SETTINGS = "preprocessor_config.json"  # of transformers, with the size and colours that a model expects
-ADVICE = "type --data shapes for the embedded pictures, or the path of a folder"
+ADVICE = "type --data shapes for the embedded images, or the path of a folder"
 
 
 @dataclass(frozen=True)
-class PhotoFormat:
+class Preprocessing:
     """What a model expects: squares of `size` pixels a side, with `mean` and `std` of each colour."""
 
     size: int
@@ -33,7 +33,7 @@ class PhotoFormat:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     @classmethod
-    def of(cls, name_or_path: str) -> "PhotoFormat":
+    def of(cls, name_or_path: str) -> "Preprocessing":
         """The format of a pretrained model, from its settings. Raises UsageError if it has none."""
         from transformers.utils import cached_file
 
@@ -66,18 +66,18 @@ class PhotoFormat:
         (folder / SETTINGS).write_text(json.dumps(content, indent=2) + "\n")
 
 
-class Photos(Dataset):
+class CroppedImages(Dataset):
     """Samples {"image": float32 of shape (3, size, size), normalised; "label": int}.
 
     Args:
-        source: the pictures.
+        source: the images.
         form: what the model expects.
-        least_area: a random part of the picture stands for it, with this share of its area or more, in other
-            proportions (Szegedy et al. 2015), perhaps mirrored, in other colours. None: the middle of the picture.
-        mirror: mirror every other picture by chance.
+        least_area: a random part of the image stands for it, with this share of its area or more, in other
+            proportions (Szegedy et al. 2015), perhaps mirrored, in other colours. None: the middle of the image.
+        mirror: mirror every other image by chance.
     """
 
-    def __init__(self, source: LabelledPictures, form: PhotoFormat, least_area: float | None, mirror: bool = True):
+    def __init__(self, source: LabelledImages, form: Preprocessing, least_area: float | None, mirror: bool = True):
         self.source, self.form, self.least_area, self.mirror = source, form, least_area, mirror
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (form.mean, form.std))
 
@@ -86,14 +86,14 @@ class Photos(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         # Random numbers belong to the seed, the epoch and the sample here: no config changes them.
-        picture: Image.Image = self.source.pictures[index].convert("RGB")
-        box = _middle(*picture.size) if self.least_area is None else _random_box(*picture.size, self.least_area)
+        image: Image.Image = self.source.images[index].convert("RGB")
+        box = _middle(*image.size) if self.least_area is None else _random_box(*image.size, self.least_area)
         side = self.form.size
-        resized = picture.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3)
+        resized = image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3)
         pixels = torch.from_numpy(numpy.array(resized)).permute(2, 0, 1).float() / 255
         if self.least_area is not None:
             is_mirrored = torch.rand(()) < 0.5 and self.mirror  # drawn in any case, so that the rest stays the same
-            pixels = _recoloured(pixels.flip(-1) if is_mirrored else pixels)
+            pixels = _jitter_colours(pixels.flip(-1) if is_mirrored else pixels)
         return {"image": (pixels - self.mean) / self.std, "label": self.source.labels[index]}
 
 
@@ -112,7 +112,7 @@ def _random_box(width: int, height: int, least_area: float) -> tuple[float, floa
     return left, top, left + box_width, top + box_height
 
 
-def _recoloured(pixels: Tensor) -> Tensor:
+def _jitter_colours(pixels: Tensor) -> Tensor:
     """Other brightness, contrast and saturation, each times 0.7 to 1.3."""
     brightness, contrast, saturation = (0.7 + 0.6 * torch.rand(3)).tolist()
     pixels = pixels * brightness
@@ -120,29 +120,29 @@ def _recoloured(pixels: Tensor) -> Tensor:
     return torch.lerp(pixels.mean(0, keepdim=True), pixels, saturation).clamp(0, 1)
 
 
-def load_photos(data: str, max_samples: int | None = None) -> tuple[LabelledPictures, LabelledPictures]:
-    """Loads pictures with their classes.
+def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[LabelledImages, LabelledImages]:
+    """Loads images with their classes.
 
     Args:
         data: "shapes" (drawn ones); a folder with a sub-folder for each class, perhaps below "train" and "test"; a
             folder with parquet files; or a Hub id.
-        max_samples: read so many pictures of each part as a stream.
+        max_samples: read so many images of each part as a stream.
 
     Returns:
-        (training pictures, evaluation pictures). If the source has only one part, one picture in five is held out.
+        (training images, evaluation images). If the source has only one part, one image in five is held out.
 
     Raises:
-        UsageError: no data, no pictures or no classes.
+        UsageError: no data, no images or no classes.
     """
     if data == "shapes":
         if max_samples is not None:
             raise UsageError("--max_samples is for sets of the Hub and files, not for --data shapes: remove it")
-        parts = [_drawn()]
+        parts = [_draw_shapes()]
     else:
-        parts = load_labelled_pictures(data, ADVICE, max_samples)
+        parts = load_image_splits(data, ADVICE, max_samples)
     if len({*parts[0].labels}) < 2:
         raise UsageError(
-            f"--data {data} has pictures of one class, {parts[0].classes[parts[0].labels[0]]}: expected two or more, "
+            f"--data {data} has images of one class, {parts[0].classes[parts[0].labels[0]]}: expected two or more, "
             "such as a sub-folder for each; of a table, --max_samples takes the first rows"
         )
     if len(parts) == 2:
@@ -151,27 +151,27 @@ def load_photos(data: str, max_samples: int | None = None) -> tuple[LabelledPict
     return parts[0].part(rest), parts[0].part(held_out)
 
 
-def _drawn() -> LabelledPictures:
-    """Shapes of all colours, sizes and places on pictures of all sizes, the same in each run."""
+def _draw_shapes() -> LabelledImages:
+    """Shapes of all colours, sizes and places on images of all sizes, the same in each run."""
     generator = random.Random(0)
     labels = [number % len(SHAPES) for number in range(NUM_DRAWN)]
-    pictures = [_draw(SHAPES[label], generator) for label in labels]
-    return LabelledPictures(pictures, labels, list(SHAPES))
+    images = [_draw(SHAPES[label], generator) for label in labels]
+    return LabelledImages(images, labels, list(SHAPES))
 
 
 def _draw(shape: str, generator: random.Random) -> Image.Image:
     width, height = generator.randint(40, 80), generator.randint(40, 80)
     ground, colour = ([generator.randint(*limits) for _ in range(3)] for limits in ((0, 110), (120, 255)))
-    picture = Image.new("RGB", (width, height), tuple(ground))
+    image = Image.new("RGB", (width, height), tuple(ground))
     radius = min(width, height) * generator.uniform(0.3, 0.45)
     x, y = generator.uniform(radius, width - radius), generator.uniform(radius, height - radius)
-    draw, turn = ImageDraw.Draw(picture), generator.uniform(-0.3, 0.3) - math.pi / 2
+    draw, turn = ImageDraw.Draw(image), generator.uniform(-0.3, 0.3) - math.pi / 2
     if shape in ("circle", "ring"):
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=tuple(colour))
         if shape == "ring":
             inner = 0.55 * radius
             draw.ellipse((x - inner, y - inner, x + inner, y + inner), fill=tuple(ground))
-        return picture
+        return image
     # (share of the radius, part of a full turn) of the corners
     arms = [(-0.05, 1.0), (0.05, 1.0), (0.125, 0.45)]
     corners = {
@@ -183,7 +183,7 @@ def _draw(shape: str, generator: random.Random) -> Image.Image:
     angles = [(radius * share, turn + 2 * math.pi * part) for share, part in corners]
     points = [(x + length * math.cos(angle), y + length * math.sin(angle)) for length, angle in angles]
     draw.polygon(points, fill=tuple(colour))
-    return picture
+    return image
 
 
 class Confusion:
@@ -193,7 +193,7 @@ class Confusion:
         classes: their names.
 
     Attributes:
-        counts: pictures, of shape (class, predicted class); None before an evaluation.
+        counts: images, of shape (class, predicted class); None before an evaluation.
     """
 
     def __init__(self, classes: list[str]):
@@ -216,8 +216,8 @@ class Confusion:
         cell = max(2, min(24, 1600 // len(self.classes)))
         has_room, sizes = cell >= 16, self.counts.sum(1).tolist()
         label = 8 * max(map(len, self.classes)) if has_room else 0
-        picture = Image.new("RGB", (label + cell * len(sizes), cell * len(sizes)), "white")
-        draw = ImageDraw.Draw(picture)
+        image = Image.new("RGB", (label + cell * len(sizes), cell * len(sizes)), "white")
+        draw = ImageDraw.Draw(image)
         for row, name in enumerate(self.classes if has_room else ()):
             draw.text((2, cell * row + cell // 4), name, fill="black")
         for row, column in self.counts.nonzero().tolist():
@@ -227,5 +227,5 @@ class Confusion:
             draw.rectangle((left, top, left + cell - 2, top + cell - 2), fill=(light, light, 255))
             if has_room:
                 draw.text((left + 2, top + cell // 4), str(count), fill="black" if share < 0.5 else "white")
-        picture.save(path)
+        image.save(path)
         print(f"{path}: a row for each class, a column for each predicted one")
