@@ -19,7 +19,8 @@ from .data.batches import batches
 from .data.mixture import by_source
 from .data.sets import CollateFn, Examples, ForwardStep, MapDataset, Metrics, checked_datasets
 from .evaluation import Evaluation, evaluate_exported
-from .parallel.strategies import check_trainable, layout_of, prepare
+from .launch.observed import layout_of_run
+from .parallel.strategies import check_trainable, prepare
 from .plan import Plan, Sampler
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
@@ -93,7 +94,10 @@ def fit(
     check_given(model, optimizer, locals())
     forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
-    group, plan = CpuGroup(config.hang_timeout), Plan.of(config, layout_of(config), len(train_set), schedule, sampler)
+    group, plan = (
+        CpuGroup(config.hang_timeout),
+        Plan.of(config, layout_of_run(accelerator), len(train_set), schedule, sampler),
+    )
     setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, batch_loss), train_set)
     if config.evaluate_only:
         return evaluate_exported(setup, train_set, eval_sets, summarize, examples, group)

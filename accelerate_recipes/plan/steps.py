@@ -162,10 +162,8 @@ def _accelerator(layout: "Layout") -> Any:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    is_half = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
     with redirect_stdout(StringIO()):
         start.prepare_rehearsal(layout, timedelta(minutes=1))
-        if is_half:  # of the same size; a CPU has no fp16
-            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
         with start.mesh_of_accelerate(layout):
-            return Accelerator()
+            # bf16 has the same size; a CPU has no fp16.
+            return Accelerator(mixed_precision="bf16" if layout.precision == "fp16" else None)

@@ -1,4 +1,5 @@
-"""An Accelerator that notes where the recipe asks for what no recipe needs: the processes."""
+"""An Accelerator that has the layout of the run, and notes where the recipe asks for what no recipe needs: the
+processes."""
 
 import sys
 from pathlib import Path
@@ -6,6 +7,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from ..errors import UsageError
+from ..layout import Layout
 from ..package import is_own
 
 
@@ -13,12 +16,13 @@ class ObservedAccelerator(Accelerator):
     """Accelerate's own, which notes where the recipe's code asks how many processes there are, or gathers by hand.
 
     Attributes:
+        layout: of the run.
         asked: {what the recipe asks for: the file and line of the first time}.
     """
 
-    def __init__(self, *args: Any, **named: Any):
-        self.asked: dict[str, str] = {}
-        super().__init__(*args, **named)
+    def __init__(self, layout: Layout, **named: Any):
+        self.layout, self.asked = layout, dict[str, str]()
+        super().__init__(**named)
 
     def note(self, what: str) -> None:
         """Notes the caller of the caller, if that is code of the recipe."""
@@ -52,3 +56,13 @@ class ObservedAccelerator(Accelerator):
     def reduce(self, *args: Any, **named: Any) -> Any:
         self.note("reduce")
         return super().reduce(*args, **named)
+
+
+def layout_of_run(accelerator: Accelerator) -> Layout:
+    """The layout that `start` has chosen. Raises UsageError for an accelerator that it did not make."""
+    if not isinstance(accelerator, ObservedAccelerator):
+        raise UsageError(
+            f"the accelerator is {type(accelerator).__name__}(...), for which nothing was checked: type accelerator = "
+            "start(config)"
+        )
+    return accelerator.layout

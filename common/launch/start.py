@@ -5,6 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 
@@ -23,7 +24,6 @@ from ..config import RunConfig
 from ..cpu_group import collective_timeout
 from ..environment import (
     device_type,
-    has_gpu,
     is_true,
     num_machines,
     print_once,
@@ -61,7 +61,11 @@ def start(config: RunConfig) -> Accelerator:
         del os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"]
     if config.deterministic:
         _use_deterministic_kernels()
-    rehearses, timeout = not has_gpu(), collective_timeout(config.hang_timeout)
+    rehearses, timeout = layout.device == "cpu", collective_timeout(config.hang_timeout)
+    rehearses_fp16 = rehearses and layout.precision == "fp16"
+    if rehearses_fp16:
+        layout = replace(layout, precision="float32")
+        print_once("fp16 needs a GPU: this rehearsal runs in float32")
     if store_number() > 0:
         _join_after_restart(timeout)
     if rehearses:
@@ -71,6 +75,8 @@ def start(config: RunConfig) -> Accelerator:
     try:
         with mesh_of_accelerate(layout):
             accelerator = ObservedAccelerator(
+                layout,
+                mixed_precision="no" if rehearses_fp16 else None,  # None: as the config file says
                 log_with=trackers,
                 project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
                 kwargs_handlers=[
@@ -80,7 +86,6 @@ def start(config: RunConfig) -> Accelerator:
             )
     except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
-    layout = layout_of(config)  # a rehearsal of fp16 runs in float32
     _check_applied(accelerator, layout)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32 or layout.precision != "float32"  # torch's default is on
@@ -144,9 +149,6 @@ def _trackers(config: RunConfig) -> list[str]:
 
 def prepare_rehearsal(layout: Layout, timeout: timedelta) -> None:
     """Makes the config of a GPU run work on the CPU."""
-    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-        print_once("fp16 needs a GPU: this rehearsal runs in float32")
     # Accelerate imports deepspeed where it is installed, under other configs, too, and that warns about a missing GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     main_strategy(layout).rehearse(timeout)

@@ -17,7 +17,8 @@ from ..data.sets import Batch, CollateFn, Examples, ForwardStep, MapDataset, che
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
-from ..parallel.strategies import check_trainable, layout_of, prepare
+from ..launch.observed import layout_of_run
+from ..parallel.strategies import check_trainable, prepare
 from ..plan import Plan
 from ..step.guards import check_same_start, freeze_what_is_not_trained
 from ..step.setup import Setup
@@ -257,7 +258,7 @@ def add_reference(
     if any(isinstance(pair_set.rows, list) for pair_set in sets):  # embedded
         found = compute()
     else:
-        adapter, precision = getattr(model, "peft_adapter", None), layout_of(config).precision
+        adapter, precision = getattr(model, "peft_adapter", None), layout_of_run(accelerator).precision
         weights = adapter.base_digest if adapter else digest_of_weights(model)
         pairs = [pair_set.rows._fingerprint for pair_set in sets]
         folder = cache_folder("reference", VERSION, weights, model.config.to_json_string(), pairs, precision)
@@ -297,7 +298,7 @@ def _values_of(
         UsageError: like `fit`.
     """
     train_set, sets = checked_datasets(next(iter(datasets.values())), datasets, collate_fn)
-    plan = Plan.of(config, layout_of(config), len(train_set))
+    plan = Plan.of(config, layout_of_run(accelerator), len(train_set))
     check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
     setup = Setup(accelerator, model, optimizer, forward_step, plan)
     check_trainable(setup)

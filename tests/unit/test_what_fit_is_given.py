@@ -20,6 +20,7 @@ from accelerate_recipes.common.data.batches import fetch
 from accelerate_recipes.common.data.padding import pad_to_longest
 from accelerate_recipes.common.data.sets import Collated, MapDataset, checked_datasets
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.launch.observed import layout_of_run
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.norms import clip, norm_of
 from accelerate_recipes.common.parallel.ddp import DDP
@@ -143,6 +144,12 @@ def test_what_is_no_optimizer(make: Callable[[nn.Module], Any], expected: str) -
 )
 def test_what_is_no_model_or_wrapped(model: Any, expected: str) -> None:
     assert expected in refusal(check_given, model, torch.optim.SGD([WEIGHT], 0.1))
+
+
+def test_an_accelerator_that_start_did_not_make() -> None:
+    from accelerate import Accelerator
+
+    assert "type accelerator = start(config)" in refusal(layout_of_run, Accelerator(cpu=True))
 
 
 def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
