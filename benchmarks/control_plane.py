@@ -39,7 +39,6 @@ from accelerate_recipes.common.checkpoint.reader import Reader
 from accelerate_recipes.common.checkpoint.save import Saver
 from accelerate_recipes.common.checkpoint.writer import assigned, own_shard
 from accelerate_recipes.common.cpu_group import CpuGroup
-from accelerate_recipes.common.launch.observed import layout_of_run
 from accelerate_recipes.common.parallel.strategies import prepare
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.records.running_sums import RunningSums
@@ -79,7 +78,7 @@ def work(folder: Path, layers: int) -> dict[str, list[float]]:
     accelerator = start(config)
     model = build(layers)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    plan = Plan.of(config, layout_of_run(accelerator), size)
+    plan = Plan.of(config, accelerator.layout, size)
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
     result = engine.step(0, [{"x": torch.ones(1, WIDTH)}], wants_norm=False)
     group = CpuGroup()

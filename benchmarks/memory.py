@@ -154,7 +154,6 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     from llama import SIZES, build, forward_step
 
     from accelerate_recipes.common.config import RunConfig
-    from accelerate_recipes.common.launch.observed import layout_of_run
     from accelerate_recipes.common.launch.start import start
     from accelerate_recipes.common.parallel.strategies import prepare
     from accelerate_recipes.common.parallel.tensor import check_plan
@@ -166,7 +165,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     accelerator = start(config)
     model = with_losses(build(size, context))
     whole = sum(weight.numel() for weight in model.parameters())
-    layout = layout_of_run(accelerator)
+    layout = accelerator.layout
     plan = check_plan(model, max(2, layout.tp))
     named = sum(model.get_submodule(name).weight.numel() for name in plan)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

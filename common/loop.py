@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from .check.parity import ParityCheck
@@ -19,7 +18,7 @@ from .data.batches import batches
 from .data.mixture import by_source
 from .data.sets import CollateFn, Examples, ForwardStep, MapDataset, Metrics, checked_datasets
 from .evaluation import Evaluation, evaluate_exported
-from .launch.observed import layout_of_run
+from .launch.observed import ObservedAccelerator
 from .parallel.strategies import check_trainable, prepare
 from .plan import Plan, Sampler
 from .records.output_dir import OutputDir
@@ -34,7 +33,7 @@ from .stopping.watch import Watch
 
 
 def fit(
-    accelerator: Accelerator,
+    accelerator: ObservedAccelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     forward_step: ForwardStep,
@@ -94,10 +93,7 @@ def fit(
     check_given(model, optimizer, locals())
     forward_step, sampler = by_source(train_set, eval_set, forward_step, sampler)
     train_set, eval_sets = checked_datasets(train_set, eval_set, collate_fn)
-    group, plan = (
-        CpuGroup(config.hang_timeout),
-        Plan.of(config, layout_of_run(accelerator), len(train_set), schedule, sampler),
-    )
+    group, plan = CpuGroup(config.hang_timeout), Plan.of(config, accelerator.layout, len(train_set), schedule, sampler)
     setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, batch_loss), train_set)
     if config.evaluate_only:
         return evaluate_exported(setup, train_set, eval_sets, summarize, examples, group)

@@ -46,7 +46,6 @@ def look(
     from accelerate_recipes.common.data.mixture import Mixture, by_source
     from accelerate_recipes.common.data.sets import checked_datasets
     from accelerate_recipes.common.errors import UsageError
-    from accelerate_recipes.common.launch.observed import layout_of_run
     from accelerate_recipes.common.plan import Plan
 
     own, number = train_set, json.loads(os.environ[QUESTION])  # without the collate function
@@ -56,7 +55,7 @@ def look(
         _, sampler = by_source(train_set, eval_set, _forward_step, keywords.get("sampler"))
         train_set, _ = checked_datasets(train_set, eval_set, keywords.get("collate_fn"))
         config = replace(config, micro_batch_size=None, num_workers=0)
-        plan = Plan.of(config, layout_of_run(accelerator), len(train_set), keywords.get("schedule"), sampler)
+        plan = Plan.of(config, accelerator.layout, len(train_set), keywords.get("schedule"), sampler)
         epoch, ids = next(plan.micro_batches(0))
         batch = next(iter(batches(train_set, [(epoch, ids)], torch.device("cpu"), config)))
     except UsageError as error:

@@ -46,6 +46,7 @@ class DryRun:
         Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
         zero.py needs to know.
         """
+        from accelerate_recipes.common.environment import Environment
         from accelerate_recipes.common.layout import Layout
 
         layout, plan = self.plan.layout, self.plan
@@ -55,8 +56,8 @@ class DryRun:
             from accelerate_recipes.common.parallel import deepspeed
 
             trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-            zero = Zero(deepspeed.zero_stage(), deepspeed.offloads(), trained)
-            plan = replace(plan, layout=replace(layout, strategies=Layout().strategies))
+            zero = Zero(deepspeed.zero_stage(layout.environment), deepspeed.offloads(layout.environment), trained)
+            plan = replace(plan, layout=replace(layout, strategies=Layout().strategies, environment=Environment()))
             number, dtype = 1, torch.bfloat16 if layout.precision == "bf16" else None
             remove_variables()
         mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(self.gpu, plan.config.tf32, layout.ep)

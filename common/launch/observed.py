@@ -1,5 +1,4 @@
-"""An Accelerator that has the layout of the run, and notes where the recipe asks for what no recipe needs: the
-processes."""
+"""An Accelerator with the layout of the run, which notes where a recipe asks for what none needs: the processes."""
 
 import sys
 from pathlib import Path
@@ -7,7 +6,6 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..errors import UsageError
 from ..layout import Layout
 from ..package import is_own
 
@@ -56,13 +54,3 @@ class ObservedAccelerator(Accelerator):
     def reduce(self, *args: Any, **named: Any) -> Any:
         self.note("reduce")
         return super().reduce(*args, **named)
-
-
-def layout_of_run(accelerator: Accelerator) -> Layout:
-    """The layout that `start` has chosen. Raises UsageError for an accelerator that it did not make."""
-    if not isinstance(accelerator, ObservedAccelerator):
-        raise UsageError(
-            f"the accelerator is {type(accelerator).__name__}(...), for which nothing was checked: type accelerator = "
-            "start(config)"
-        )
-    return accelerator.layout

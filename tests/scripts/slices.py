@@ -15,7 +15,6 @@ import transformers as hf
 from torch import nn
 
 from accelerate_recipes import RunConfig, UsageError, run, start
-from accelerate_recipes.common.launch.observed import layout_of_run
 from accelerate_recipes.common.parallel.sequence import SequenceGroup, divider_of
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, checkpoint_activations, with_losses
 
@@ -130,7 +129,7 @@ class Config(RunConfig):
 
 def main(config: Config) -> None:
     accelerator = start(config)
-    group, results = SequenceGroup(layout_of_run(accelerator), accelerator.device), {}
+    group, results = SequenceGroup(accelerator.layout, accelerator.device), {}
     for case, (build, options, length) in CASES.items():
         try:
             results[case] = compared(build, options, length, group)

@@ -20,7 +20,6 @@ from accelerate_recipes.common.data.batches import fetch
 from accelerate_recipes.common.data.padding import pad_to_longest
 from accelerate_recipes.common.data.sets import Collated, MapDataset, checked_datasets
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.launch.observed import layout_of_run
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.norms import clip, norm_of
 from accelerate_recipes.common.parallel.ddp import DDP
@@ -149,7 +148,8 @@ def test_what_is_no_model_or_wrapped(model: Any, expected: str) -> None:
 def test_an_accelerator_that_start_did_not_make() -> None:
     from accelerate import Accelerator
 
-    assert "type accelerator = start(config)" in refusal(layout_of_run, Accelerator(cpu=True))
+    model, given = nn.Linear(2, 2), {"accelerator": Accelerator(cpu=True)}
+    assert "type accelerator = start(config)" in refusal(check_given, model, sgd(model), given)
 
 
 def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
