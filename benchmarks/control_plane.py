@@ -39,7 +39,7 @@ from accelerate_recipes.common.checkpoint.reader import Reader
 from accelerate_recipes.common.checkpoint.save import Saver
 from accelerate_recipes.common.checkpoint.writer import assigned, collect_shards
 from accelerate_recipes.common.cpu_group import CpuGroup
-from accelerate_recipes.common.parallel.strategies import layout_of, prepare
+from accelerate_recipes.common.parallel.strategies import prepare
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.records.running_sums import RunningSums
 from accelerate_recipes.common.state import TrainState
@@ -78,7 +78,7 @@ def work(folder: Path, layers: int) -> dict[str, list[float]]:
     accelerator = start(config)
     model = build(layers)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    plan = Plan.of(config, layout_of(config), size)
+    plan = Plan.of(config, accelerator.layout, size)
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))
     result = engine.step(0, [{"x": torch.ones(1, WIDTH)}], wants_norm=False)
     group = CpuGroup()

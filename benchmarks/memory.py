@@ -155,7 +155,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
 
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
-    from accelerate_recipes.common.parallel.strategies import layout_of, prepare
+    from accelerate_recipes.common.parallel.strategies import prepare
     from accelerate_recipes.common.parallel.tensor import check_plan
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
@@ -165,7 +165,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     accelerator = start(config)
     model = with_losses(build(size, context))
     whole = sum(weight.numel() for weight in model.parameters())
-    layout = layout_of(config)
+    layout = accelerator.layout
     plan = check_plan(model, max(2, layout.tp))
     named = sum(model.get_submodule(name).weight.numel() for name in plan)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

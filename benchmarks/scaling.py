@@ -182,7 +182,7 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
 
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
-    from accelerate_recipes.common.parallel.strategies import layout_of, prepare
+    from accelerate_recipes.common.parallel.strategies import prepare
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
 
@@ -192,7 +192,7 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
     model = task.build()
     num_weights = sum(weight.numel() for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    plan = Plan.of(config, layout_of(config), batch_size)
+    plan = Plan.of(config, accelerator.layout, batch_size)
     engine = prepare(Setup(accelerator, model, optimizer, recipe(task.recipe)["forward_step"], plan))
     batch = {name: tensor.to(accelerator.device) for name, tensor in task.batch(plan.micro_batch_size).items()}
 

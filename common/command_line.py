@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import os
 import sys
 import types
 import typing
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .config import RunConfig, declaration, script_name
-from .environment import rank
+from .environment import Environment, rank
 from .errors import UsageError
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
@@ -104,11 +103,12 @@ class _Parser(argparse.ArgumentParser):
         """Takes the flag that launchers such as deepspeed add, if their variables say the same. Raises UsageError in
         one process of a launcher that sets none: each would train alone."""
         given = None if hasattr(self.config_class, OF_OLD_LAUNCHERS) else vars(values).pop(OF_OLD_LAUNCHERS, None)
-        if given in (None, os.environ.get("LOCAL_RANK")):
+        local_rank = Environment.read().local_rank
+        if given is None or given == str(local_rank):
             return
         if given != "0":
             raise SystemExit(UsageError.exit_code)
-        is_set = f"LOCAL_RANK is {os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "LOCAL_RANK is not set"
+        is_set = "LOCAL_RANK is not set" if local_rank is None else f"LOCAL_RANK is {local_rank}"
         self.error(
             f"--{OF_OLD_LAUNCHERS}={given} is what an old launcher adds, but {is_set}: start with accelerate launch or "
             "torchrun, and leave it out"

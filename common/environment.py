@@ -1,9 +1,18 @@
-"""The environment variables of the launcher, and the hardware and packages of this machine."""
+"""What the launcher and its config file say, in environment variables, and the hardware and packages of this machine.
+
+What other libraries read is set where it is needed: in launch/start.py (DeepSpeed's and cuBLAS's variables, a part of
+Accelerate's), launch/machines.py (gloo's), parallel/strategy.py and deepspeed.py (Accelerate's, of a rehearsal),
+parallel/extensions.py (torch's folder of extensions). accidents.py reads where libraries have their caches.
+"""
 
 import os
 import platform
+import re
 import shutil
 import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -13,22 +22,87 @@ from .errors import UsageError
 from .package import installed_versions, version
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # path of a file for the recipe's exit code; launchers/node.py reads it
+CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # launchers/node.py sets it
+SETTINGS = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")  # of the config file and accelerate's flags
+RANKS = re.compile("(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)")
 
 
-def was_launched() -> bool:
-    """Whether accelerate launch or torchrun started this process."""
-    return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the launcher and its config file say to this process. `start` reads it, and the layout has it; what needs it
+    before that reads it, too."""
 
+    rank: int = 0  # of this process, which need not have joined the others
+    world_size: int = 1  # processes on all machines
+    local_rank: int | None = None  # None without a launcher of several processes
+    local_world_size: int = 1  # processes on this machine
+    machine_rank: int = 0  # of this launcher, if a host has several
+    num_machines: int = 1  # torchrun counts one launcher as one machine
+    num_restarts: int = 0  # of the processes of this machine, by their launcher
+    # Of this start, for its entries in the launchers' own store, which keeps old data: the number of restarts. Without
+    # that store (elastic runs, docs/multi-node.md: `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) each start has a new one: 0,
+    # because a launcher that joined late has counted fewer restarts than the others.
+    store_number: int = 0
+    main_address: str | None = None  # where the processes meet
+    main_port: str | None = None
+    error_file: Path | None = None  # <one folder per attempt>/<local rank>/error.json, for torchrun's report
+    code_file: Path | None = None  # for the recipe's exit code
+    mixed_precision: str = "no"  # or "bf16", "fp16", "fp8"
+    dynamo_backend: str = "no"
+    gradient_accumulation: str = "auto"
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)  # all, {variable: value}
 
-def world_size() -> int:
-    """The number of processes on all machines."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    @classmethod
+    def read(cls) -> "Environment":
+        """What the variables of this process say now."""
+        get, num_restarts = os.environ.get, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        return cls(
+            rank=int(get("RANK", 0)),
+            world_size=int(get("WORLD_SIZE", 1)),
+            local_rank=int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None,
+            local_world_size=int(get("LOCAL_WORLD_SIZE", 1)),
+            machine_rank=int(get("GROUP_RANK", 0)),
+            num_machines=int(get("GROUP_WORLD_SIZE", 1)),
+            num_restarts=num_restarts,
+            store_number=num_restarts if get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
+            main_address=get("MASTER_ADDR"),
+            main_port=get("MASTER_PORT"),
+            error_file=Path(os.environ["TORCHELASTIC_ERROR_FILE"]) if get("TORCHELASTIC_ERROR_FILE") else None,
+            code_file=Path(os.environ[CODE_FILE]) if get(CODE_FILE) else None,
+            mixed_precision=get("ACCELERATE_MIXED_PRECISION", "no"),
+            dynamo_backend=get("ACCELERATE_DYNAMO_BACKEND", "no"),
+            gradient_accumulation=get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"),
+            settings={name: value for name, value in os.environ.items() if SETTINGS.match(name)},
+        )
+
+    @property
+    def was_launched(self) -> bool:
+        """Whether accelerate launch or torchrun started this process."""
+        return self.local_rank is not None or "ACCELERATE_MIXED_PRECISION" in self.settings
+
+    def uses(self, what: str) -> bool:
+        """Whether the config file asks for "cpu", "deepspeed", "fsdp" or "parallelism_config"."""
+        return self.is_true(f"accelerate_use_{what}")
+
+    def is_true(self, key: str) -> bool:
+        """Whether a setting is true, 1 or yes. A key of fsdp_config names its own, such as "fsdp_offload_params"."""
+        return self.settings.get(key.upper(), "false").lower() in ("true", "1", "yes")
+
+    def mesh_size(self, name: str) -> int:
+        """A size of the config file's parallelism_config: "dp_replicate", "dp_shard", "tp", "cp" or "sp". Raises
+        UsageError unless it is a whole number above 0."""
+        if not self.uses("parallelism_config"):
+            return 1
+        key = f"parallelism_config_{name}_size"
+        text = self.settings.get(key.upper(), "1")
+        if not text.isdecimal() or int(text) == 0:
+            raise UsageError(f"{key} is {text}: type a whole number above 0 in the config file")
+        return int(text)
 
 
 def rank() -> int:
     """The number of this process among all, which need not have joined."""
-    return int(os.environ.get("RANK", 0))
+    return Environment.read().rank
 
 
 def print_once(line: str) -> None:
@@ -37,9 +111,14 @@ def print_once(line: str) -> None:
         print(line, flush=True)
 
 
-def local_world_size() -> int:
-    """The number of processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+@contextmanager
+def without_ranks() -> Iterator[None]:
+    """Removes the variables that number and count the processes in the `with` block."""
+    removed = {name: os.environ.pop(name) for name in list(os.environ) if RANKS.fullmatch(name)}
+    try:
+        yield
+    finally:
+        os.environ.update(removed)
 
 
 def num_cores() -> int:
@@ -47,37 +126,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def num_machines() -> int:
-    """The number of machines of this run. torchrun counts one launcher as one machine."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
-
-
-def num_restarts() -> int:
-    """How often this machine's launcher has restarted the processes."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def is_true(variable: str) -> bool:
-    """Whether an environment variable is set to true, 1 or yes."""
-    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
-
-
-def mesh_size(name: str) -> int:
-    """A size of the config file's parallelism_config: "dp_replicate", "dp_shard", "tp", "cp" or "sp". Raises UsageError
-    unless it is a whole number above 0."""
-    if not is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return 1
-    text = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
-    if not text.isdecimal() or int(text) == 0:
-        raise UsageError(f"parallelism_config_{name}_size is {text}: type a whole number above 0 in the config file")
-    return int(text)
-
-
 def device_type() -> str:
     """The kind of device to train on: "cuda" (also AMD's GPUs), "xpu" (Intel), "npu" (Ascend), ... or "cpu"."""
     device = torch.accelerator.current_accelerator(check_available=True)
     # Apple's GPU has no float64 and no collectives.
-    return "cpu" if device is None or device.type == "mps" or is_true("ACCELERATE_USE_CPU") else device.type
+    return "cpu" if device is None or device.type == "mps" or Environment.read().uses("cpu") else device.type
 
 
 def has_gpu() -> bool:
@@ -97,19 +150,12 @@ def why_no_gpu() -> str | None:
 
 
 def share_cores() -> None:
-    """Divides the cores among this machine's processes, unless the user did: launchers set one thread per process."""
-    if not user_chose_threads():
-        torch.set_num_threads(max(1, num_cores() // local_world_size()))
-
-
-def user_chose_threads() -> bool:
-    """Whether the user set `OMP_NUM_THREADS`. A launcher may set it to 1 if the user did not."""
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads is None:
-        return False
-    if not was_launched() or threads != "1":
-        return True
-    return launcher_was_given("OMP_NUM_THREADS")
+    """Divides the cores among this machine's processes, unless the user did. A launcher may set `OMP_NUM_THREADS` to 1
+    if the user set none."""
+    environment, threads = Environment.read(), os.environ.get("OMP_NUM_THREADS")
+    by_launcher = threads == "1" and environment.was_launched and not launcher_was_given("OMP_NUM_THREADS")
+    if threads is None or by_launcher:
+        torch.set_num_threads(max(1, num_cores() // environment.local_world_size))
 
 
 def launcher_was_given(variable: str) -> bool:
@@ -126,8 +172,9 @@ def versions(*packages: str) -> dict[str, str]:
     return {"python": platform.python_version(), "accelerate-recipes": version()} | installed_versions(*packages)
 
 
-def check_compiler(who: str, compiler: str) -> None:
-    """Raises UsageError if there is no such compiler, or no header of Python for it."""
+def check_compiler(who: str, variable: str, default: str) -> None:
+    """Raises UsageError if there is no such compiler, or no header of Python for it. The variable names another."""
+    compiler = os.environ.get(variable, default)
     if shutil.which(compiler) is None:
         raise UsageError(
             f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++): no {compiler} found"

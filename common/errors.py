@@ -1,6 +1,5 @@
 """The errors that end a run, each with its exit code, and how to say them in a line."""
 
-import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -78,15 +77,6 @@ def place_of(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_own(frame.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
-
-
-def line_of(error: BaseException) -> str:
-    """An error of the recipe's own code in one line: what, where, and its notes, such as the samples."""
-    if isinstance(error, WorkerError):
-        return str(error)
-    process = f"process {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None
-    details = [detail for detail in (place_of(error), process, *getattr(error, "__notes__", ())) if detail]
-    return f"{type(error).__name__}: {first_line(error)}" + (f" ({', '.join(details)})" if details else "")
 
 
 def trace_of(error: BaseException) -> str:

@@ -5,9 +5,9 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 
-from .errors import LOST_PEER, RunError, StoppedError, line_of
+from .environment import Environment, rank
+from .errors import LOST_PEER, RunError, StoppedError, WorkerError, first_line, place_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,15 @@ class Failure:
     def is_mine(self) -> bool:
         """Whether this process was the first."""
         return self.pid == os.getpid()
+
+
+def line_of(error: BaseException) -> str:
+    """An error of the recipe's own code in one line: what, where, and its notes, such as the samples."""
+    if isinstance(error, WorkerError):
+        return str(error)
+    process = f"process {rank()}" if Environment.read().world_size > 1 else None
+    details = [detail for detail in (place_of(error), process, *getattr(error, "__notes__", ())) if detail]
+    return f"{type(error).__name__}: {first_line(error)}" + (f" ({', '.join(details)})" if details else "")
 
 
 @cache
@@ -40,10 +49,9 @@ def first_failure(error: BaseException) -> Failure:
     else:
         exit_code, line = 1, f"error: {line_of(error)}"
     mine = Failure(os.getpid(), exit_code, line)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <one folder per attempt>/<local rank>/error.json
-    if error_file is None:
+    if (error_file := Environment.read().error_file) is None:
         return mine
-    claim = Path(error_file).parents[1] / "first_failure.json"
+    claim = error_file.parents[1] / "first_failure.json"
     own = claim.with_name(f"failure_{os.getpid()}.json")
     try:
         own.write_text(json.dumps(asdict(mine)), encoding="utf-8")

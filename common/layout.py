@@ -1,15 +1,18 @@
 """How the processes of a run share the model and the samples: one value that all rooms ask."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A grid of processes. Its axes are dp_replicate, dp_shard, tp, sp, pp and ep.
 
-    `layout_of` in parallel/strategies.py makes it from what a launch asks for.
+    `layout_of` in parallel/strategies.py makes it, once a run.
 
     Attributes:
+        environment: what the launcher and the config file say.
         strategies: names of the strategies that it combines, such as ("TP", "FSDP2").
         title: for the terminal, such as "HSDP 2 × 2".
         num_processes: on all machines.
@@ -25,6 +28,7 @@ class Layout:
         needs_all_weights: whether each forward pass must use all weights.
     """
 
+    environment: Environment = field(default_factory=Environment)
     strategies: tuple[str, ...] = ("DDP",)
     title: str = "no parallelism"
     num_processes: int = 1

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Unpack
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from .check.parity import ParityCheck
@@ -18,7 +17,8 @@ from .data.batches import batches
 from .data.mixture import by_source
 from .data.sets import ForwardStep, MapDataset, Metrics, check_datasets
 from .evaluation import Evaluation, evaluate_exported
-from .parallel.strategies import check_trainable, layout_of, prepare
+from .launch.observed import ObservedAccelerator
+from .parallel.strategies import check_trainable, prepare
 from .plan import Plan
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
@@ -31,7 +31,7 @@ from .stopping.watch import Watch
 
 
 def fit(
-    accelerator: Accelerator,
+    accelerator: ObservedAccelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     forward_step: ForwardStep,
@@ -67,7 +67,7 @@ def fit(
     forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
     train_set, eval_sets = check_datasets(train_set, eval_set, options.get("collate_fn"))
     group = CpuGroup(config.hang_timeout)
-    plan = Plan.of(config, layout_of(config), len(train_set), options.get("schedule"), sampler)
+    plan = Plan.of(config, accelerator.layout, len(train_set), options.get("schedule"), sampler)
     setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss")), train_set)
     if config.evaluate_only:
         return evaluate_exported(setup, train_set, eval_sets, options, group)

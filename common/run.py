@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -13,9 +12,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from .accidents import advice
 from .command_line import ConfigT, parse
-from .environment import CODE_FILE, num_machines, num_restarts, rank
-from .errors import StoppedError, UsageError, line_of, needs_no_traceback, trace_of
-from .failure import Failure, first_failure
+from .environment import Environment, rank
+from .errors import StoppedError, UsageError, needs_no_traceback, trace_of
+from .failure import Failure, first_failure, line_of
 from .records.output_dir import checkpoints, fail_after_run
 from .records.run_card import read_card
 from .stopping import signals
@@ -34,8 +33,8 @@ def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn
     prints: it mostly causes the other failures.
     """
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
-    if code_file := os.environ.get(CODE_FILE):
-        Path(code_file).touch()  # the file exists: the recipe has started
+    if code_file := Environment.read().code_file:
+        code_file.touch()  # the file exists: the recipe has started
     signals.catch(_stop_at_once)
     try:
         record(lambda: _train(main, config_class), error_handler=ReportedErrors())()
@@ -90,10 +89,11 @@ def _stop_at_once(signal_name: str) -> None:
 def _after_restart(config: ConfigT) -> ConfigT:
     """The config; after a restart by the launcher (`--max_restarts`), with the flags to resume from the newest
     checkpoint instead of those on the command line."""
-    if num_restarts() == 0:
+    environment = Environment.read()
+    if environment.num_restarts == 0:
         return config
     # If this launcher's run has not written its run card yet, the folder's content is from another run.
-    if num_machines() == 1 and read_card(config.output_dir).get("launcher") != os.getppid():
+    if environment.num_machines == 1 and read_card(config.output_dir).get("launcher") != os.getppid():
         return config
     resumes = checkpoints(config.output_dir) or config.resume_from_checkpoint is None
     resumed = "latest" if resumes else config.resume_from_checkpoint

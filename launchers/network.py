@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from accelerate_recipes import RunConfig, flag, run, start
 from accelerate_recipes.common.cpu_group import CpuGroup
-from accelerate_recipes.common.environment import world_size
+from accelerate_recipes.common.environment import Environment
 from accelerate_recipes.common.errors import UsageError
 
 WARM_UP = 3
@@ -52,7 +52,9 @@ def row(name: str, num_bytes: int, config: Config, device: torch.device, group: 
 
 
 def main(config: Config) -> None:
-    accelerator = start(replace(config, batch_size=world_size()))  # a multiple of the number of processes
+    accelerator = start(
+        replace(config, batch_size=Environment.read().world_size)
+    )  # a multiple of the number of processes
     num_processes, device = accelerator.num_processes, accelerator.device
     if num_processes == 1:
         raise UsageError("one process has no network to measure: type --num_processes 2 after accelerate launch")

@@ -30,7 +30,7 @@ BESIDE_TOKENS = {"labels", "attention_mask", "positions", "position_ids", "place
 
 
 def look(
-    _accelerator: Any,
+    accelerator: Any,
     _model: Any,
     _optimizer: Any,
     _forward_step: Any,
@@ -45,7 +45,6 @@ def look(
     from accelerate_recipes.common.data.mixture import Mixture, by_source
     from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.errors import UsageError
-    from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan
 
     own, number = train_set, json.loads(os.environ[QUESTION])  # without the collate function
@@ -55,7 +54,7 @@ def look(
         _, sampler = by_source(train_set, eval_set, _forward_step, options.get("sampler"))
         train_set, _ = check_datasets(train_set, eval_set, options.get("collate_fn"))
         config = replace(config, micro_batch_size=None, num_workers=0)
-        plan = Plan.of(config, layout_of(config), len(train_set), options.get("schedule"), sampler)
+        plan = Plan.of(config, accelerator.layout, len(train_set), options.get("schedule"), sampler)
         epoch, ids = next(plan.micro_batches(0))
         batch = next(iter(batches(train_set, [(epoch, ids)], torch.device("cpu"), config)))
     except UsageError as error:

@@ -63,6 +63,7 @@ def refusals(
     from accelerate_recipes import RunConfig, UsageError
     from accelerate_recipes.common.data.mixture import by_source
     from accelerate_recipes.common.data.sets import check_datasets
+    from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
     from accelerate_recipes.common.parallel.strategies import check_batch_loss, layout_of, model_checks
     from accelerate_recipes.common.plan import Plan
@@ -85,7 +86,7 @@ def refusals(
         return {"lines": [], "of_the_launcher": refused, "facts": facts}
     os.environ.update(variables)
     try:
-        layout = replace(layout_of(flags), device="cuda" if has_gpu else "cpu")
+        layout = replace(layout_of(Environment.read(), flags), device="cuda" if has_gpu else "cpu")
         # This process runs on the CPU, so the doctor's own rules count the GPUs.
         for of_launch in launch_checks(layout):
             if of_launch is not check_device:

@@ -69,7 +69,7 @@ def _measure(
     from accelerate_recipes.common.check.reference import why_not_checked
     from accelerate_recipes.common.data.mixture import by_source
     from accelerate_recipes.common.data.sets import check_datasets
-    from accelerate_recipes.common.environment import is_true
+    from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.parallel.strategies import layout_of
     from accelerate_recipes.common.plan import Plan
 
@@ -80,12 +80,12 @@ def _measure(
         return NoPlan(refused=lines)
     check_steps = config.check_steps
     config = replace(config, pipeline_stages=question.stages, check_steps=0, compile=False)
-    layout = replace(layout_of(config), device="cpu")
+    layout = replace(layout_of(Environment.read(), config), device="cpu")
     forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
     train_set, _ = check_datasets(train_set, eval_set, options.get("collate_fn"))
     plan = Plan.of(config, layout, len(train_set), options.get("schedule"), sampler)
     why_not = why_not_checked(layout.precision, sum(weight.nbytes for weight in model.parameters()), gpu.usable)
-    run, offloads = _run(plan, check_steps, why_not, options), is_true("FSDP_OFFLOAD_PARAMS")
+    run, offloads = _run(plan, check_steps, why_not, options), layout.environment.is_true("fsdp_offload_params")
     step = DryRun(plan, forward_step, options.get("batch_loss"), gpu, question.last).measure(
         model, optimizer, train_set
     )
@@ -97,14 +97,13 @@ def _measure(
 
 def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, options: dict[str, Any]) -> Run:
     from accelerate_recipes.common.check.reference_run import MAX_SECONDS
-    from accelerate_recipes.common.environment import num_machines
 
     config, layout, last = plan.config, plan.layout, plan.num_steps - 1
     steps = sorted({0, min(config.warmup_steps, last), last // 2, last})  # they show a schedule
     return Run(
         layout=str(layout),
         num_processes=layout.num_processes,
-        num_machines=num_machines(),
+        num_machines=layout.environment.num_machines,
         precision=layout.precision,
         data_parallel=layout.data_parallel_size,
         batch_size=config.batch_size,

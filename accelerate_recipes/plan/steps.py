@@ -46,6 +46,7 @@ class DryRun:
         Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
         zero.py needs to know.
         """
+        from accelerate_recipes.common.environment import Environment
         from accelerate_recipes.common.layout import Layout
 
         layout, plan = self.plan.layout, self.plan
@@ -55,8 +56,8 @@ class DryRun:
             from accelerate_recipes.common.parallel import deepspeed
 
             trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-            zero = Zero(deepspeed.zero_stage(), deepspeed.offloads(), trained)
-            plan = replace(plan, layout=replace(layout, strategies=Layout().strategies))
+            zero = Zero(deepspeed.zero_stage(layout.environment), deepspeed.offloads(layout.environment), trained)
+            plan = replace(plan, layout=replace(layout, strategies=Layout().strategies, environment=Environment()))
             number, dtype = 1, torch.bfloat16 if layout.precision == "bf16" else None
             remove_variables()
         mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(self.gpu, plan.config.tf32, layout.ep)
@@ -162,10 +163,8 @@ def _accelerator(layout: "Layout") -> Any:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    is_half = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
     with redirect_stdout(StringIO()):
         start.prepare_rehearsal(layout, timedelta(minutes=1))
-        if is_half:  # of the same size; a CPU has no fp16
-            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
         with start.mesh_of_accelerate(layout):
-            return Accelerator()
+            # bf16 has the same size; a CPU has no fp16.
+            return Accelerator(mixed_precision="bf16" if layout.precision == "fp16" else None)

@@ -14,7 +14,8 @@ from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
 from ..data.batches import draws_for_batches
 from ..data.sets import Batch, MapDataset
-from ..errors import RunError, UsageError, line_of, listed, needs_no_traceback
+from ..errors import RunError, UsageError, listed, needs_no_traceback
+from ..failure import line_of
 from ..parallel.strategies import main_strategy
 from ..step.engine import Engine, StepResult
 from ..step.setup import Setup

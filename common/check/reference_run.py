@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..data.batches import batches
 from ..data.sets import Batch, MapDataset, NumberedStep
-from ..environment import local_world_size, num_cores
+from ..environment import num_cores
 from ..errors import UsageError
 from ..plan import Plan
 from ..seeds import kept_generators
@@ -68,7 +68,7 @@ class ReferenceRun:
         observer = Observer(first_pass)
         timer = _Timer(plan.config.hang_timeout, len(numbers) * plan.accumulation)
         with (
-            _threads_of_all(model),
+            _threads_of_all(model, setup.plan.layout.environment.local_world_size),
             one_process(setup.accelerator),
             kept_generators(device),
             kept(model, optimizer, functions, device) as changes,
@@ -168,10 +168,10 @@ def _use_precision(model: nn.Module, precision: str, device: torch.device) -> No
 
 
 @contextmanager
-def _threads_of_all(model: nn.Module) -> Iterator[None]:
+def _threads_of_all(model: nn.Module, num_processes: int) -> Iterator[None]:
     """Uses all cores in the `with` block, unless the model is small: the other processes of this machine wait."""
     num_threads, num_bytes = torch.get_num_threads(), sum(weight.nbytes for weight in model.parameters())
-    torch.set_num_threads(num_threads if num_bytes <= SMALL else min(num_threads * local_world_size(), num_cores()))
+    torch.set_num_threads(num_threads if num_bytes <= SMALL else min(num_threads * num_processes, num_cores()))
     try:
         yield
     finally:

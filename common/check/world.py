@@ -1,7 +1,5 @@
 """A world of one process: what the recipe's code sees in it is what `python recipe.py` shows."""
 
-import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
+from ..environment import without_ranks
 from ..launch.observed import ObservedAccelerator
 
 ALONE = {
@@ -19,7 +18,6 @@ ALONE = {
     "local_process_index": 0,
     "distributed_type": DistributedType.NO,
 }
-RANKS = re.compile("(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)")  # variables of the launcher
 
 
 @contextmanager
@@ -28,16 +26,12 @@ def one_process(accelerator: Accelerator) -> Iterator[None]:
     process. What gathers or reduces acts in a group of one."""
     states: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
     before = [{name: state[name] for name in ALONE if name in state} for state in states]
-    variables = {name: value for name, value in os.environ.items() if RANKS.fullmatch(name)}
-    with _group_of_one(accelerator):
-        for name in variables:
-            del os.environ[name]
+    with _group_of_one(accelerator), without_ranks():
         for state, own in zip(states, before):
             state.update({name: ALONE[name] for name in own})
         try:
             yield
         finally:
-            os.environ.update(variables)
             for state, own in zip(states, before):
                 state.update(own)
 

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..accidents import advice, lost_worker
 from ..config import RunConfig
-from ..errors import UsageError, WorkerError, line_of, listed, noted, trace_of
+from ..errors import UsageError, WorkerError, listed, noted, trace_of
+from ..failure import line_of
 from ..plan import Samples
 from ..seeds import CPU, generator_states, seed_batch, seed_sample
 from .collate import collate

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from ..errors import UsageError, line_of
+from ..errors import UsageError
+from ..failure import line_of
 from .sets import Batch, CollateFn
 
 

@@ -1,20 +1,11 @@
 """What cannot be launched: checks of the config file and the launcher, before the processes join."""
 
 import math
-import os
 
 import torch
 
 from ..config import RunConfig
-from ..environment import (
-    check_compiler,
-    is_true,
-    launcher_was_given,
-    local_world_size,
-    mesh_size,
-    num_machines,
-    world_size,
-)
+from ..environment import Environment, check_compiler, launcher_was_given
 from ..errors import UsageError
 from ..layout import Layout
 from ..parallel.strategies import strategies_of
@@ -25,14 +16,14 @@ SUPPORTED = ("cpu", "cuda", "xpu", "npu")
 
 def check_launcher(layout: Layout, config: RunConfig) -> None:
     """Processes that would train alone."""
-    launched = "LOCAL_RANK" in os.environ
+    environment = layout.environment
+    launched = environment.local_rank is not None
     if not launched and layout.num_processes > 1:
         raise UsageError(
             f"WORLD_SIZE is {layout.num_processes} but LOCAL_RANK is not set, so each process would train alone: "
             "start with accelerate launch or torchrun, or unset WORLD_SIZE"
         )
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
-    if not launched and by_accelerate and "MASTER_PORT" in os.environ and not launcher_was_given("MASTER_PORT"):
+    if not launched and environment.was_launched and environment.main_port and not launcher_was_given("MASTER_PORT"):
         # Accelerate's launcher sets MASTER_PORT only if the user asked for more than one process.
         raise UsageError(
             "accelerate launch was asked for several processes but starts one under this config (its "
@@ -49,25 +40,24 @@ def check_device(layout: Layout, config: RunConfig) -> None:
             "ACCELERATE_USE_CPU=true before the command to rehearse on the CPU"
         )
     if layout.device != "cpu":
-        check_num_gpus(local_world_size(), torch.accelerator.device_count())
+        check_num_gpus(layout.environment, torch.accelerator.device_count())
 
 
-def check_num_gpus(num_processes: int, num_gpus: int) -> None:
+def check_num_gpus(environment: Environment, num_gpus: int) -> None:
     """Raises UsageError for more processes on a machine than it has GPUs."""
-    if num_gpus < num_processes:
-        gpus = f"{num_gpus} GPU" + "s" * (num_gpus > 1)
+    if num_gpus < environment.local_world_size:
+        gpus, all_gpus = f"{num_gpus} GPU" + "s" * (num_gpus > 1), num_gpus * environment.num_machines
         raise UsageError(
-            f"{num_processes} processes but {gpus} on this machine: type --num_processes {num_gpus * num_machines()}, "
+            f"{environment.local_world_size} processes but {gpus} on this machine: type --num_processes {all_gpus}, "
             "or put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU"
         )
 
 
 def check_flags_of_the_loop(layout: Layout, config: RunConfig) -> None:
     """What the command line of the recipe decides, in the config file."""
-    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    dynamo, accumulation = layout.environment.dynamo_backend, layout.environment.gradient_accumulation
     if dynamo.lower() != "no":
         raise UsageError(f"--dynamo_backend {dynamo}: remove it, and type --compile after the recipe")
-    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if accumulation not in ("auto", "1"):
         raise UsageError(
             f"gradient_accumulation_steps: {accumulation} in the config file: remove it; accumulation follows "
@@ -83,15 +73,16 @@ def check_precision(layout: Layout, config: RunConfig) -> None:
 
 def check_mesh(layout: Layout, config: RunConfig) -> None:
     """Sizes of parallelism_config that these recipes do not run, or that do not multiply to the processes."""
-    if not is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    environment = layout.environment
+    if not environment.uses("parallelism_config"):
         return
-    sizes = {f"{name}_size": mesh_size(name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    sizes = {f"{name}_size": environment.mesh_size(name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
     if sizes["cp_size"] > 1:
         raise UsageError(
             f"parallelism_config: cp_size: {sizes['cp_size']}: these recipes divide sequences in another way: type "
             "sp_size instead, as in accelerate_configs/sequence_parallel.yaml"
         )
-    by_fsdp = is_true("ACCELERATE_USE_FSDP")
+    by_fsdp = environment.uses("fsdp")
     if layout.tp == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
         raise UsageError(
             "parallelism_config has a dp_shard_size: type distributed_type: FSDP in the config file, as in "
@@ -105,10 +96,10 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
         )
     used = {name: size for name, size in sizes.items() if size > 1}
     product = math.prod(used.values())
-    if product != world_size():
+    if product != layout.num_processes:
         factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
         raise UsageError(
-            f"parallelism_config has {factors} = {product} processes, but there are {world_size()}: type "
+            f"parallelism_config has {factors} = {product} processes, but there are {layout.num_processes}: type "
             f"--num_processes {product}, or change the sizes in the config file"
         )
 
@@ -117,7 +108,7 @@ def check_compiler_of_torch(layout: Layout, config: RunConfig) -> None:
     """The compiler that `--compile` needs: inductor compiles C++ for the CPU, Triton C for a GPU."""
     if config.compile:
         variable, default = ("CXX", "g++") if layout.device == "cpu" else ("CC", "cc")
-        check_compiler("--compile", os.environ.get(variable, default))
+        check_compiler("--compile", variable, default)
 
 
 def launch_checks(layout: Layout) -> list[LaunchCheck]:

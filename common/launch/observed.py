@@ -1,4 +1,4 @@
-"""An Accelerator that notes where the recipe asks for what no recipe needs: the processes."""
+"""An Accelerator with the layout of the run, which notes where a recipe asks for what none needs: the processes."""
 
 import sys
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from ..layout import Layout
 from ..package import is_own
 
 
@@ -13,12 +14,13 @@ class ObservedAccelerator(Accelerator):
     """Accelerate's own, which notes where the recipe's code asks how many processes there are, or gathers by hand.
 
     Attributes:
+        layout: of the run.
         asked: {what the recipe asks for: the file and line of the first time}.
     """
 
-    def __init__(self, *args: Any, **named: Any):
-        self.asked: dict[str, str] = {}
-        super().__init__(*args, **named)
+    def __init__(self, layout: Layout, **named: Any):
+        self.layout, self.asked = layout, dict[str, str]()
+        super().__init__(**named)
 
     def note(self, what: str) -> None:
         """Notes the caller of the caller, if that is code of the recipe."""

@@ -5,6 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 
@@ -21,28 +22,19 @@ from accelerate.utils import (
 
 from ..config import RunConfig
 from ..cpu_group import collective_timeout
-from ..environment import (
-    device_type,
-    has_gpu,
-    is_true,
-    num_machines,
-    print_once,
-    share_cores,
-    why_no_gpu,
-    world_size,
-)
+from ..environment import Environment, print_once, share_cores, why_no_gpu
 from ..errors import UsageError
 from ..layout import Layout
 from ..parallel.strategies import STRATEGIES, layout_of, main_strategy
 from ..plan import split_batch
 from .checks import launch_checks
-from .machines import agreement, store_number
+from .machines import agreement
 from .observed import ObservedAccelerator
 
 TYPES_OF_ACCELERATE = {strategy.distributed_type for strategy in STRATEGIES}
 
 
-def start(config: RunConfig) -> Accelerator:
+def start(config: RunConfig) -> ObservedAccelerator:
     """Joins the other processes, and prints in one line what runs where.
 
     Without a GPU the same config files run as a rehearsal: gloo processes on the CPU replace the GPUs.
@@ -51,26 +43,32 @@ def start(config: RunConfig) -> Accelerator:
         UsageError: this machine or Accelerate cannot run the config.
     """
     _quiet()
-    with agreement(config):
-        layout = layout_of(config)
+    environment = Environment.read()
+    with agreement(environment, config):
+        layout = layout_of(environment, config)
         for check in launch_checks(layout):
             check(layout, config)
         trackers = _trackers(config)
     share_cores()
-    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") == "auto":  # DeepSpeed's word, which Accelerate refuses
-        del os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"]
+    if environment.gradient_accumulation == "auto":  # DeepSpeed's word, which Accelerate refuses
+        os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     if config.deterministic:
         _use_deterministic_kernels()
-    rehearses, timeout = not has_gpu(), collective_timeout(config.hang_timeout)
-    if store_number() > 0:
-        _join_after_restart(timeout)
+    rehearses, timeout = layout.device == "cpu", collective_timeout(config.hang_timeout)
+    if rehearses_fp16 := rehearses and layout.precision == "fp16":
+        layout = replace(layout, precision="float32")
+        print_once("fp16 needs a GPU: this rehearsal runs in float32")
+    if environment.store_number > 0:
+        _join_after_restart(layout, timeout)
     if rehearses:
         prepare_rehearsal(layout, timeout)
     else:
-        main_strategy(layout).run_on_gpus()
+        main_strategy(layout).run_on_gpus(layout)
     try:
         with mesh_of_accelerate(layout):
             accelerator = ObservedAccelerator(
+                layout,
+                mixed_precision="no" if rehearses_fp16 else None,  # None: as the config file says
                 log_with=trackers,
                 project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
                 kwargs_handlers=[
@@ -80,7 +78,6 @@ def start(config: RunConfig) -> Accelerator:
             )
     except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
-    layout = layout_of(config)  # a rehearsal of fp16 runs in float32
     _check_applied(accelerator, layout)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32 or layout.precision != "float32"  # torch's default is on
@@ -98,7 +95,7 @@ def mesh_of_accelerate(layout: Layout) -> Iterator[None]:
     """Sets what Accelerate reads in the `with` block. It divides sequences under DeepSpeed alone: to it, processes that
     share the tokens of a sample are data-parallel, too, as each has gradients of its own."""
     variables, before = main_strategy(layout).variables(layout), dict(os.environ)
-    os.environ.update(variables if is_true("ACCELERATE_USE_PARALLELISM_CONFIG") else {})
+    os.environ.update(variables if layout.environment.uses("parallelism_config") else {})
     yield
     os.environ.update({name: before[name] for name in variables if name in before})
 
@@ -110,15 +107,15 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")
 
 
-def _join_after_restart(timeout: timedelta) -> None:
+def _join_after_restart(layout: Layout, timeout: timedelta) -> None:
     """Joins the others under a new prefix in the launcher's store, because the store still has the addresses of the
     ended processes."""
-    if world_size() > 1:
-        backend = torch.distributed.get_default_backend_for_device(device_type())
-        if is_true("FSDP_OFFLOAD_PARAMS"):  # as Accelerate does: weights on the CPU need collectives there
-            backend = f"{device_type()}:{backend},cpu:gloo"
+    if layout.num_processes > 1:
+        backend = torch.distributed.get_default_backend_for_device(layout.device)
+        if layout.environment.is_true("fsdp_offload_params"):  # as Accelerate does: weights on the CPU need collectives
+            backend = f"{layout.device}:{backend},cpu:gloo"
         store, rank, size = next(torch.distributed.rendezvous("env://"))
-        store = torch.distributed.PrefixStore(f"restart_{store_number()}", store)
+        store = torch.distributed.PrefixStore(f"restart_{layout.environment.store_number}", store)
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
 
@@ -144,12 +141,9 @@ def _trackers(config: RunConfig) -> list[str]:
 
 def prepare_rehearsal(layout: Layout, timeout: timedelta) -> None:
     """Makes the config of a GPU run work on the CPU."""
-    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-        print_once("fp16 needs a GPU: this rehearsal runs in float32")
     # Accelerate imports deepspeed where it is installed, under other configs, too, and that warns about a missing GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    main_strategy(layout).rehearse(timeout)
+    main_strategy(layout).rehearse(layout, timeout)
 
 
 def _check_applied(accelerator: Accelerator, layout: Layout) -> None:
@@ -168,11 +162,12 @@ def _check_applied(accelerator: Accelerator, layout: Layout) -> None:
 
 def _banner(layout: Layout, config: RunConfig, rehearses: bool) -> str:
     num_processes, (micro_batch_size, accumulation) = layout.num_processes, split_batch(config, layout)
+    num_machines = layout.environment.num_machines
     factors = f"{layout.data_parallel_size} × {micro_batch_size}" + (
         f" × {accumulation} accumulated" if accumulation > 1 else ""
     )
     line = (
-        f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines()} machine{'s' * (num_machines() > 1)}, "
+        f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines} machine{'s' * (num_machines > 1)}, "
         f"{layout}, {layout.precision}, batch {config.batch_size} = {factors}"
     )
     if not rehearses and layout.precision == "float32":
@@ -183,6 +178,6 @@ def _banner(layout: Layout, config: RunConfig, rehearses: bool) -> str:
         line += " (no GPU: a rehearsal, in which gloo processes on the CPU stand in for GPUs)"
     elif rehearses:
         line += " (on the CPU)"
-    elif (idle := torch.accelerator.device_count() - num_processes // num_machines()) > 0:
-        line += f" ({idle} GPUs idle: --num_processes {torch.accelerator.device_count() * num_machines()} uses all)"
+    elif (idle := torch.accelerator.device_count() - num_processes // num_machines) > 0:
+        line += f" ({idle} GPUs idle: --num_processes {torch.accelerator.device_count() * num_machines} uses all)"
     return line

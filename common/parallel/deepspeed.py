@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..config import RunConfig
-from ..environment import check_compiler, is_true
+from ..environment import Environment, check_compiler
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
@@ -31,12 +31,13 @@ from .extensions import load_extensions
 from .strategy import Strategy
 
 
-def section_of_config() -> dict[str, Any]:
+def section_of_config(environment: Environment) -> dict[str, Any]:
     """What DeepSpeed's own file says, or the config file's section in the words of such a file; empty without
     DeepSpeed. Raises UsageError for a file that is no JSON object."""
-    if not is_true("ACCELERATE_USE_DEEPSPEED"):
+    settings = environment.settings
+    if not environment.uses("deepspeed"):
         return {}
-    if name := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "").replace("none", ""):
+    if name := settings.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "").replace("none", ""):
         try:
             content = json.loads(Path(name).read_text(encoding="utf-8"))
         except OSError as error:
@@ -46,52 +47,56 @@ def section_of_config() -> dict[str, Any]:
         if not isinstance(content, dict):
             raise UsageError(f"deepspeed_config_file: {name} is no JSON object: type the path of such a file")
         return content
-    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    stage = settings.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     offload = {
-        f"offload_{what}": {"device": os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")}
+        f"offload_{what}": {"device": settings.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")}
         for what in ("optimizer", "param")
     }
-    clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    clipping = settings.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     return {
         "zero_optimization": {"stage": int(stage) if stage.isdecimal() else stage} | offload,
         "gradient_clipping": clipping if clipping == "auto" else float(clipping),
     }
 
 
-def zero_stage() -> Any:
+def zero_stage(environment: Environment) -> Any:
     """The stage of the config; 0 if it has none."""
-    return (section_of_config().get("zero_optimization") or {}).get("stage", 0)
+    return (section_of_config(environment).get("zero_optimization") or {}).get("stage", 0)
 
 
-def offloads() -> bool:
+def offloads(environment: Environment) -> bool:
     """Whether the config keeps weights or optimizer state in CPU memory."""
-    optimization, stage = section_of_config().get("zero_optimization") or {}, zero_stage()
-    offloaded = ["offload_optimizer", *["offload_param"] * (stage == 3)]  # other stages divide no weights
+    optimization = section_of_config(environment).get("zero_optimization") or {}
+    offloaded = [
+        "offload_optimizer",
+        *["offload_param"] * (optimization.get("stage") == 3),
+    ]  # other stages divide no weights
     return any(optimization.get(name, {}).get("device") == "cpu" for name in offloaded)
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
     """A stage or precision that these recipes do not run under DeepSpeed."""
+    section, stage = section_of_config(layout.environment), zero_stage(layout.environment)
     if layout.precision == "fp16":
         bf16 = "--mixed_precision bf16 after accelerate launch"
-        if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":  # DeepSpeed's own file decides, not the flag
+        if layout.environment.mixed_precision == "no":  # DeepSpeed's own file decides, not the flag
             bf16 = "bf16 in place of fp16 in DeepSpeed's own file"
         raise UsageError(
             f"fp16 under DeepSpeed is not supported yet: type {bf16}, or --config_file accelerate_configs/ddp_fp16.yaml"
         )
-    if zero_stage() not in (1, 2, 3):
+    if stage not in (1, 2, 3):
         raise UsageError(
-            f"zero_stage: {zero_stage()} in the config file, or in DeepSpeed's own: type 1, 2 or 3; for stage 0, "
+            f"zero_stage: {stage} in the config file, or in DeepSpeed's own: type 1, 2 or 3; for stage 0, "
             "use accelerate_configs/ddp.yaml"
         )
-    for what, section in (section_of_config().get("zero_optimization") or {}).items():
-        if isinstance(section, dict) and section.get("device") == "nvme":
+    for what, part in (section.get("zero_optimization") or {}).items():
+        if isinstance(part, dict) and part.get("device") == "nvme":
             raise UsageError(
                 f"{what}_device: nvme, in the config file or in DeepSpeed's own: type cpu; these recipes do not move "
                 "weights to a disk"
             )
     for name, owner in (("optimizer", "the recipe's optimizer"), ("scheduler", "--lr_schedule")):
-        if name in section_of_config():  # DeepSpeed's own scheduler would override our learning rates
+        if name in section:  # DeepSpeed's own scheduler would override our learning rates
             raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} replaces: remove it there")
 
 
@@ -100,11 +105,11 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
     for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
         if find_spec(package) is None:
             raise UsageError(f"this config needs {package}: type pip install deepspeed ninja")
-    if layout.device != "cpu" and not offloads():
+    if layout.device != "cpu" and not offloads(layout.environment):
         return
     if shutil.which("ninja") is None:
         raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja: type pip install ninja")
-    check_compiler("DeepSpeed", os.environ.get("CXX", "c++"))
+    check_compiler("DeepSpeed", "CXX", "c++")
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -134,7 +139,7 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) 
 
 def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """A DeepSpeed section or file that contradicts the command line."""
-    section = section_of_config()
+    section = section_of_config(plan.layout.environment)
     for key, (value, flag) in _decided(plan).items():
         given = section.get(key, "auto")
         if given not in ("auto", value):
@@ -149,11 +154,11 @@ class DeepSpeed(Strategy):
     launch_checks = (check_config, check_packages)
     model_checks = (check_weights, check_hooks, check_section)
 
-    def is_requested(self, config: RunConfig) -> bool:
-        return is_true("ACCELERATE_USE_DEEPSPEED")
+    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
+        return environment.uses("deepspeed")
 
-    def precision(self) -> str | None:
-        section = section_of_config()
+    def precision(self, environment: Environment) -> str | None:
+        section = section_of_config(environment)
         on = (
             name
             for name in ("bf16", "fp16")
@@ -162,16 +167,16 @@ class DeepSpeed(Strategy):
         return next(on, None)
 
     def title(self, layout: Layout) -> str:
-        return f"DeepSpeed ZeRO-{zero_stage()}{' with CPU offload' * offloads()}"
+        return f"DeepSpeed ZeRO-{zero_stage(layout.environment)}{' with CPU offload' * offloads(layout.environment)}"
 
-    def rehearse(self, timeout: timedelta) -> None:
+    def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         with contextlib.redirect_stdout(io.StringIO()):  # hides "... built successfully" of every process
-            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads() else [])])
+            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads(layout.environment) else [])])
             PartialState(backend="gloo", timeout=timeout)
 
-    def run_on_gpus(self) -> None:
-        if offloads():
+    def run_on_gpus(self, layout: Layout) -> None:
+        if offloads(layout.environment):
             load_extensions(["cpu_adam"])
 
     def started(self) -> None:

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from ..config import RunConfig
-from ..environment import is_true
+from ..environment import Environment
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
@@ -32,7 +32,7 @@ NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in
 def check_config(layout: Layout, config: RunConfig) -> None:
     """Experts without FSDP2 or beside a strategy that divides layers, or a group that does not divide the processes."""
     # Accelerate refuses divided weights under DDP.
-    if not is_true("ACCELERATE_USE_FSDP") or layout.model_parallel_size > 1:
+    if not layout.environment.uses("fsdp") or layout.model_parallel_size > 1:
         raise UsageError(
             f"--expert_parallel {layout.ep} needs FSDP2 for the other weights: type --config_file "
             "accelerate_configs/fsdp2_expert_parallel.yaml"
@@ -42,11 +42,9 @@ def check_config(layout: Layout, config: RunConfig) -> None:
             f"--expert_parallel {layout.ep} does not divide {layout.num_processes} processes: type "
             f"--num_processes {layout.ep} after accelerate launch"
         )
-    for name in ("FSDP_OFFLOAD_PARAMS", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        if is_true(name):
-            raise UsageError(
-                f"--expert_parallel does not work with {name.lower()}: type false there in the config file"
-            )
+    for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading"):
+        if layout.environment.is_true(key):
+            raise UsageError(f"--expert_parallel does not work with {key}: type false there in the config file")
     if layout.precision == "fp16" or config.compile:
         raise UsageError("--expert_parallel needs float32 or bf16, without --compile: remove that flag or type bf16")
 
@@ -76,10 +74,10 @@ class ExpertParallel(Strategy):
     launch_checks = (check_config,)
     model_checks = (check_experts,)
 
-    def is_requested(self, config: RunConfig) -> bool:
+    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
         return config.expert_parallel > 1
 
-    def sizes(self, config: RunConfig) -> dict[str, Any]:
+    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
         return {"ep": config.expert_parallel}
 
     def title(self, layout: Layout) -> str:

@@ -1,19 +1,17 @@
 """FSDP2: divides each weight among processes, and gathers a layer at a time."""
 
-import os
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..config import RunConfig
-from ..environment import is_true, mesh_size, world_size
+from ..environment import Environment
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
@@ -37,14 +35,15 @@ if TYPE_CHECKING:
 
 def check_version(layout: Layout, config: RunConfig) -> None:
     """FSDP1, or weights to move from a GPU that is not there."""
-    if not is_true("ACCELERATE_USE_FSDP"):
+    environment = layout.environment
+    if not environment.uses("fsdp"):
         return
-    if os.environ.get("FSDP_VERSION", "1") != "2":
+    if environment.settings.get("FSDP_VERSION", "1") != "2":
         raise UsageError(
             "the config file asks for FSDP1, which is Accelerate's default: type fsdp_version: 2 there, or accelerate "
             "to-fsdp2 --config_file FILE --output_file fsdp2.yaml"
         )
-    if is_true("FSDP_OFFLOAD_PARAMS") and layout.device == "cpu":
+    if environment.is_true("fsdp_offload_params") and layout.device == "cpu":
         raise UsageError("fsdp_offload_params: true in the config file needs a GPU: type false there to rehearse")
 
 
@@ -53,14 +52,15 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     check_dense_gradients(model, optimizer, Fsdp2.name)
     check_divisible_weights(model, Fsdp2.name, casts=plan.layout.precision != "float32")
     names = {weight: name for name, weight in model.named_parameters(remove_duplicate=False)}
-    for key in ("FSDP_OFFLOAD_PARAMS", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+    is_true = plan.layout.environment.is_true
+    for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading"):
         if is_true(key) and (scalars := scalars_of(model)):
             raise UsageError(
                 f"{names[scalars[0]]} has no dimension that FSDP2 could shard, and stays whole, which does not work "
-                f"with {key.lower()}: type false there in the config file, or give it the shape (1,)"
+                f"with {key}: type false there in the config file, or give it the shape (1,)"
             )
     is_shared = len(names) < len([*model.named_parameters(remove_duplicate=False)])
-    if is_true("FSDP_CPU_RAM_EFFICIENT_LOADING") and is_shared and not hasattr(model, "tie_weights"):
+    if is_true("fsdp_cpu_ram_efficient_loading") and is_shared and not hasattr(model, "tie_weights"):
         raise UsageError(
             f"layers of {type(model).__name__} share a weight, and fsdp_cpu_ram_efficient_loading would give each its "
             "own: type false there in the config file"
@@ -68,8 +68,13 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A class of layers that the model lacks."""
-    _check_named(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"), model)
+    """A class of layers that the config file names and the model lacks."""
+    present = {type(module).__name__ for module in model.modules()}
+    if missing := [name for name in classes_in_the_file(plan.layout) if name not in present]:
+        raise UsageError(
+            f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, but the model's layers are "
+            f"{', '.join(sorted(present))}: remove the key, then the model's own list counts, _no_split_modules"
+        )
 
 
 class Fsdp2(Strategy):
@@ -79,31 +84,31 @@ class Fsdp2(Strategy):
     launch_checks = (check_version,)
     model_checks = (check_weights, check_layers)
 
-    def is_requested(self, config: RunConfig) -> bool:
-        return is_true("ACCELERATE_USE_FSDP") or (mesh_size("tp") > 1 and mesh_size("dp_shard") > 1)
+    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
+        return environment.uses("fsdp") or (environment.mesh_size("tp") > 1 and environment.mesh_size("dp_shard") > 1)
 
-    def sizes(self, config: RunConfig) -> dict[str, Any]:
-        replicas = mesh_size("dp_replicate")
-        shards = mesh_size("dp_shard") if mesh_size("tp") > 1 else world_size() // replicas
+    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
+        size, replicas = environment.mesh_size, environment.mesh_size("dp_replicate")
+        shards = size("dp_shard") if size("tp") > 1 else environment.world_size // replicas
         return {"dp_replicate": replicas, "dp_shard": shards}
 
     def title(self, layout: Layout) -> str:
         return f"HSDP {layout.dp_replicate} × {layout.dp_shard}" if layout.dp_replicate > 1 else self.name
 
-    def rehearse(self, timeout: timedelta) -> None:
+    def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         rehearse_on_gloo(timeout)
 
     def wrap(self, setup: Setup) -> Engine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
-        plugin, classes = accelerator.state.fsdp_plugin, wrapped_classes(model)
+        plugin, classes = accelerator.state.fsdp_plugin, wrapped_classes(model, plan.layout)
         plugin.transformer_cls_names_to_wrap = classes
         plugin.mixed_precision_policy = mixed_precision_policy(plan.layout.precision)
-        _say_what_is_gathered_at_once(accelerator, model, classes)
+        _say_what_is_gathered_at_once(setup, classes)
         if plan.layout.precision != "float32":
             say_what_is_cast(accelerator, model, self.name)
             model.register_forward_hook(float32_outputs)  # Accelerate's autocast under DDP casts; FSDP2 does not
-        compile_if_asked(model, plan, sharded_layers(model))
-        offloads = is_true("FSDP_OFFLOAD_PARAMS")
+        compile_if_asked(model, plan, sharded_layers(model, plan.layout))
+        offloads = plan.layout.environment.is_true("fsdp_offload_params")
         # Weights that another strategy has divided stay as they are, and those without dimensions whole.
         ignored = [weight for weight in model.parameters() if is_divided(weight)] + scalars_of(model)
         plugin.ignored_modules = [nn.ParameterList(ignored)] if ignored else None
@@ -159,11 +164,11 @@ def average_scalars(model: nn.Module, device: torch.device) -> None:
             weight.register_hook(mean)
 
 
-def sharded_layers(model: nn.Module) -> list[nn.Module]:
+def sharded_layers(model: nn.Module, layout: Layout) -> list[nn.Module]:
     """The layers that FSDP gathers one at a time: their classes are those that the config file names, else those in
     `_no_split_modules`. A class of which a layer shares a weight with what is outside it is left out: its weights stay
     with the rest of the model. A layer comes after those inside it, as torch's `fully_shard` needs."""
-    classes = named_classes(model)
+    classes = named_classes(model, layout)
     while apart := {
         type(layer).__name__
         for places in _places(model, classes).values()
@@ -175,10 +180,15 @@ def sharded_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in classes][::-1]
 
 
-def named_classes(model: nn.Module) -> set[str]:
+def classes_in_the_file(layout: Layout) -> list[str]:
+    """The classes of layers that the config file names."""
+    named = layout.environment.settings.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    return named.split(",") if named else []
+
+
+def named_classes(model: nn.Module, layout: Layout) -> set[str]:
     """The classes of layers that the config file names, else those in `_no_split_modules`."""
-    named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    return set(named.split(",") if named else getattr(model, "_no_split_modules", None) or [])
+    return set(classes_in_the_file(layout) or getattr(model, "_no_split_modules", None) or [])
 
 
 def _places(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]]:
@@ -197,18 +207,19 @@ def _places(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, set
     return places
 
 
-def wrapped_classes(model: nn.Module) -> list[str]:
+def wrapped_classes(model: nn.Module, layout: Layout) -> list[str]:
     """The classes of layers that Accelerate lets FSDP gather one at a time: those of `sharded_layers` without the input
     embedding in one of them, which Accelerate shards separately."""
-    layers, embedding = sharded_layers(model), embedding_of(model, "input")
+    layers, embedding = sharded_layers(model, layout), embedding_of(model, "input")
     whole = {type(layer).__name__ for layer in layers if any(module is embedding for module in layer.modules())}
     return sorted({type(layer).__name__ for layer in layers} - whole)
 
 
-def _say_what_is_gathered_at_once(accelerator: Accelerator, model: nn.Module, classes: Container[str]) -> None:
+def _say_what_is_gathered_at_once(setup: Setup, classes: Container[str]) -> None:
     """Prints a line if FSDP gathers layers with the rest of the model, or all of it."""
-    kept = {type(layer).__name__ for layer in sharded_layers(model)}
-    if left := sorted({type(module).__name__ for module in model.modules()} & (named_classes(model) - kept)):
+    accelerator, model, layout = setup.accelerator, setup.model, setup.plan.layout
+    kept = {type(layer).__name__ for layer in sharded_layers(model, layout)}
+    if left := sorted({type(module).__name__ for module in model.modules()} & (named_classes(model, layout) - kept)):
         accelerator.print(
             f"a {left[0]} shares a weight with what is outside it: FSDP gathers each {', '.join(left)} with the rest "
             "of the model at once, which saves less memory"
@@ -217,16 +228,6 @@ def _say_what_is_gathered_at_once(accelerator: Accelerator, model: nn.Module, cl
         accelerator.print(
             f"{type(model).__name__} names no layers in _no_split_modules: FSDP gathers the whole model at once, which "
             "saves less memory"
-        )
-
-
-def _check_named(names: str | None, model: nn.Module) -> None:
-    """Raises UsageError if the config file names a class of layers that the model lacks."""
-    present = {type(module).__name__ for module in model.modules()}
-    if missing := [name for name in names.split(",") if name not in present] if names else []:
-        raise UsageError(
-            f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, but the model's layers are "
-            f"{', '.join(sorted(present))}: remove the key, then the model's own list counts, _no_split_modules"
         )
 
 

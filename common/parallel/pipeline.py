@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from ..config import RunConfig
 from ..data.sets import Batch, NumberedStep
-from ..environment import is_true
+from ..environment import Environment
 from ..errors import UsageError
 from ..layout import Layout
 from ..norms import clip, norm_of
@@ -34,8 +34,7 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
             f"--pipeline_stages {layout.pp} does not divide {layout.num_processes} processes: type "
             f"--num_processes {layout.pp} after accelerate launch"
         )
-    others = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
-    if any(map(is_true, others)):
+    if any(map(layout.environment.uses, ("deepspeed", "fsdp", "parallelism_config"))):
         raise UsageError(
             "--pipeline_stages needs a config without sharding: type --config_file "
             "accelerate_configs/pipeline_parallel.yaml"
@@ -55,10 +54,10 @@ class PipelineParallel(Strategy):
     launch_checks = (check_stages,)
     model_checks = (check_layers,)
 
-    def is_requested(self, config: RunConfig) -> bool:
+    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
         return config.pipeline_stages > 1
 
-    def sizes(self, config: RunConfig) -> dict[str, Any]:
+    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
         return {"pp": config.pipeline_stages}
 
     def title(self, layout: Layout) -> str:

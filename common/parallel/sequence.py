@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import RunConfig
-from ..environment import mesh_size
+from ..environment import Environment
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
@@ -41,11 +41,11 @@ class SequenceParallel(Strategy):
     launch_checks = (check_config,)
     model_checks = (check_layers,)
 
-    def is_requested(self, config: RunConfig) -> bool:
-        return mesh_size("sp") > 1
+    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
+        return environment.mesh_size("sp") > 1
 
-    def sizes(self, config: RunConfig) -> dict[str, Any]:
-        return {"sp": mesh_size("sp")}
+    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
+        return {"sp": environment.mesh_size("sp")}
 
     def title(self, layout: Layout) -> str:
         return f"SP {layout.sp}"

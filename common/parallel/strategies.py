@@ -1,10 +1,9 @@
 """All strategies, and what a layout combines of them."""
 
-import os
 from dataclasses import replace
 
 from ..config import RunConfig
-from ..environment import device_type, rank, world_size
+from ..environment import Environment, device_type
 from ..layout import Layout
 from ..plan import Plan
 from ..step.batch_loss import BatchLossFn
@@ -33,23 +32,24 @@ STRATEGIES: tuple[Strategy, ...] = (
 )
 
 
-def layout_of(config: RunConfig) -> Layout:
-    """What the launcher's environment variables and the flags ask for. Starts no process."""
-    asked = [strategy for strategy in STRATEGIES if strategy.is_requested(config)]
+def layout_of(environment: Environment, config: RunConfig) -> Layout:
+    """What the launcher, the config file and the flags ask for. Starts no process."""
+    asked = [strategy for strategy in STRATEGIES if strategy.is_requested(environment, config)]
     asked += [] if any(strategy.wraps for strategy in asked) else [DDP]
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = environment.mixed_precision
     if precision == "no":
-        precision = next((own for strategy in asked if (own := strategy.precision())), "float32")
+        precision = next((own for strategy in asked if (own := strategy.precision(environment))), "float32")
     layout = Layout(
+        environment=environment,
         strategies=tuple(strategy.name for strategy in asked),
-        num_processes=world_size(),
-        rank=rank(),
+        num_processes=environment.world_size,
+        rank=environment.rank,
         precision=precision,
         device=device_type(),
-        needs_all_weights=world_size() > 1 and any(strategy.needs_all_weights for strategy in asked),
+        needs_all_weights=environment.world_size > 1 and any(strategy.needs_all_weights for strategy in asked),
     )
     for strategy in asked:
-        layout = replace(layout, **strategy.sizes(config))
+        layout = replace(layout, **strategy.sizes(environment, config))
     main = main_strategy(layout)
     titles = [strategy.title(layout) for strategy in (main, *(strategy for strategy in asked if not strategy.wraps))]
     return replace(layout, title=" × ".join(filter(None, titles)))

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..config import RunConfig
+from ..environment import Environment
 from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
@@ -63,15 +64,15 @@ class Strategy:
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
     fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
 
-    def is_requested(self, config: RunConfig) -> bool:
-        """Whether the launcher's variables or the flags ask for this strategy."""
+    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
+        """Whether the config file or the flags ask for this strategy."""
         return False
 
-    def sizes(self, config: RunConfig) -> dict[str, Any]:
+    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
         """{axis of Layout: its size}"""
         return {}
 
-    def precision(self) -> str | None:
+    def precision(self, environment: Environment) -> str | None:
         """The precision, if a file of this strategy's own names it."""
         return None
 
@@ -79,12 +80,12 @@ class Strategy:
         """For the terminal; "" if there is nothing to say."""
         return self.name
 
-    def rehearse(self, timeout: timedelta) -> None:
+    def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         """Lets Accelerate run this strategy on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
         tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
-    def run_on_gpus(self) -> None:
+    def run_on_gpus(self, layout: Layout) -> None:
         """Prepares a run on GPUs, before the processes join."""
 
     def variables(self, layout: Layout) -> dict[str, str]:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..config import RunConfig
-from ..environment import is_true, mesh_size
+from ..environment import Environment
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
@@ -29,7 +29,7 @@ NORM_OF_HEADS = "replicated_with_grad_allreduce"  # of the queries or keys of a 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
     """A tp_size beside another way to divide the model, or with fp16."""
-    if is_true("ACCELERATE_USE_FSDP") or is_true("ACCELERATE_USE_DEEPSPEED"):
+    if layout.environment.uses("fsdp") or layout.environment.uses("deepspeed"):
         raise UsageError(
             "parallelism_config has a tp_size: type distributed_type: MULTI_GPU in the config file, as in "
             "accelerate_configs/fsdp2_tensor_parallel.yaml"
@@ -50,23 +50,23 @@ class TensorParallel(Strategy):
     launch_checks = (check_config,)
     model_checks = (check_layers,)
 
-    def is_requested(self, config: RunConfig) -> bool:
-        return mesh_size("tp") > 1
+    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
+        return environment.mesh_size("tp") > 1
 
-    def sizes(self, config: RunConfig) -> dict[str, Any]:
-        return {"tp": mesh_size("tp")}
+    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
+        return {"tp": environment.mesh_size("tp")}
 
     def title(self, layout: Layout) -> str:
         replicas = f"{layout.dp_replicate} × " if layout.dp_replicate > 1 else ""
         shards = f"FSDP2 {layout.dp_shard} × " if layout.dp_shard > 1 else ""
         return f"{replicas}{shards}TP {layout.tp}"
 
-    def rehearse(self, timeout: timedelta) -> None:
+    def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         rehearse_on_gloo(timeout)
 
     def wrap(self, setup: Setup) -> Engine:
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
-        compile_if_asked(model, plan, sharded_layers(model) if plan.layout.dp_shard > 1 else ())
+        compile_if_asked(model, plan, sharded_layers(model, plan.layout) if plan.layout.dp_shard > 1 else ())
         parallelize(accelerator, model, inner, plan.layout)
         # As for evaluation, so that Accelerate adds mixed precision alone. For training it would ask the model for its
         # number of processes, and find the optimizer's weights by their addresses, which shards without elements lack.
@@ -127,7 +127,7 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
             from torch.distributed.fsdp import fully_shard
 
             policy, ignored = mixed_precision_policy(layout.precision), set(scalars_of(model))
-            for module in (*sharded_layers(model), model):
+            for module in (*sharded_layers(model, layout), model):
                 fully_shard(module, mesh=mesh[data_parallel], mp_policy=policy, ignored_params=ignored)
     if data_parallel:
         average_scalars(model, accelerator.device)

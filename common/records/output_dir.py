@@ -1,6 +1,5 @@
 """The output folder: its lock, the files of an earlier run, and the run card."""
 
-import os
 import re
 import shutil
 import socket
@@ -17,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
-from ..environment import num_machines, rank
+from ..environment import rank
 from ..errors import RunError, UsageError
 from ..failure import Failure, first_failure
 from ..files import flush
@@ -78,8 +77,8 @@ class OutputDir:
         problem = self.group.broadcast(problem)
         if problem is not None:
             raise problem
-        if num_machines() > 1:
-            _check_shared(self.path, self.group)
+        if (environment := self.plan.layout.environment).num_machines > 1:
+            _check_shared(self.path, self.group, environment.machine_rank)
         return self
 
     def __exit__(
@@ -227,7 +226,7 @@ def _move_beside(moves: list[tuple[Path, Path]]) -> None:
         raise
 
 
-def _check_shared(folder: Path, group: CpuGroup) -> None:
+def _check_shared(folder: Path, group: CpuGroup, machine_rank: int) -> None:
     """Raises UsageError in all processes unless all machines share the folder."""
     name = group.broadcast(f".seen_by_all_{uuid.uuid4().hex}")
     token = folder / name
@@ -237,7 +236,7 @@ def _check_shared(folder: Path, group: CpuGroup) -> None:
     deadline = time.monotonic() + SHARED_FOLDER_S
     while not token.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    hosts = group.all_gather((socket.gethostname(), os.environ.get("GROUP_RANK", 0), token.exists()))
+    hosts = group.all_gather((socket.gethostname(), machine_rank, token.exists()))
     if group.rank == 0:
         token.unlink(missing_ok=True)
     blind = [(host, machine) for host, machine, sees in hosts if not sees]

@@ -28,6 +28,8 @@ FUNCTIONS = ("forward_step", "summarize", "examples", "collate_fn", "sampler", "
 def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Raises UsageError for what is no module, no optimizer, no function or no option, or one that something has
     wrapped: `fit` does so itself, after the parity check, which needs the recipe's own. `given`: arguments of `fit`."""
+    if "accelerator" in given and not hasattr(given["accelerator"], "layout"):
+        raise UsageError(f"the accelerator is {_named(given['accelerator'])}: type accelerator = start(config)")
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model is {_named(model)}: expected one torch.nn.Module, which holds all that is trained")
     options, known = given.get("options", {}), FitOptions.__annotations__

@@ -12,7 +12,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from ..data.sets import Batch
-from ..errors import UsageError, line_of
+from ..errors import UsageError
+from ..failure import line_of
 from ..norms import clip
 from ..seeds import UPDATE, seed_forward
 from ..weights.shards import local, norm_over_processes

@@ -5,13 +5,12 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import NoReturn
 
 import psutil
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-from ..environment import CODE_FILE
+from ..environment import Environment
 from ..errors import needs_no_traceback, trace_of
 from ..failure import first_failure
 
@@ -20,12 +19,10 @@ class ReportedErrors(ErrorHandler):
     """Writes the one line of the first failure into torchrun's report, instead of a traceback."""
 
     def record_exception(self, e: BaseException) -> None:
-        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        if error_file := Environment.read().error_file:
             line = first_failure(e).line
             extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            Path(error_file).write_text(
-                json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8"
-            )
+            error_file.write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
 
 
 def end(error: BaseException) -> NoReturn:
@@ -41,9 +38,9 @@ def end(error: BaseException) -> NoReturn:
         # When one process ends, torchrun ends the others: the first failure must be printed before.
         with contextlib.suppress(psutil.Error):
             psutil.Process(failure.pid).wait(timeout=10)
-    code_file = os.environ.get(CODE_FILE)
+    code_file = Environment.read().code_file
     if code_file and failure.is_mine:
         with contextlib.suppress(OSError):
-            Path(code_file).write_text(str(failure.exit_code), encoding="utf-8")
+            code_file.write_text(str(failure.exit_code), encoding="utf-8")
     # Not sys.exit: destroying the process group would wait for processes that may wait for this one.
     os._exit(failure.exit_code)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import BEGUN_AS
-from ..environment import was_launched
+from ..environment import Environment
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TWICE_S = 1.0  # one Ctrl-C sends SIGINT twice at once: from the terminal and from the launcher
@@ -54,7 +54,7 @@ def catch(at_once: Callable[[str], object] | None = None) -> None:
 
 def end_with_launcher() -> None:
     """On Linux, lets the end of the launcher send this process SIGTERM, also if it has ended already."""
-    if not was_launched() or sys.platform != "linux":
+    if not Environment.read().was_launched or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     # A fork has another parent from its start.

@@ -18,6 +18,7 @@ import psutil
 from torch import distributed as dist
 
 from ..cpu_group import CpuGroup
+from ..environment import Environment
 from ..errors import HangError, RunError
 from ..failure import first_failure
 from ..records.run_card import ending, read_card, replace_card
@@ -59,7 +60,7 @@ class Watchdog:
         if self.group.size > 1:
             # A second connection, because the main thread may be blocked on the first. torch's stub lacks `clone`.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            launcher = (socket.gethostname(), os.environ.get("GROUP_RANK"), os.getppid())
+            launcher = (socket.gethostname(), Environment.read().machine_rank, os.getppid())
             for rank, (other, pid) in enumerate(self.group.all_gather((launcher, os.getpid()))):
                 if other == launcher and rank != self.group.rank:
                     with suppress(psutil.NoSuchProcess):  # in another namespace of process ids

@@ -1,7 +1,6 @@
 """Work on a data set that one process of each machine does, once: its result stays on disk for all later runs."""
 
 import hashlib
-import os
 import shutil
 import socket
 import sys
@@ -16,7 +15,7 @@ from filelock import FileLock
 from torch import distributed as dist
 from tqdm import tqdm
 
-from ..environment import print_once, rank
+from ..environment import Environment, print_once, rank
 from ..files import replace_folder
 
 _numbers = count()  # of the waits in this process; they are the same in all processes, as keys stay in the store
@@ -29,7 +28,7 @@ def first_process_first() -> Iterator[None]:
     The others wait for as long as it takes. A collective, as in Accelerate's `local_main_process_first`, would fail
     after the timeout of the process group.
     """
-    machine = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', 0)}"  # a host may have several launchers
+    machine = f"{socket.gethostname()}/{Environment.read().machine_rank}"  # a host may have several launchers
     key = f"data/{machine}/{next(_numbers)}"
     if PartialState().is_local_main_process:
         yield

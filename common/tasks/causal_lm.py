@@ -1,6 +1,5 @@
 """Causal language models of transformers: loading, losses and floating-point operations."""
 
-import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..environment import print_once
+from ..environment import Environment, print_once
 from ..errors import UsageError
 from .long_sequences import LongSequences
 from .pretrained import load, runnable
@@ -104,7 +103,7 @@ def check_attention(attention: str) -> None:
             f"--attention {FLASH} needs flash-attn: type pip install flash-attn, or --attention sdpa, which has flash "
             "kernels, too"
         )
-    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
+    if Environment.read().mixed_precision == "no":
         raise UsageError(
             f"--attention {FLASH} computes in 16 bits: type --mixed_precision bf16 after accelerate launch"
         )

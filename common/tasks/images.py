@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from ..data.sets import Batch, InMemoryDataset
-from ..environment import local_world_size
+from ..environment import Environment
 from ..errors import UsageError
 from .embedded import sklearn_file
 from .labelled_images import load_image_splits
@@ -163,7 +163,8 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
     """Loads images of one size: a dataset of the Hub, a folder in the same layout, or one of classes."""
     parts = load_image_splits(data, ADVICE, max_samples)
     num_images, classes = sum(len(part.labels) for part in parts), parts[0].classes
-    size = numpy.asarray(parts[0].images[0]).size * num_images * local_world_size()  # each process holds all images
+    local_world_size = Environment.read().local_world_size  # each process holds all images
+    size = numpy.asarray(parts[0].images[0]).size * num_images * local_world_size
     if size > psutil.virtual_memory().available // 2:
         raise UsageError(
             f"--data {data}: its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes): "

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +16,8 @@ from ..data.sets import Batch, CollateFn, Examples, ForwardStep, MapDataset, che
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
-from ..parallel.strategies import check_trainable, layout_of, prepare
+from ..launch.observed import ObservedAccelerator
+from ..parallel.strategies import check_trainable, prepare
 from ..plan import Plan
 from ..step.guards import check_same_start, freeze_what_is_not_trained
 from ..step.setup import Setup
@@ -224,7 +224,7 @@ def preference_loss(ratios: Tensor, counts: Tensor, kind: str, beta: float) -> T
 
 
 def add_reference(
-    accelerator: Accelerator,
+    accelerator: ObservedAccelerator,
     model: Any,
     build: Callable[[], nn.Module],
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
@@ -257,7 +257,7 @@ def add_reference(
     if any(isinstance(pair_set.rows, list) for pair_set in sets):  # embedded
         found = compute()
     else:
-        adapter, precision = getattr(model, "peft_adapter", None), layout_of(config).precision
+        adapter, precision = getattr(model, "peft_adapter", None), accelerator.layout.precision
         weights = adapter.base_digest if adapter else digest_of_weights(model)
         pairs = [pair_set.rows._fingerprint for pair_set in sets]
         folder = cache_folder("reference", VERSION, weights, model.config.to_json_string(), pairs, precision)
@@ -277,7 +277,7 @@ def _reference_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _values_of(
-    accelerator: Accelerator,
+    accelerator: ObservedAccelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     forward_step: ForwardStep,
@@ -297,7 +297,7 @@ def _values_of(
         UsageError: like `fit`.
     """
     train_set, sets = check_datasets(next(iter(datasets.values())), datasets, collate_fn)
-    plan = Plan.of(config, layout_of(config), len(train_set))
+    plan = Plan.of(config, accelerator.layout, len(train_set))
     check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
     setup = Setup(accelerator, model, optimizer, forward_step, plan)
     check_trainable(setup)

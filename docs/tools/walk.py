@@ -47,12 +47,12 @@ class Stop:
 def walked() -> list[Stop]:
     """The functions of `common/` that one step calls, in order, with a process of its own."""
     import torch
-    from accelerate import Accelerator
     from torch import nn
     from torch.utils.data import Subset
 
     from accelerate_recipes.common import loop
     from accelerate_recipes.common.config import RunConfig
+    from accelerate_recipes.common.launch.start import start
     from accelerate_recipes.common.tasks.images import ImageDataset
 
     found: dict[CodeType, FunctionType | None] = {}
@@ -74,7 +74,7 @@ def walked() -> list[Stop]:
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
             config = RunConfig(batch_size=32, max_steps=9, log_every=100, eval_every=100, output_dir=Path(folder))
             optimizer = torch.optim.AdamW(model.parameters())
-            loop.fit(Accelerator(cpu=True), model, optimizer, _forward_step, data, Subset(data, [0]), config)
+            loop.fit(start(config), model, optimizer, _forward_step, data, Subset(data, [0]), config)
     finally:
         sys.setprofile(None)
         loop.Watch = original  # type: ignore[misc]

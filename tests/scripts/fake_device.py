@@ -32,7 +32,7 @@ from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.data.batches import batches, resident
 from accelerate_recipes.common.data.sets import check_datasets
 from accelerate_recipes.common.evaluation import evaluate_set
-from accelerate_recipes.common.parallel.strategies import layout_of, prepare
+from accelerate_recipes.common.parallel.strategies import prepare
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.stopping.watch import _Pending
@@ -164,7 +164,7 @@ def measure(fault: str, accelerator: Any, model: Any, optimizer: Any, step: Any,
         return values | {"loss": values["loss"] + terms[fault]()} if fault else values
 
     train_set, eval_sets = check_datasets(rest[0], rest[1], more.get("collate_fn"))
-    plan = Plan.of(rest[2], layout_of(rest[2]), len(train_set), None, None)
+    plan = Plan.of(rest[2], accelerator.layout, len(train_set), None, None)
     samples = list(islice(plan.micro_batches(0), NUM_STEPS))
     mode, waits, device = FakeTensorMode(allow_non_fake_inputs=True), Waits(), accelerator.device
     if accelerator.scaler is not None:  # Accelerate takes an unknown device for CUDA

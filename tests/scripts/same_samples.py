@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.evaluation import evaluate_set
-from accelerate_recipes.common.parallel.strategies import layout_of, prepare
+from accelerate_recipes.common.parallel.strategies import prepare
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
 
@@ -50,7 +50,7 @@ def main(config: Config) -> None:
     rank = accelerator.process_index
     (Path(config.output_dir) / f"train_ids_{rank}.txt").write_text(" ".join(map(str, train_set.fetched)))
 
-    plan = Plan.of(config, layout_of(config), 50)
+    plan = Plan.of(config, accelerator.layout, 50)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)
     engine = prepare(Setup(accelerator, model, optimizer, forward_step, plan))

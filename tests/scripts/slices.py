@@ -16,7 +16,6 @@ from torch import nn
 
 from accelerate_recipes import RunConfig, UsageError, run, start
 from accelerate_recipes.common.parallel.sequence import SequenceGroup, divider_of
-from accelerate_recipes.common.parallel.strategies import layout_of
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, checkpoint_activations, with_losses
 
 VOCABULARY, CONTEXT = 64, 24
@@ -130,7 +129,7 @@ class Config(RunConfig):
 
 def main(config: Config) -> None:
     accelerator = start(config)
-    group, results = SequenceGroup(layout_of(config), accelerator.device), {}
+    group, results = SequenceGroup(accelerator.layout, accelerator.device), {}
     for case, (build, options, length) in CASES.items():
         try:
             results[case] = compared(build, options, length, group)

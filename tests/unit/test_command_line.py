@@ -9,6 +9,7 @@ import pytest
 
 from accelerate_recipes.common.command_line import GROUPS, parse
 from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.environment import Environment
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.launch.checks import check_num_gpus
 from accelerate_recipes.common.records.run_card import git_commit, git_diff
@@ -95,11 +96,11 @@ def test_help_is_divided_and_shows_each_default(capsys: pytest.CaptureFixture) -
 
 
 def test_more_processes_than_gpus() -> None:
-    check_num_gpus(num_processes=2, num_gpus=8)
+    check_num_gpus(Environment(local_world_size=2), num_gpus=8)
     with pytest.raises(UsageError, match="2 processes but 1 GPU on this machine: type --num_processes 1"):
-        check_num_gpus(num_processes=2, num_gpus=1)
+        check_num_gpus(Environment(local_world_size=2), num_gpus=1)
     with pytest.raises(UsageError, match="4 processes but 2 GPUs on this machine: type --num_processes 2"):
-        check_num_gpus(num_processes=4, num_gpus=2)
+        check_num_gpus(Environment(local_world_size=4), num_gpus=2)
 
 
 def test_default_that_is_no_choice_is_refused_before_training() -> None:

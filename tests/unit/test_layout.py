@@ -49,6 +49,24 @@ def test_loop_names_no_parallelism() -> None:
     assert not re.search(r"\b(ddp|fsdp|deepspeed|zero_?[123]|tensor.parallel|pipeline)", text)
 
 
+def test_the_launcher_s_variables_are_read_in_one_module() -> None:
+    names = "RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|TORCHELASTIC_|ACCELERATE_|FSDP_|PARALLELISM_CONFIG_"
+    reads = re.compile(rf"(environ|settings)(\.get)?[\[(]f?\W({names})|(environ\.(items|copy))|dict\(os\.environ\)")
+    found = {
+        path.relative_to(ROOT / "common").as_posix()
+        for path in (ROOT / "common").rglob("*.py")
+        if reads.search(path.read_text())
+    }
+    # A strategy reads its own settings; others write what Accelerate reads, and set it back.
+    assert found == {
+        "environment.py",
+        "parallel/deepspeed.py",
+        "parallel/fsdp2.py",
+        "parallel/strategy.py",
+        "launch/start.py",
+    }
+
+
 def test_recipes_stay_short_and_never_ask_where_they_run() -> None:
     for path in (ROOT / "recipes").glob("*.py"):
         text = path.read_text()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.environment import Environment
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.parallel.strategies import layout_of
@@ -58,8 +59,7 @@ def test_the_nearest_sizes_are_named(sizes: dict[str, int], advice: str) -> None
 
 
 @pytest.mark.parametrize(("stage", "text"), [("2", "DeepSpeed ZeRO-2"), ("3", "DeepSpeed ZeRO-3 with CPU offload")])
-def test_only_stage_3_offloads_weights(monkeypatch: pytest.MonkeyPatch, stage: str, text: str) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")
-    assert str(layout_of(RunConfig())) == text
+def test_only_stage_3_offloads_weights(stage: str, text: str) -> None:
+    settings = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}
+    settings["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] = "cpu"
+    assert str(layout_of(Environment(settings=settings), RunConfig())) == text

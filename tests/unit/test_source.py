@@ -11,6 +11,7 @@ import pytest
 from accelerate_recipes import __version__
 from accelerate_recipes.common.checkpoint import source
 from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.environment import Environment
 from accelerate_recipes.common.launch.machines import _facts
 from support.runs import ROOT
 
@@ -39,8 +40,7 @@ def test_the_archive_has_recipe_loop_config_and_command(tmp_path: Path, monkeypa
         *("accelerate_recipes/__init__.py", *ours),
     }
     assert archive.read("version.txt").decode() == f"accelerate-recipes {__version__}+local\n"
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    facts = _facts(RunConfig())  # which machines compare: the same files
+    environment = Environment(main_address="127.0.0.1", main_port="29500")
+    facts = _facts(environment, RunConfig())  # which machines compare: the same files
     assert facts["files"].keys() == {name for name in archive.namelist() if name.endswith(".py")}
     assert facts["versions"]["accelerate-recipes"] == f"{__version__}+local"

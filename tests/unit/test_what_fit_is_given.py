@@ -146,6 +146,13 @@ def test_what_is_no_model_or_wrapped(model: Any, expected: str) -> None:
     assert expected in refusal(check_given, model, torch.optim.SGD([WEIGHT], 0.1))
 
 
+def test_an_accelerator_that_start_did_not_make() -> None:
+    from accelerate import Accelerator
+
+    model, given = nn.Linear(2, 2), {"accelerator": Accelerator(cpu=True)}
+    assert "type accelerator = start(config)" in refusal(check_given, model, sgd(model), given)
+
+
 def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
     model, step = nn.Linear(2, 2), lambda model, batch: {"loss": model(batch["x"])[:, 0]}
