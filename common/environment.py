@@ -69,7 +69,7 @@ def mesh_size(name: str) -> int:
         return 1
     text = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
     if not text.isdecimal() or int(text) == 0:
-        raise UsageError(f"parallelism_config_{name}_size is {text}: type a whole number above 0 in the config file")
+        raise UsageError(f"parallelism_config_{name}_size is {text}", "type a whole number above 0 in the config file")
     return int(text)
 
 
@@ -130,10 +130,12 @@ def check_compiler(who: str, compiler: str) -> None:
     """Raises UsageError if there is no such compiler, or no header of Python for it."""
     if shutil.which(compiler) is None:
         raise UsageError(
-            f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++): no {compiler} found"
+            f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++)",
+            f"no {compiler} found",
         )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         raise UsageError(
-            f"{who} compiles on first use and needs Python's headers (Debian: apt-get install python3-dev): no {header}"
+            f"{who} compiles on first use and needs Python's headers (Debian: apt-get install python3-dev)",
+            f"no {header}",
         )

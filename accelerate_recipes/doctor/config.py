@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.catalog import mapping_in
-from accelerate_recipes.doctor.finding import Edit
+from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.machine import Machine
 
 DISTRIBUTED_TYPES = (

@@ -19,9 +19,10 @@ from accelerate.utils import DistributedType
 from accelerate_recipes import catalog
 from accelerate_recipes.common import environment
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.doctor import check, cure, rules
+from accelerate_recipes.doctor import check, of_config, rules
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import findings
+from accelerate_recipes.doctor.launched import refusal_of
 from accelerate_recipes.doctor.machine import Machine, look
 from accelerate_recipes.doctor.rules import keys, launching
 from support.config_files import (
@@ -35,6 +36,7 @@ from support.config_files import (
     ask_here,
     expected,
     facts_of,
+    lines_of,
     name_of,
 )
 from support.runs import ROOT
@@ -71,7 +73,7 @@ def test_bad_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_typical_config(path: Path) -> None:
     ClusterConfig.from_yaml_file(path)  # what `accelerate config` writes, Accelerate reads
     found = findings(rules.CONFIG, read(path, SERVER))
-    refused = ask_here(read(path, SERVER))["lines"] if read(path, SERVER).is_for_the_loop else []
+    refused = lines_of(ask_here(read(path, SERVER))) if read(path, SERVER).is_for_the_loop else []
     assert [*(finding.what for finding in found), *refused] == expected(path)
 
 
@@ -107,13 +109,20 @@ def test_keys_are_those_of_accelerate() -> None:
 
 @pytest.mark.parametrize("path", REFUSED, ids=name_of)
 def test_what_the_loop_refuses_is_found(path: Path) -> None:
-    assert ask_here(read(path, LAPTOP))["lines"] == expected(path) != []
+    assert lines_of(ask_here(read(path, LAPTOP))) == expected(path) != []
+
+
+def test_a_value_that_nothing_can_read_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {gradient_clipping: much}\n")
+    (found,) = of_config(read(path, SERVER))
+    assert found.what.endswith("ValueError: could not convert string to float: 'much'")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
 def test_nothing_refuses_a_shipped_config(path: Path) -> None:
     answer = ask_here(read(path, LAPTOP))
-    assert not answer["lines"] and not answer["of_the_launcher"]
+    assert not answer["refusals"] and not answer["of_the_launcher"]
 
 
 # Without those that need another machine, which have two documents, and without mpirun, which sets further variables.
@@ -212,7 +221,7 @@ def test_what_is_no_config_is_a_mistake(tmp_path: Path, text: str | None) -> Non
     ],
 )
 def test_cure_of_what_the_launcher_refuses(line: str, typed: str) -> None:
-    assert cure.of_the_launcher(line).type.startswith(typed)
+    assert refusal_of(line).type.startswith(typed)
 
 
 @pytest.mark.parametrize(

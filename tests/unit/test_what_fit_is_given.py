@@ -32,6 +32,7 @@ from accelerate_recipes.common.step.checks import check_dense_gradients, check_g
 from accelerate_recipes.common.step.engine import step_if_finite
 from accelerate_recipes.common.step.guards import check_metrics
 from accelerate_recipes.doctor import asked
+from support.config_files import lines_of
 from support.runs import ROOT
 
 WEIGHT = nn.Parameter(torch.zeros(3))
@@ -149,9 +150,9 @@ def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
     model = nn.Linear(2, 2)
     for optimizer, dataset in (([sgd(model)], ROWS), (sgd(model), DataLoader(ROWS))):
-        lines = asked.refusals(None, model, optimizer, None, dataset, ROWS, RunConfig())["lines"]
+        answer = asked.refusals(None, model, optimizer, None, dataset, ROWS, RunConfig())
         of_run = refusal(lambda: (check_given(model, optimizer), checked_datasets(dataset, ROWS, None)))  # noqa: B023
-        assert lines == [of_run]
+        assert lines_of(answer) == [of_run]
 
 
 def test_what_torch_compiles_has_the_name_that_is_looked_for() -> None:

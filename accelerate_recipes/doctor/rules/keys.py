@@ -8,8 +8,9 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.config import DISTRIBUTED_TYPES, ONE_PROCESS, PREFIXES, Config, is_true
-from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml, words
+from accelerate_recipes.doctor.finding import Finding, as_yaml, words
 
 OF_TPUS = {
     *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env"),

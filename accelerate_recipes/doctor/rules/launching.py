@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.config import DISTRIBUTED_TYPES, Config, is_count
-from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml
+from accelerate_recipes.doctor.finding import Finding, as_yaml
 from accelerate_recipes.doctor.rules.keys import READERS
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
