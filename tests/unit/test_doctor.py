@@ -14,7 +14,6 @@ import pytest
 import torch
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.utils import DistributedType
 
 from accelerate_recipes import catalog
 from accelerate_recipes.common import environment
@@ -84,27 +83,23 @@ def test_shipped_configs_are_clean(path: Path, where: Machine) -> None:
     assert not findings(rules.CONFIG, read(path, where))
 
 
-def test_keys_are_those_of_accelerate() -> None:
+def test_keys_of_another_accelerate() -> None:
+    """What the rules say of a key holds for the groups of flags and the defaults of this version."""
     parser = launch.launch_command_parser()
-    flags = {action.dest: action.default for action in parser._actions}
     groups = {group.title: {action.dest for action in group._group_actions} for group in parser._action_groups}
-    sections = {
-        "deepspeed_config": groups["DeepSpeed Arguments"],
-        "fsdp_config": groups["FSDP Arguments"] | {"fsdp_ignored_modules"},  # it has no flag
-        "parallelism_config": groups["ParallelismConfig Arguments"],
-        "megatron_lm_config": groups["Megatron-LM Arguments"],
-        "dynamo_config": {name for name in flags if name.startswith("dynamo_")},
-        "fp8_config": groups["FP8 Arguments"],
-        "mpirun_config": groups["MPI Arguments"],
-    }
-    assert sections == keys.SECTIONS
-    assert set(ClusterConfig.__dataclass_fields__) | {"fp16", "dynamo_backend"} == keys.TOP
-    assert set(launching.DISTRIBUTED_TYPES) == set(DistributedType.__members__)
-    # Accelerate takes a value from the file only if the flag's default is None. TPUs alone have the other keys; the
-    # rendezvous is the same with and without same_network.
-    never_read = {name for name in ClusterConfig.__dataclass_fields__ if flags.get(name) is not None}
-    assert never_read - keys.OF_TPUS - {"same_network"} == set(keys.OF_THE_COMMAND_LINE)
-    assert {name: flags[name] for name in keys.OF_THE_COMMAND_LINE} == keys.OF_THE_COMMAND_LINE
+    titles = {"deepspeed": "DeepSpeed", "fsdp": "FSDP", "parallelism": "ParallelismConfig", "fp8": "FP8"}
+    titles |= {"megatron_lm": "Megatron-LM", "mpirun": "MPI"}
+    of_flags = {f"{name}_config": groups[f"{title} Arguments"] for name, title in titles.items()}
+    of_flags["fsdp_config"].add("fsdp_ignored_modules")  # it has no flag
+    sections = dict(keys.known().sections)
+    assert "dynamo_mode" in sections.pop("dynamo_config")
+    assert sections == of_flags
+    assert set(ClusterConfig.__dataclass_fields__) <= keys.known().top
+    # Accelerate takes a value from the file only if the flag's default is None.
+    never_read = {name: default for name, default in keys.known().flags.items() if default is not None}
+    assert never_read == {"rdzv_backend": "static", "same_network": False, "enable_cpu_affinity": False}
+    assert {"use_cpu", "mixed_precision", "num_processes"} < keys.known().flags.keys()
+    assert not {"downcast_bf16", "commands", "distributed_type", "fsdp_config"} & keys.known().flags.keys()
 
 
 @pytest.mark.parametrize("path", REFUSED, ids=name_of)
