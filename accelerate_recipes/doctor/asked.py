@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.common.errors import UsageError, first_line
 from accelerate_recipes.doctor.config import Config
-from accelerate_recipes.doctor.launched import kept_variables, launched, remove_variables
+from accelerate_recipes.doctor.launched import launched, remove_variables
 
 
 class Answer(TypedDict):
@@ -45,13 +45,17 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     """
     if script is not None:
         return at_fit(script, flags, f"{__name__}:refusals", question(config))
-    with kept_variables(), contextlib.redirect_stderr(io.StringIO()):  # the launcher says which defaults it takes
-        os.environ |= question(config)
-        try:
+    before = dict(os.environ)
+    os.environ |= question(config)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the launcher says which defaults it takes
             return refusals()
-        except Exception as error:  # a word in place of a number, for example
-            line = f"{type(error).__name__}: {first_line(error)}"
-            raise UsageError(f"the loop does not get to its call of fit: {line}") from None
+    except Exception as error:  # a word in place of a number, for example
+        line = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(f"the loop does not get to its call of fit: {line}") from None
+    finally:
+        os.environ.clear()
+        os.environ |= before
 
 
 def question(config: Config) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate_recipes.doctor.finding import Finding
@@ -43,17 +42,6 @@ def remove_variables() -> None:
     """Removes the variables of a launcher around this process, which a run must not inherit."""
     for name in filter(_INHERITED.match, list(os.environ)):
         del os.environ[name]
-
-
-@contextmanager
-def kept_variables() -> Iterator[None]:
-    """This process has its variables again after the `with` block."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= before
 
 
 def refusal_of(line: str) -> Finding:
