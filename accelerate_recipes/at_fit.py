@@ -1,8 +1,8 @@
 """Runs a recipe up to its call of `fit`, in a process of its own, and asks a function about the arguments."""
 
 import importlib
-import json
 import os
+import pickle
 import re
 import runpy
 import subprocess
@@ -22,7 +22,7 @@ OLD_IMPORT = re.compile(r"^\s*(?:from|import) common\b", re.MULTILINE)
 
 
 def at_fit(
-    script: Path | None,
+    script: Path,
     flags: Sequence[str],
     function: str,
     variables: dict[str, str] | None = None,
@@ -33,9 +33,9 @@ def at_fit(
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
 
     Args:
-        script: the recipe; with None, the function is called without arguments.
+        script: the recipe.
         flags: its flags.
-        function: "module:name" of a function that takes the arguments of `fit` and returns what JSON can hold.
+        function: "module:name" of a function that takes the arguments of `fit` and returns what pickle can send.
         variables: of its environment.
         on_meta: build models without memory: their weights have no values.
 
@@ -43,17 +43,17 @@ def at_fit(
         UsageError: the recipe ended before it called `fit`; the message is the last line that it printed. Or it imports
             a loop of its own, which this package cannot ask.
     """
-    if script is not None and OLD_IMPORT.search(script.read_text(encoding="utf-8", errors="replace")):
+    if OLD_IMPORT.search(script.read_text(encoding="utf-8", errors="replace")):
         raise UsageError(
             f"{script} imports the loop of an earlier version, common: import from accelerate_recipes instead, and "
             "from accelerate_recipes.common for common"
         )
     with TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
+        result = Path(folder) / "result"
         # Not with -m, which looks for the package in the present folder first.
         start = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from {__name__} import main; main()"
         command = [sys.executable, "-P", "-c", start, function, "meta" * on_meta, str(result)]
-        command += [str(script or ""), *flags, "--output_dir", str(Path(folder) / "run")]
+        command += [str(script), *flags, "--output_dir", str(Path(folder) / "run")]
         run = subprocess.run(
             command,
             env=environment() | (variables or {}),
@@ -63,8 +63,8 @@ def at_fit(
         )
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
-            raise UsageError(f"{script or 'the loop'} does not get to its call of fit: {lines[-1]}")
-        return json.loads(result.read_text(encoding="utf-8"))
+            raise UsageError(f"{script} does not get to its call of fit: {lines[-1]}")
+        return pickle.loads(result.read_bytes())
 
 
 def environment() -> dict[str, str]:
@@ -79,10 +79,8 @@ def main() -> None:
 
     def ask(*arguments: Any, **options: Any) -> None:
         answer = getattr(importlib.import_module(module), name)(*arguments, **options)
-        Path(result).write_text(json.dumps(answer), encoding="utf-8")
+        Path(result).write_bytes(pickle.dumps(answer))
 
-    if not script:
-        return ask()
     import accelerate_recipes.common.launch.start as launch
     import accelerate_recipes.common.step.checks as checks
 

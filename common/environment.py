@@ -177,10 +177,12 @@ def check_compiler(who: str, variable: str, default: str) -> None:
     compiler = os.environ.get(variable, default)
     if shutil.which(compiler) is None:
         raise UsageError(
-            f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++): no {compiler} found"
+            f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++)",
+            f"no {compiler} found",
         )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         raise UsageError(
-            f"{who} compiles on first use and needs Python's headers (Debian: apt-get install python3-dev): no {header}"
+            f"{who} compiles on first use and needs Python's headers (Debian: apt-get install python3-dev)",
+            f"no {header}",
         )

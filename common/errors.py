@@ -2,9 +2,11 @@
 
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .package import is_own
 
@@ -19,11 +21,49 @@ class RunError(Exception):
     label = "stopped"  # first word of the printed line
 
 
+@dataclass(frozen=True)
+class Edit:
+    """A change of a config file of Accelerate.
+
+    Attributes:
+        key: as Accelerate calls it; in a section, the file may leave out the prefix.
+        value: the new value; None removes the key, if the file has it.
+        section: with the key; empty at the top of the file.
+    """
+
+    key: str
+    value: Any = None
+    section: str = ""
+
+
+@dataclass(eq=False, repr=False)
 class UsageError(RunError):
-    """A mistake of the user. The message says what was given, what was expected and what to type instead."""
+    """A mistake of the user. Its line is `what: instead`, with what comes beside that; each place that has not been
+    divided gives the whole line as `what`.
+
+    Attributes:
+        what: what is wrong: what was given and what was expected.
+        instead: what to type or to do instead.
+        edits: the same as changes of the config file, where the user need not decide: `doctor --fix` makes them.
+        beside: what else to do, or in place of it: "or ...", "and ...", "as in ..." or another sentence.
+    """
+
+    what: str
+    instead: str = ""
+    edits: Sequence[Edit] = ()
+    beside: str = ""
 
     exit_code = 2
     label = "error"
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.what, joined(self.instead, self.beside))))
+
+
+def joined(advice: str, beside: str) -> str:
+    """An advice, and what comes beside it."""
+    separator = ", " if beside.startswith(("or ", "and ", "then ", "as in ")) else "; "
+    return separator.join(filter(None, (advice, beside)))
 
 
 class NonFiniteError(RunError):

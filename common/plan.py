@@ -33,8 +33,8 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
     data_parallel_size, num_stages = layout.data_parallel_size, layout.pp
     if batch_size % data_parallel_size:
         raise UsageError(
-            f"--batch_size {batch_size} is not divisible by {data_parallel_size} data-parallel ranks: "
-            f"type --batch_size {_nearest_multiples(batch_size, data_parallel_size)}"
+            f"--batch_size {batch_size} is not divisible by {data_parallel_size} data-parallel ranks",
+            f"type --batch_size {_nearest_multiples(batch_size, data_parallel_size)}",
         )
     own_samples = batch_size // data_parallel_size
     if micro_batch_size is None:
@@ -46,13 +46,14 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
         choices = " or ".join(str(size) for size in (below, above) if size is not None)
         raise UsageError(
             f"--micro_batch_size {micro_batch_size} does not divide the {own_samples} samples per process of "
-            f"--batch_size {batch_size} ({data_parallel_size} data-parallel ranks): type --micro_batch_size {choices}"
+            f"--batch_size {batch_size} ({data_parallel_size} data-parallel ranks)",
+            f"type --micro_batch_size {choices}",
         )
     accumulation = own_samples // micro_batch_size
     if accumulation < num_stages:
         raise UsageError(
-            f"{accumulation} micro-batches per step are too few to keep --pipeline_stages {num_stages} busy: "
-            f"type --micro_batch_size {max(1, own_samples // num_stages)} or a larger --batch_size"
+            f"{accumulation} micro-batches per step are too few to keep --pipeline_stages {num_stages} busy",
+            f"type --micro_batch_size {max(1, own_samples // num_stages)} or a larger --batch_size",
         )
     return micro_batch_size, accumulation
 
@@ -118,7 +119,7 @@ class Plan:
         if steps_per_epoch == 0:
             smaller = length // layout.data_parallel_size * layout.data_parallel_size
             advice = f"type --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
-            raise UsageError(f"{length} training samples are fewer than --batch_size {config.batch_size}: {advice}")
+            raise UsageError(f"{length} training samples are fewer than --batch_size {config.batch_size}", advice)
         return cls(
             config=config,
             layout=layout,
@@ -138,8 +139,9 @@ class Plan:
         order = _order(self.sampler, self.config.seed, epoch, self.num_samples)
         if len(order) // self.config.batch_size != self.steps_per_epoch:
             raise UsageError(
-                f"the sampler returns {len(order)} ids in epoch {epoch}, which are not {self.steps_per_epoch} steps of "
-                "--batch_size as in epoch 0: return the same number in each epoch"
+                f"the sampler returns {len(order)} ids in epoch {epoch}, which are not {self.steps_per_epoch} steps "
+                "of --batch_size as in epoch 0",
+                "return the same number in each epoch",
             )
         return order
 
@@ -229,8 +231,8 @@ def _length(sampler: Sampler, seed: int, num_samples: int) -> int:
     order, again = (_order(sampler, seed, 0, num_samples) for _ in range(2))
     if not torch.equal(order, again):
         raise UsageError(
-            "the sampler returns another order when it is called again for the same epoch: draw from the generator "
-            "that it is given, so that all processes and a resumed run take the same samples"
+            "the sampler returns another order when it is called again for the same epoch",
+            "draw from the generator that it is given, so that all processes and a resumed run take the same samples",
         )
     return len(order)
 
@@ -242,9 +244,9 @@ def _order(sampler: Sampler, seed: int, epoch: int, num_samples: int) -> torch.T
     order = torch.as_tensor(sampler(epoch, _generator(seed, epoch)))
     if order.ndim != 1 or order.is_floating_point() or order.dtype == torch.bool:
         kind = f"shape {tuple(order.shape)} of {order.dtype}"
-        raise UsageError(f"the sampler returns {kind}: expected a list of sample ids")
+        raise UsageError(f"the sampler returns {kind}", "expected a list of sample ids")
     if len(order) and not 0 <= int(order.min()) <= int(order.max()) < num_samples:
         raise UsageError(
-            f"the sampler returns ids from {int(order.min())} to {int(order.max())}: expected 0 to {num_samples - 1}"
+            f"the sampler returns ids from {int(order.min())} to {int(order.max())}", f"expected 0 to {num_samples - 1}"
         )
     return order.long()

@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from accelerate_recipes.catalog import find_config, find_recipe
-from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.errors import UsageError, joined
 from accelerate_recipes.console import print_json, print_table
-from accelerate_recipes.doctor import cure, machine, rules
+from accelerate_recipes.doctor import machine, rules
 from accelerate_recipes.doctor.asked import Answer, ask
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import Finding, findings, words
 from accelerate_recipes.doctor.fix import fix, path_of_copy, write
+from accelerate_recipes.doctor.launched import refusal_of
 from accelerate_recipes.paths import check_file, check_new_file, is_path, text_of
 
 
@@ -91,10 +92,17 @@ def of_config(
         why = "doctor runs a recipe up to this call to look at its model and data; a run would end there, too"
         yield Finding(str(error), why, f"{command}, to see all of its output")
         return
-    yield from (cure.of_the_loop(line, config) for line in answer["lines"])
+    yield from (_of_the_loop(error, config) for error in answer["refusals"])
     if not found:  # most files that the launcher refuses have a finding that says more
-        yield from map(cure.of_the_launcher, answer["of_the_launcher"])
+        yield from map(refusal_of, answer["of_the_launcher"])
     yield from findings(rules.RECIPE, config, answer["facts"])
+
+
+def _of_the_loop(error: UsageError, config: Config) -> Finding:
+    """A refusal of the loop as a finding, without edits that remove what the file lacks."""
+    edits = [edit for edit in error.edits if edit.value is not None or edit.key in config.section(edit.section)]
+    by_hand = error.beside if edits else joined(error.instead, error.beside).removeprefix("type ")
+    return Finding(error.what, "a run ends with this line", *edits, by_hand or "what the line says" * (not edits))
 
 
 def _print_json(found: list[Finding], made: list[Finding], copy: Path | None) -> None:

@@ -1,8 +1,10 @@
 """What a run would refuse: the loop's own checks, asked under the variables that `accelerate launch` would set.
 
-`refusals` runs in the process of a recipe; without a recipe, in one of its own.
+`refusals` runs in the process of a recipe; without a recipe, in this one.
 """
 
+import contextlib
+import io
 import json
 import os
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from accelerate_recipes.at_fit import QUESTION, at_fit
+from accelerate_recipes.common.errors import UsageError, first_line
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.launched import launched, remove_variables
 
@@ -19,12 +22,12 @@ class Answer(TypedDict):
     """What a run would refuse.
 
     Attributes:
-        lines: with which the loop would end.
-        of_the_launcher: those of `accelerate launch`.
+        refusals: of the loop.
+        of_the_launcher: the lines of those of `accelerate launch`.
         facts: of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
     """
 
-    lines: list[str]
+    refusals: list[UsageError]
     of_the_launcher: list[str]
     facts: dict[str, int]
 
@@ -38,9 +41,21 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
         flags: of the recipe.
 
     Raises:
-        UsageError: the recipe ended before it called `fit`.
+        UsageError: the recipe ended before it called `fit`, or nothing can read a value of the file.
     """
-    return at_fit(script, flags, f"{__name__}:refusals", question(config))
+    if script is not None:
+        return at_fit(script, flags, f"{__name__}:refusals", question(config))
+    before = dict(os.environ)
+    os.environ |= question(config)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the launcher says which defaults it takes
+            return refusals()
+    except Exception as error:  # a word in place of a number, for example
+        line = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(f"the loop does not get to its call of fit: {line}") from None
+    finally:
+        os.environ.clear()
+        os.environ |= before
 
 
 def question(config: Config) -> dict[str, str]:
@@ -60,7 +75,7 @@ def refusals(
     **options: Any,
 ) -> Answer:
     """What a run under the config would refuse. Takes the arguments of `fit`, or none."""
-    from accelerate_recipes import RunConfig, UsageError
+    from accelerate_recipes import RunConfig
     from accelerate_recipes.common.data.mixture import by_source
     from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.environment import Environment
@@ -71,42 +86,42 @@ def refusals(
 
     path, has_gpu, likely = json.loads(os.environ[QUESTION])
     flags = config or RunConfig()
-    lines: list[str] = []
+    found: list[UsageError] = []
     if config is not None:
         try:
             check_given(model, optimizer, {"forward_step": forward_step, "options": options})
             samples, _ = check_datasets(train_set, eval_set, options.get("collate_fn"))
             _give_sizes(accelerator, model, optimizer, forward_step, samples, config)
         except UsageError as error:  # what else is wrong cannot be asked
-            return {"lines": [str(error)], "of_the_launcher": [], "facts": {}}
+            return {"refusals": [error], "of_the_launcher": [], "facts": {}}
     facts = {} if config is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(train_set[0])}
     remove_variables()
     variables, refused = _launched(Path(path), likely)
     if variables is None:
-        return {"lines": [], "of_the_launcher": refused, "facts": facts}
+        return {"refusals": [], "of_the_launcher": refused, "facts": facts}
     os.environ.update(variables)
     try:
         layout = replace(layout_of(Environment.read(), flags), device="cuda" if has_gpu else "cpu")
         # This process runs on the CPU, so the doctor's own rules count the GPUs.
         for of_launch in launch_checks(layout):
             if of_launch is not check_device:
-                _note(lines, of_launch, layout, flags)
-        if not lines and config is not None:
+                _note(found, of_launch, layout, flags)
+        if not found and config is not None:
             _, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
             sampling = options.get("schedule"), sampler
             try:
                 plan = Plan.of(flags, layout, len(train_set), *sampling)
                 facts |= {"micro_batch_size": plan.micro_batch_size}
             except UsageError as error:  # what else is wrong shows with a batch that divides
-                lines.append(str(error))
+                found.append(error)
                 divides = {"batch_size": layout.data_parallel_size * layout.pp, "micro_batch_size": None}
                 plan = Plan.of(replace(flags, **divides), layout, len(train_set), *sampling)
             for of_model in model_checks(layout):
-                _note(lines, of_model, model, optimizer, plan)
-            _note(lines, check_batch_loss, options.get("batch_loss"), plan)
+                _note(found, of_model, model, optimizer, plan)
+            _note(found, check_batch_loss, options.get("batch_loss"), plan)
     except UsageError as error:
-        lines.append(str(error))
-    return {"lines": lines, "of_the_launcher": refused, "facts": facts}
+        found.append(error)
+    return {"refusals": found, "of_the_launcher": refused, "facts": facts}
 
 
 def _give_sizes(accelerator: Any, model: Any, optimizer: Any, forward_step: Any, samples: Any, config: Any) -> None:
@@ -132,13 +147,11 @@ def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, lis
     return None, refused[:1]
 
 
-def _note(lines: list[str], check: Any, *arguments: Any) -> None:
-    from accelerate_recipes import UsageError
-
+def _note(found: list[UsageError], check: Any, *arguments: Any) -> None:
     try:
         check(*arguments)
     except UsageError as error:
-        lines.append(str(error))
+        found.append(error)
 
 
 def _num_bytes(sample: Any) -> int:

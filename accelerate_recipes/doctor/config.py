@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.catalog import mapping_in
-from accelerate_recipes.doctor.finding import Edit
+from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.machine import Machine
 
-DISTRIBUTED_TYPES = (
-    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED"),
-    *("FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON"),
-)
 MOST = 10**6  # processes
 # Accelerate starts a single process for these, the processes of all other types through torchrun.
 ONE_PROCESS = ("NO", "MULTI_CPU")

@@ -1,28 +1,14 @@
 """What a rule reports, and how rules run."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import yaml
 
+from accelerate_recipes.common.errors import Edit, joined
+
 Rule = Callable[..., Iterator["Finding"]]
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A change of a config file.
-
-    Attributes:
-        key: as Accelerate calls it; in a section, the file may leave out the prefix.
-        value: the new value; None removes the key.
-        section: with the key; empty at the top of the file.
-    """
-
-    key: str
-    value: Any = None
-    section: str = ""
 
 
 class Finding:
@@ -44,8 +30,7 @@ class Finding:
     @property
     def type(self) -> str:
         """What to type instead: a command, or lines of the config file."""
-        separator = ", " if self.by_hand.startswith(("or ", "as in ")) else "; "
-        return separator.join(filter(None, ["; ".join(words(self.edits)), self.by_hand]))
+        return joined("; ".join(words(self.edits)), self.by_hand)
 
     def as_dict(self) -> dict[str, str]:
         return {"what": self.what, "why": self.why, "type": self.type}

@@ -1,9 +1,12 @@
-"""The variables that `accelerate launch` gives the processes under a config file, without starting any."""
+"""What `accelerate launch` makes of a config file, without starting a process: variables, or an error."""
 
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+
+from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.doctor.rules.launching import by_hand
 
 _INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MASTER_|WORLD_SIZE|RANK|LOCAL_|GROUP_")
 
@@ -39,3 +42,15 @@ def remove_variables() -> None:
     """Removes the variables of a launcher around this process, which a run must not inherit."""
     for name in filter(_INHERITED.match, list(os.environ)):
         del os.environ[name]
+
+
+def refusal_of(line: str) -> Finding:
+    """What the launcher refuses, and no rule."""
+    cure = "what the file lacks"
+    if variable := re.search(r"\$\{?\w+\}?", line):
+        cure = by_hand("machine_rank", variable[0])  # the only number that no rule reads
+    elif "`--gpu_ids`" in line:
+        cure = "gpu_ids: all; or distributed_type: 'NO' for one GPU"
+    elif flag := re.search(r"`--(\w+)`", line):
+        cure = f"{flag[1]}: with its value, in the file; or --{flag[1]} after accelerate launch"
+    return Finding("accelerate launch refuses the file", line, cure)

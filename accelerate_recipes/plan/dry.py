@@ -76,7 +76,7 @@ def _measure(
     config = replace(config, **question.flags)
     os.environ[QUESTION] = json.dumps([question.config, True, []])  # that of the doctor
     told = asked.refusals(accelerator, model, optimizer, forward_step, train_set, eval_set, config, **options)
-    if lines := [*told["lines"], *told["of_the_launcher"]]:
+    if lines := [*map(str, told["refusals"]), *told["of_the_launcher"]]:
         return NoPlan(refused=lines)
     check_steps = config.check_steps
     config = replace(config, pipeline_stages=question.stages, check_steps=0, compile=False)

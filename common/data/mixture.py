@@ -42,9 +42,9 @@ class Mixture(Dataset):
         self.ends = list(itertools.accumulate(self.sizes))
         for name, size in zip(self.names, self.sizes):
             if size == 0:
-                raise UsageError(f"{name} is empty: remove it from the mixture")
+                raise UsageError(f"{name} is empty", "remove it from the mixture")
             if OF in name or "/" in name:
-                raise UsageError(f"a source has the name {name}: leave out @ and /, which stand in names of metrics")
+                raise UsageError(f"a source has the name {name}", "leave out @ and /, which stand in names of metrics")
         if weights is not None:
             total = sum(weights.values())
             shares = [weights[name] / total for name in self.names]
@@ -53,8 +53,8 @@ class Mixture(Dataset):
             if 0 in self.counts:
                 name = self.names[self.counts.index(0)]
                 raise UsageError(
-                    f"{name} has a share of less than one sample in an epoch: type a larger weight for it, or "
-                    "--mixture_ends all"
+                    f"{name} has a share of less than one sample in an epoch",
+                    "type a larger weight for it, or --mixture_ends all",
                 )
 
     def __len__(self) -> int:
@@ -111,12 +111,12 @@ def by_source(
     if not isinstance(train_set, Mixture):
         return forward_step, sampler
     if not hasattr(train_set, "counts"):
-        raise UsageError("a Mixture for training needs weights: give it one for each source")
+        raise UsageError("a Mixture for training needs weights", "give it one for each source")
     for other in eval_set.values() if isinstance(eval_set, Mapping) else (eval_set,):
         if isinstance(other, Mixture) and other.names != train_set.names:
             raise UsageError(
-                f"the evaluation mixes {', '.join(other.names)}, the training {', '.join(train_set.names)}: give both "
-                "the same names in the same order"
+                f"the evaluation mixes {', '.join(other.names)}, the training {', '.join(train_set.names)}",
+                "give both the same names in the same order",
             )
     return train_set.add_source_metrics(forward_step), sampler or train_set.sampler
 

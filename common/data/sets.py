@@ -111,7 +111,7 @@ def check_datasets(
     """
     eval_sets = dict(eval_set) if isinstance(eval_set, Mapping) else {"": eval_set}
     if not eval_sets:
-        raise UsageError("no evaluation set: expected a dataset, or a dict of datasets")
+        raise UsageError("no evaluation set", "expected a dataset, or a dict of datasets")
     _check(train_set, "training set")
     for dataset in eval_sets.values():
         _check(dataset, "evaluation set")
@@ -124,28 +124,30 @@ def _check(dataset: Any, what: str) -> None:
     kind = "None" if dataset is None else type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise UsageError(
-            f"the {what} is a {kind}; fit makes batches itself, of --batch_size samples: give it the dataset in it, "
-            "and its collate_fn as collate_fn="
+            f"the {what} is a {kind}; fit makes batches itself, of --batch_size samples",
+            "give it the dataset in it, and its collate_fn as collate_fn=",
         )
     if isinstance(dataset, str | PathLike):
         raise UsageError(
-            f'the {what} is a path, {dataset}: give fit the samples there, for example by load_dataset("csv", '
-            'data_files=PATH, split="train").with_format("torch"), from datasets'
+            f"the {what} is a path, {dataset}",
+            'give fit the samples there, for example by load_dataset("csv", data_files=PATH, '
+            'split="train").with_format("torch"), from datasets',
         )
     if not isinstance(dataset, Dataset) and callable(getattr(dataset, "keys", None)):  # a dict, or a table
         names = ", ".join(map(str, islice(dataset.keys(), 3)))
         raise UsageError(
-            f"the {what} is a {kind} of {names}: expected one set, of which dataset[0] is the first sample, such as "
-            "dataset[NAME]; a table has one after datasets.Dataset.from_dict(...) or from_pandas(...)"
+            f"the {what} is a {kind} of {names}",
+            "expected one set, of which dataset[0] is the first sample, such as dataset[NAME]; a table has one after "
+            "datasets.Dataset.from_dict(...) or from_pandas(...)",
         )
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not is_map_style and not hasattr(dataset, "__iter__"):
-        raise UsageError(f"the {what} is {kind}: expected a dataset with len(dataset) and dataset[index], a dict")
+        raise UsageError(f"the {what} is {kind}", "expected a dataset with len(dataset) and dataset[index], a dict")
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise UsageError(
-            f"{kind} is not a map-style dataset: a run that resumes exactly needs len(dataset) and dataset[index]; "
-            "load it without streaming=True, or type convert_stream(dataset, FOLDER), from "
-            "accelerate_recipes.common.tasks.streams"
+            f"{kind} is not a map-style dataset",
+            "a run that resumes exactly needs len(dataset) and dataset[index]; load it without streaming=True, or "
+            "type convert_stream(dataset, FOLDER), from accelerate_recipes.common.tasks.streams",
         )
     if len(dataset) == 0:
-        raise UsageError(f"{kind} is empty: training and evaluation need samples")
+        raise UsageError(f"{kind} is empty", "training and evaluation need samples")

@@ -6,7 +6,7 @@ import torch
 
 from ..config import RunConfig
 from ..environment import Environment, check_compiler, launcher_was_given
-from ..errors import UsageError
+from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..parallel.strategies import strategies_of
 from ..parallel.strategy import LaunchCheck
@@ -20,15 +20,15 @@ def check_launcher(layout: Layout, config: RunConfig) -> None:
     launched = environment.local_rank is not None
     if not launched and layout.num_processes > 1:
         raise UsageError(
-            f"WORLD_SIZE is {layout.num_processes} but LOCAL_RANK is not set, so each process would train alone: "
-            "start with accelerate launch or torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {layout.num_processes} but LOCAL_RANK is not set, so each process would train alone",
+            "start with accelerate launch or torchrun, or unset WORLD_SIZE",
         )
     if not launched and environment.was_launched and environment.main_port and not launcher_was_given("MASTER_PORT"):
         # Accelerate's launcher sets MASTER_PORT only if the user asked for more than one process.
         raise UsageError(
-            "accelerate launch was asked for several processes but starts one under this config (its "
-            "distributed_type is NO or MULTI_CPU): type --config_file accelerate_configs/ddp.yaml, or "
-            "--num_processes 1"
+            "accelerate launch was asked for several processes but starts one under this config (its distributed_type "
+            "is NO or MULTI_CPU)",
+            "type --config_file accelerate_configs/ddp.yaml, or --num_processes 1",
         )
 
 
@@ -36,8 +36,8 @@ def check_device(layout: Layout, config: RunConfig) -> None:
     """An accelerator that these recipes do not know, or fewer GPUs than processes."""
     if layout.device not in SUPPORTED:
         raise UsageError(
-            f"this machine's accelerator is {layout.device}, but these recipes support {', '.join(SUPPORTED)}: put "
-            "ACCELERATE_USE_CPU=true before the command to rehearse on the CPU"
+            f"this machine's accelerator is {layout.device}, but these recipes support {', '.join(SUPPORTED)}",
+            "put ACCELERATE_USE_CPU=true before the command to rehearse on the CPU",
         )
     if layout.device != "cpu":
         check_num_gpus(layout.environment, torch.accelerator.device_count())
@@ -48,8 +48,8 @@ def check_num_gpus(environment: Environment, num_gpus: int) -> None:
     if num_gpus < environment.local_world_size:
         gpus, all_gpus = f"{num_gpus} GPU" + "s" * (num_gpus > 1), num_gpus * environment.num_machines
         raise UsageError(
-            f"{environment.local_world_size} processes but {gpus} on this machine: type --num_processes {all_gpus}, "
-            "or put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU"
+            f"{environment.local_world_size} processes but {gpus} on this machine",
+            f"type --num_processes {all_gpus}, or put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU",
         )
 
 
@@ -57,18 +57,22 @@ def check_flags_of_the_loop(layout: Layout, config: RunConfig) -> None:
     """What the command line of the recipe decides, in the config file."""
     dynamo, accumulation = layout.environment.dynamo_backend, layout.environment.gradient_accumulation
     if dynamo.lower() != "no":
-        raise UsageError(f"--dynamo_backend {dynamo}: remove it, and type --compile after the recipe")
+        edits = [Edit("dynamo_backend", section="dynamo_config"), Edit("dynamo_backend")]  # the latter in old files
+        raise UsageError(f"--dynamo_backend {dynamo}", "remove it", edits, "and type --compile after the recipe")
     if accumulation not in ("auto", "1"):
         raise UsageError(
-            f"gradient_accumulation_steps: {accumulation} in the config file: remove it; accumulation follows "
-            "from --batch_size and --micro_batch_size"
+            f"gradient_accumulation_steps: {accumulation} in the config file",
+            "remove it",
+            [Edit("gradient_accumulation_steps", section="deepspeed_config")],
+            "accumulation follows from --batch_size and --micro_batch_size",
         )
 
 
 def check_precision(layout: Layout, config: RunConfig) -> None:
     """A precision of which nothing is tested."""
     if layout.precision not in ("float32", "bf16", "fp16"):
-        raise UsageError(f"mixed_precision: {layout.precision} is not supported: type mixed_precision: bf16 there")
+        what = f"mixed_precision: {layout.precision} is not supported"
+        raise UsageError(what, "type mixed_precision: bf16 there", [Edit("mixed_precision", "bf16")])
 
 
 def check_mesh(layout: Layout, config: RunConfig) -> None:
@@ -79,29 +83,42 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
     sizes = {f"{name}_size": environment.mesh_size(name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
     if sizes["cp_size"] > 1:
         raise UsageError(
-            f"parallelism_config: cp_size: {sizes['cp_size']}: these recipes divide sequences in another way: type "
-            "sp_size instead, as in accelerate_configs/sequence_parallel.yaml"
+            f"parallelism_config: cp_size: {sizes['cp_size']}: these recipes divide sequences in another way",
+            "type sp_size instead",
+            _other_size("sp_size", "cp_size", sizes),
+            "as in accelerate_configs/sequence_parallel.yaml",
         )
     by_fsdp = environment.uses("fsdp")
     if layout.tp == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
         raise UsageError(
-            "parallelism_config has a dp_shard_size: type distributed_type: FSDP in the config file, as in "
-            "accelerate_configs/hsdp.yaml"
+            "parallelism_config has a dp_shard_size",
+            "type distributed_type: FSDP in the config file",
+            [Edit("distributed_type", "FSDP")],
+            "as in accelerate_configs/hsdp.yaml",
         )
     is_divided = sizes["dp_shard_size"] > 1 or (by_fsdp and layout.sp > 1)  # FSDP2 shards over sp_size, too
     if sizes["dp_replicate_size"] > 1 and not is_divided and (by_fsdp or layout.tp > 1):
         raise UsageError(
             f"parallelism_config has a dp_replicate_size of {sizes['dp_replicate_size']} and no dp_shard_size, which "
-            "Accelerate refuses: type dp_shard_size instead, or --config_file accelerate_configs/ddp.yaml"
+            "Accelerate refuses",
+            "type dp_shard_size instead",
+            _other_size("dp_shard_size", "dp_replicate_size", sizes),
+            "or --config_file accelerate_configs/ddp.yaml",
         )
     used = {name: size for name, size in sizes.items() if size > 1}
     product = math.prod(used.values())
     if product != layout.num_processes:
         factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
         raise UsageError(
-            f"parallelism_config has {factors} = {product} processes, but there are {layout.num_processes}: type "
-            f"--num_processes {product}, or change the sizes in the config file"
+            f"parallelism_config has {factors} = {product} processes, but there are {layout.num_processes}",
+            f"type --num_processes {product}, or change the sizes in the config file",
         )
+
+
+def _other_size(right: str, wrong: str, sizes: dict[str, int]) -> list[Edit]:
+    """One size of parallelism_config in place of another."""
+    section = "parallelism_config"
+    return [Edit(f"{section}_{right}", sizes[wrong], section), Edit(f"{section}_{wrong}", section=section)]
 
 
 def check_compiler_of_torch(layout: Layout, config: RunConfig) -> None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..config import RunConfig
 from ..environment import Environment, check_compiler
-from ..errors import UsageError
+from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..step.checks import check_dense_gradients, check_divisible_weights
@@ -31,21 +31,28 @@ from .extensions import load_extensions
 from .strategy import Strategy
 
 
+def _own_file(environment: Environment) -> str:
+    """The path of DeepSpeed's own file; "" if the config file names none."""
+    return environment.settings.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "").replace("none", "")
+
+
 def section_of_config(environment: Environment) -> dict[str, Any]:
     """What DeepSpeed's own file says, or the config file's section in the words of such a file; empty without
     DeepSpeed. Raises UsageError for a file that is no JSON object."""
     settings = environment.settings
     if not environment.uses("deepspeed"):
         return {}
-    if name := settings.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "").replace("none", ""):
+    if name := _own_file(environment):
         try:
             content = json.loads(Path(name).read_text(encoding="utf-8"))
         except OSError as error:
-            raise UsageError(f"deepspeed_config_file: {name}: {error.strerror}: type the path of a JSON file") from None
+            raise UsageError(
+                f"deepspeed_config_file: {name}: {error.strerror}", "type the path of a JSON file"
+            ) from None
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise UsageError(f"deepspeed_config_file: {name} is no JSON object: type the path of such a file")
+            raise UsageError(f"deepspeed_config_file: {name} is no JSON object", "type the path of such a file")
         return content
     stage = settings.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     offload = {
@@ -78,37 +85,38 @@ def check_config(layout: Layout, config: RunConfig) -> None:
     """A stage or precision that these recipes do not run under DeepSpeed."""
     section, stage = section_of_config(layout.environment), zero_stage(layout.environment)
     if layout.precision == "fp16":
-        bf16 = "--mixed_precision bf16 after accelerate launch"
+        bf16, edits = "--mixed_precision bf16 after accelerate launch", [Edit("mixed_precision", "bf16")]
         if layout.environment.mixed_precision == "no":  # DeepSpeed's own file decides, not the flag
-            bf16 = "bf16 in place of fp16 in DeepSpeed's own file"
-        raise UsageError(
-            f"fp16 under DeepSpeed is not supported yet: type {bf16}, or --config_file accelerate_configs/ddp_fp16.yaml"
-        )
+            bf16, edits = "bf16 in place of fp16 in DeepSpeed's own file", []
+        beside = "or --config_file accelerate_configs/ddp_fp16.yaml"
+        raise UsageError("fp16 under DeepSpeed is not supported yet", f"type {bf16}", edits, beside)
     if stage not in (1, 2, 3):
         raise UsageError(
-            f"zero_stage: {stage} in the config file, or in DeepSpeed's own: type 1, 2 or 3; for stage 0, "
-            "use accelerate_configs/ddp.yaml"
+            f"zero_stage: {stage} in the config file, or in DeepSpeed's own",
+            "type 1, 2 or 3; for stage 0, use accelerate_configs/ddp.yaml",
         )
     for what, part in (section.get("zero_optimization") or {}).items():
         if isinstance(part, dict) and part.get("device") == "nvme":
             raise UsageError(
-                f"{what}_device: nvme, in the config file or in DeepSpeed's own: type cpu; these recipes do not move "
-                "weights to a disk"
+                f"{what}_device: nvme, in the config file or in DeepSpeed's own",
+                "type cpu",
+                [] if _own_file(layout.environment) else [Edit(f"{what}_device", "cpu", "deepspeed_config")],
+                "these recipes do not move weights to a disk",
             )
     for name, owner in (("optimizer", "the recipe's optimizer"), ("scheduler", "--lr_schedule")):
         if name in section:  # DeepSpeed's own scheduler would override our learning rates
-            raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} replaces: remove it there")
+            raise UsageError(f"the DeepSpeed config has a section {name}, which {owner} replaces", "remove it there")
 
 
 def check_packages(layout: Layout, config: RunConfig) -> None:
     """Packages and compilers that DeepSpeed needs."""
     for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
         if find_spec(package) is None:
-            raise UsageError(f"this config needs {package}: type pip install deepspeed ninja")
+            raise UsageError(f"this config needs {package}", "type pip install deepspeed ninja")
     if layout.device != "cpu" and not offloads(layout.environment):
         return
     if shutil.which("ninja") is None:
-        raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja: type pip install ninja")
+        raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja", "type pip install ninja")
     check_compiler("DeepSpeed", "CXX", "c++")
 
 
@@ -119,8 +127,8 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     for name, weight in model.named_parameters():
         if weight.ndim == 0:  # it sends them as a view in bytes, which these have not
             raise UsageError(
-                f"{name} has no dimension that DeepSpeed could shard: give it the shape (1,), or type --config_file "
-                "accelerate_configs/fsdp2.yaml"
+                f"{name} has no dimension that DeepSpeed could shard",
+                "give it the shape (1,), or type --config_file accelerate_configs/fsdp2.yaml",
             )
 
 
@@ -132,8 +140,9 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) 
         held = [part for cell in cells for part in tree_leaves(cell.cell_contents)]
         if any(isinstance(part, nn.Module | nn.Parameter) for part in held):
             raise UsageError(
-                f"a hook of the optimizer, {hook.__name__}, refers to the model: DeepSpeed keeps the gradients and "
-                "weights that it updates elsewhere; type --config_file accelerate_configs/ddp.yaml"
+                f"a hook of the optimizer, {hook.__name__}, refers to the model",
+                "DeepSpeed keeps the gradients and weights that it updates elsewhere; type --config_file "
+                "accelerate_configs/ddp.yaml",
             )
 
 
@@ -143,7 +152,8 @@ def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     for key, (value, flag) in _decided(plan).items():
         given = section.get(key, "auto")
         if given not in ("auto", value):
-            raise UsageError(f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}: remove it there")
+            what = f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}"
+            raise UsageError(what, "remove it there", [Edit(key, section="deepspeed_config")])
 
 
 class DeepSpeed(Strategy):

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from ..config import RunConfig
 from ..environment import Environment
-from ..errors import UsageError
+from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..step.checks import check_dense_gradients, check_divisible_weights
@@ -40,11 +40,13 @@ def check_version(layout: Layout, config: RunConfig) -> None:
         return
     if environment.settings.get("FSDP_VERSION", "1") != "2":
         raise UsageError(
-            "the config file asks for FSDP1, which is Accelerate's default: type fsdp_version: 2 there, or accelerate "
-            "to-fsdp2 --config_file FILE --output_file fsdp2.yaml"
+            "the config file asks for FSDP1, which is Accelerate's default",
+            "type fsdp_version: 2 there",
+            [Edit("fsdp_version", 2, "fsdp_config")],
+            "or accelerate to-fsdp2 --config_file FILE --output_file fsdp2.yaml",
         )
     if environment.is_true("fsdp_offload_params") and layout.device == "cpu":
-        raise UsageError("fsdp_offload_params: true in the config file needs a GPU: type false there to rehearse")
+        raise UsageError("fsdp_offload_params: true in the config file needs a GPU", "type false there to rehearse")
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -57,13 +59,15 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
         if is_true(key) and (scalars := scalars_of(model)):
             raise UsageError(
                 f"{names[scalars[0]]} has no dimension that FSDP2 could shard, and stays whole, which does not work "
-                f"with {key}: type false there in the config file, or give it the shape (1,)"
+                f"with {key}",
+                "type false there in the config file, or give it the shape (1,)",
             )
     is_shared = len(names) < len([*model.named_parameters(remove_duplicate=False)])
     if is_true("fsdp_cpu_ram_efficient_loading") and is_shared and not hasattr(model, "tie_weights"):
         raise UsageError(
             f"layers of {type(model).__name__} share a weight, and fsdp_cpu_ram_efficient_loading would give each its "
-            "own: type false there in the config file"
+            "own",
+            "type false there in the config file",
         )
 
 
@@ -73,7 +77,10 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
     if missing := [name for name in classes_in_the_file(plan.layout) if name not in present]:
         raise UsageError(
             f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, but the model's layers are "
-            f"{', '.join(sorted(present))}: remove the key, then the model's own list counts, _no_split_modules"
+            f"{', '.join(sorted(present))}",
+            "remove the key",
+            [Edit("fsdp_transformer_layer_cls_to_wrap", section="fsdp_config")],
+            "then the model's own list counts, _no_split_modules",
         )
 
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from ..config import RunConfig
 from ..data.sets import Batch, NumberedStep
 from ..environment import Environment
-from ..errors import UsageError
+from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..norms import clip, norm_of
 from ..plan import Plan
@@ -31,16 +31,20 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
     """A config that divides the model, too, or stages that do not divide the processes."""
     if layout.num_processes % layout.pp:
         raise UsageError(
-            f"--pipeline_stages {layout.pp} does not divide {layout.num_processes} processes: type "
-            f"--num_processes {layout.pp} after accelerate launch"
+            f"--pipeline_stages {layout.pp} does not divide {layout.num_processes} processes",
+            f"type --num_processes {layout.pp} after accelerate launch",
         )
     if any(map(layout.environment.uses, ("deepspeed", "fsdp", "parallelism_config"))):
         raise UsageError(
-            "--pipeline_stages needs a config without sharding: type --config_file "
-            "accelerate_configs/pipeline_parallel.yaml"
+            "--pipeline_stages needs a config without sharding",
+            "type --config_file accelerate_configs/pipeline_parallel.yaml",
         )
     if layout.precision == "fp16":
-        raise UsageError("fp16 does not work with a pipeline: type --mixed_precision bf16 after accelerate launch")
+        raise UsageError(
+            "fp16 does not work with a pipeline",
+            "type --mixed_precision bf16 after accelerate launch",
+            [Edit("mixed_precision", "bf16")],
+        )
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -65,7 +69,9 @@ class PipelineParallel(Strategy):
         return f"{pipelines}pipeline of {layout.pp} stages"
 
     def refuse_batch_loss(self) -> None:
-        raise UsageError(f"batch_loss needs two passes per step, which a pipeline does not have: type {self.fallback}")
+        raise UsageError(
+            "batch_loss needs two passes per step, which a pipeline does not have", f"type {self.fallback}"
+        )
 
     def wrap(self, setup: Setup) -> "PipelineEngine":
         pipeline = Pipeline(setup.accelerator, setup.model, setup.optimizer, setup.plan)
@@ -86,8 +92,8 @@ class PipelineParallel(Strategy):
 def _check_named(named: dict[str, Any]) -> None:
     if named:
         raise UsageError(
-            f"a pipeline cannot pass on {', '.join(named)}: leave out the flag that adds it (--packing), or type "
-            f"{PipelineParallel.fallback}"
+            f"a pipeline cannot pass on {', '.join(named)}",
+            f"leave out the flag that adds it (--packing), or type {PipelineParallel.fallback}",
         )
 
 
@@ -117,8 +123,8 @@ def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int) -> t
         forward_step(StandIn(stand_in), batch, number)
     if len(noted) != 1:
         raise UsageError(
-            f"forward_step calls the model {len(noted)} times, but a pipeline has one pass: call it once, or type "
-            f"{PipelineParallel.fallback}"
+            f"forward_step calls the model {len(noted)} times, but a pipeline has one pass",
+            f"call it once, or type {PipelineParallel.fallback}",
         )
     return noted[0]
 
@@ -208,7 +214,7 @@ class Pipeline(nn.Module):
         if self.is_first:
             tokens = [_model_arguments(forward_step, batch, number)[0] for batch in micro_batches]
             if len({rows.shape for rows in tokens}) > 1:
-                raise UsageError("a pipeline needs samples of one length: let the collate_fn pad all to the same")
+                raise UsageError("a pipeline needs samples of one length", "let the collate_fn pad all to the same")
             inputs = [torch.cat(tokens)]
         if self.is_last:
             target = torch.arange(len(micro_batches))  # `_loss` takes the number of a micro-batch

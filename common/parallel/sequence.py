@@ -25,8 +25,8 @@ def check_config(layout: Layout, config: RunConfig) -> None:
     wrapper = next(name for name in layout.strategies if name != SequenceParallel.name)
     if wrapper not in ("DDP", "FSDP2"):
         raise UsageError(
-            f"sp_size does not combine with {wrapper}: type --config_file "
-            "accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml"
+            f"sp_size does not combine with {wrapper}",
+            "type --config_file accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml",
         )
 
 
@@ -125,8 +125,9 @@ def divider_of(model: nn.Module, size: int) -> DividesSequences:
     found: list[Any] = [module.sequence_parallel for module in model.modules() if hasattr(module, "sequence_parallel")]
     if not found:
         raise UsageError(
-            f"{type(model).__name__} cannot divide sequences: type --config_file accelerate_configs/fsdp2.yaml, or use "
-            "a causal model of transformers with its losses, as recipes/transformer.py does"
+            f"{type(model).__name__} cannot divide sequences",
+            "type --config_file accelerate_configs/fsdp2.yaml, or use a causal model of transformers with its losses, "
+            "as recipes/transformer.py does",
         )
     found[0].check(size)
     return found[0]

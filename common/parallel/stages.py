@@ -48,18 +48,19 @@ def check_pipeline(model: Any, num_stages: int) -> None:
     base: Any = getattr(model, "base_model", None)
     if not getattr(getattr(model, "config", None), "base_model_pp_plan", None) or not hasattr(base, "layers"):
         raise UsageError(
-            f"{type(model).__name__} cannot be cut into stages: remove --pipeline_stages, or use a transformers model "
-            "with a pipeline plan and a list of layers, as recipes/transformer.py does"
+            f"{type(model).__name__} cannot be cut into stages",
+            "remove --pipeline_stages, or use a transformers model with a pipeline plan and a list of layers, as "
+            "recipes/transformer.py does",
         )
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):  # it hardly changes small logits
         raise UsageError(
-            f"{type(model).__name__} caps its logits outside its layers, which a pipeline cannot divide: type "
-            "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+            f"{type(model).__name__} caps its logits outside its layers, which a pipeline cannot divide",
+            "type --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages",
         )
     if len(base.layers) < num_stages:
         raise UsageError(
-            f"{len(base.layers)} layers are fewer than --pipeline_stages {num_stages}: type --pipeline_stages "
-            f"{len(base.layers)} or less"
+            f"{len(base.layers)} layers are fewer than --pipeline_stages {num_stages}",
+            f"type --pipeline_stages {len(base.layers)} or less",
         )
 
 

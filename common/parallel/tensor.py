@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import RunConfig
 from ..environment import Environment
-from ..errors import UsageError
+from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
@@ -31,12 +31,16 @@ def check_config(layout: Layout, config: RunConfig) -> None:
     """A tp_size beside another way to divide the model, or with fp16."""
     if layout.environment.uses("fsdp") or layout.environment.uses("deepspeed"):
         raise UsageError(
-            "parallelism_config has a tp_size: type distributed_type: MULTI_GPU in the config file, as in "
-            "accelerate_configs/fsdp2_tensor_parallel.yaml"
+            "parallelism_config has a tp_size",
+            "type distributed_type: MULTI_GPU in the config file",
+            [Edit("distributed_type", "MULTI_GPU")],
+            "as in accelerate_configs/fsdp2_tensor_parallel.yaml",
         )
     if layout.precision == "fp16":
         raise UsageError(
-            "fp16 does not work with tensor parallelism: type --mixed_precision bf16 after accelerate launch"
+            "fp16 does not work with tensor parallelism",
+            "type --mixed_precision bf16 after accelerate launch",
+            [Edit("mixed_precision", "bf16")],
         )
 
 
@@ -150,8 +154,8 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
     plan = getattr(model, "tp_plan", None)
     if not plan:
         raise UsageError(
-            f"{type(model).__name__} has no tp_plan, which tensor parallelism needs: type --config_file "
-            "accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py"
+            f"{type(model).__name__} has no tp_plan, which tensor parallelism needs",
+            "type --config_file accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py",
         )
     _check_heads(model, size)
     prefix = _prefix(model)
@@ -163,12 +167,14 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
     resolved: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in (*STYLES, NORM_OF_HEADS):
-            raise UsageError(f"tp_plan: {pattern}: {style}: expected one of {', '.join(STYLES)}")
+            raise UsageError(f"tp_plan: {pattern}: {style}", f"expected one of {', '.join(STYLES)}")
         expression = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+"))
         matches = [name for name in modules if expression.fullmatch(name)]
         if not matches:
             near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0)
-            raise UsageError(f"tp_plan: {pattern} names no module of {type(model).__name__}: did you mean {near[0]}?")
+            raise UsageError(
+                f"tp_plan: {pattern} names no module of {type(model).__name__}", f"did you mean {near[0]}?"
+            )
         if style == NORM_OF_HEADS:
             resolved |= dict.fromkeys(matches, style)
             continue
@@ -177,7 +183,9 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
             if shared and _is_transformers(model):
                 continue  # transformers plans also name weights that may be tied; tied ones stay whole
             if shared:
-                raise UsageError(f"tp_plan: {name} shares its weight with {min(shared)}: leave both out, or untie them")
+                raise UsageError(
+                    f"tp_plan: {name} shares its weight with {min(shared)}", "leave both out, or untie them"
+                )
             _check_width(name, modules[name], style, size)
             resolved[name] = style
     return resolved
@@ -205,8 +213,8 @@ def _divided_parts(name: str, module: nn.Module, style: str) -> list[str]:
     others = {key.partition(".")[0] for key, _ in module.named_parameters()} - {"base_layer", "lora_A", "lora_B"}
     if others:
         raise UsageError(
-            f"tensor parallelism does not divide {min(others)} of {name}: use plain LoRA, of linear layers, or type "
-            "--config_file accelerate_configs/fsdp2.yaml"
+            f"tensor parallelism does not divide {min(others)} of {name}",
+            "use plain LoRA, of linear layers, or type --config_file accelerate_configs/fsdp2.yaml",
         )
     adapter = "lora_A" if style.startswith("rowwise") else "lora_B"
     return [f"{name}.base_layer", *(f"{name}.{adapter}.{key}" for key in getattr(module, adapter))]
@@ -223,28 +231,28 @@ def _check_heads(model: nn.Module, size: int) -> None:
         heads = getattr(config, what, None)
         if heads and heads % size:
             raise UsageError(
-                f"{what} is {heads}, which is not divisible by tp_size {size}: type a multiple of {size}, or another "
-                "tp_size in the config file"
+                f"{what} is {heads}, which is not divisible by tp_size {size}",
+                f"type a multiple of {size}, or another tp_size in the config file",
             )
 
 
 def _check_width(name: str, module: nn.Module, style: str, size: int) -> None:
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise UsageError(
-            f"tp_plan: {name} is {type(module).__name__}: expected Linear or Embedding: leave it out of tp_plan, or "
-            "type --config_file accelerate_configs/fsdp2.yaml"
+            f"tp_plan: {name} is {type(module).__name__}: expected Linear or Embedding",
+            "leave it out of tp_plan, or type --config_file accelerate_configs/fsdp2.yaml",
         )
     if computed := sorted({key for key, _ in module.named_parameters()} - {"weight", "bias"}):
         raise UsageError(
-            f"tp_plan: {name} computes its weight from {computed[0]}, as weight_norm does, and cannot be sharded: "
-            f"leave {name} out of tp_plan"
+            f"tp_plan: {name} computes its weight from {computed[0]}, as weight_norm does, and cannot be sharded",
+            f"leave {name} out of tp_plan",
         )
     out_features, in_features = module.weight.shape
     width = in_features if style.startswith("rowwise") else out_features
     if width % size:
         raise UsageError(
-            f"tp_plan: {name} is {width} wide, which is not divisible by tp_size {size}: choose a multiple of {size}, "
-            "or another tp_size in the config file"
+            f"tp_plan: {name} is {width} wide, which is not divisible by tp_size {size}",
+            f"choose a multiple of {size}, or another tp_size in the config file",
         )
 
 

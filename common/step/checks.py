@@ -18,7 +18,7 @@ from ..plan import Plan
 from ..weights.shards import is_divided
 from .options import FitOptions
 
-NEEDS_CLOSURE = "calls the model several times a step, which fit does not support: use another optimizer"
+NEEDS_CLOSURE = "calls the model several times a step, which fit does not support"
 
 
 # Arguments and options of `fit`; the first two are needed, or have another default than None.
@@ -31,26 +31,28 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
     if "accelerator" in given and not hasattr(given["accelerator"], "layout"):
         raise UsageError(f"the accelerator is {_named(given['accelerator'])}: type accelerator = start(config)")
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the model is {_named(model)}: expected one torch.nn.Module, which holds all that is trained")
+        raise UsageError(
+            f"the model is {_named(model)}", "expected one torch.nn.Module, which holds all that is trained"
+        )
     options, known = given.get("options", {}), FitOptions.__annotations__
     if unknown := [name for name in options if name not in known]:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         advice = f"did you mean {near[0]}?" if near else f"type one of {', '.join(known)}"
-        raise UsageError(f"fit has no option {unknown[0]}; {advice}")
+        raise UsageError(f"fit has no option {unknown[0]}", advice)
     for name, value in {**given, **options}.items():
         if name in FUNCTIONS and not callable(value) and (value is not None or name in FUNCTIONS[:2]):
-            raise UsageError(f"{name} is {_named(value)}: give fit the function itself, not what it returns")
+            raise UsageError(f"{name} is {_named(value)}", "give fit the function itself, not what it returns")
     prepared = [part for part in (model, optimizer) if getattr(part, "_is_accelerate_prepared", False)]
     if prepared or isinstance(optimizer, AcceleratedOptimizer):
         name = type(prepared[0] if prepared else optimizer).__name__
-        raise UsageError(f"{name} was prepared already, which fit does itself: remove accelerator.prepare(...)")
+        raise UsageError(f"{name} was prepared already, which fit does itself", "remove accelerator.prepare(...)")
     if hasattr(model, "_orig_mod"):  # of torch.compile(model), whose weights have other names
-        raise UsageError("the model is compiled: give fit the one before torch.compile, and type --compile")
+        raise UsageError("the model is compiled", "give fit the one before torch.compile, and type --compile")
     wrapped = any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules())
     if wrapped or any(map(is_divided, model.parameters())):
         raise UsageError(
-            f"{type(model).__name__} was wrapped for several processes already, which fit does itself: give fit the "
-            "model as it was before"
+            f"{type(model).__name__} was wrapped for several processes already, which fit does itself",
+            "give fit the model as it was before",
         )
     _check_is_optimizer(optimizer)
 
@@ -59,24 +61,25 @@ def _check_is_optimizer(optimizer: Any) -> None:
     given = f"the optimizer is {_named(optimizer)}"
     if isinstance(optimizer, list | tuple | dict):
         raise UsageError(
-            f"{given}: expected one optimizer; a group of parameters may have settings of its own: type "
-            'torch.optim.AdamW([{"params": [...], "lr": 1e-3}, {"params": [...], "lr": 1e-4}])'
+            f"{given}: expected one optimizer; a group of parameters may have settings of its own",
+            'type torch.optim.AdamW([{"params": [...], "lr": 1e-3}, {"params": [...], "lr": 1e-4}])',
         )
     if isinstance(optimizer, LRScheduler):
         raise UsageError(
-            f"{given}: expected the optimizer alone: type --lr_schedule, or schedule= in the call of fit, for the rates"
+            f"{given}: expected the optimizer alone",
+            "type --lr_schedule, or schedule= in the call of fit, for the rates",
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         instead = f"give fit the {type(inner).__name__} in it" if isinstance(inner, torch.optim.Optimizer) else ""
         instead = instead or "type, for example, torch.optim.AdamW(model.parameters(), lr=1e-3)"
-        raise UsageError(f"{given}: expected a torch.optim.Optimizer: {instead}")
+        raise UsageError(f"{given}: expected a torch.optim.Optimizer", instead)
     try:
         optimizer.state_dict(), optimizer.defaults
     except AttributeError as error:  # its constructor did not call that of torch, as some wrappers do
         raise UsageError(
-            f"{type(optimizer).__name__} lacks what each optimizer has ({error}): call super().__init__(params, "
-            "defaults) in its constructor, or give fit the optimizer that it wraps"
+            f"{type(optimizer).__name__} lacks what each optimizer has ({error})",
+            "call super().__init__(params, defaults) in its constructor, or give fit the optimizer that it wraps",
         ) from None
 
 
@@ -92,20 +95,21 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
     _check_step(optimizer)
     rates = [group.get("lr") for group in optimizer.param_groups]
     if any(isinstance(rate, Tensor) for rate in rates):
-        raise UsageError(f"{name} has a tensor as learning rate: give it a float")
+        raise UsageError(f"{name} has a tensor as learning rate", "give it a float")
     if None in rates:
         by_itself = any(group.get("relative_step") for group in optimizer.param_groups)
         raise UsageError(
-            f"{name} has no learning rate, which fit sets in each step: give it lr=1e-3, for example"
-            f"{', with relative_step=False and warmup_init=False' * by_itself}"
+            f"{name} has no learning rate, which fit sets in each step",
+            f"give it lr=1e-3, for example{', with relative_step=False and warmup_init=False' * by_itself}",
         )
     if plan.layout.precision == "fp16" and any(group.get("fused") for group in optimizer.param_groups):
-        raise UsageError("fused=True hides the steps that the loss scaling of fp16 skips: remove it")
+        raise UsageError("fused=True hides the steps that the loss scaling of fp16 skips", "remove it")
     given = {weight for group in optimizer.param_groups for weight in group["params"]}
     if outside := given - set(model.parameters()):
         raise UsageError(
             f"the optimizer was given a weight of shape {tuple(outside.pop().shape)} that is not in "
-            f"{type(model).__name__}: give fit one module that holds all weights"
+            f"{type(model).__name__}",
+            "give fit one module that holds all weights",
         )
 
 
@@ -119,9 +123,9 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     # gave them, in copies and relatives, too.
     in_halves = all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
     if "closure" in needed or in_halves:
-        raise UsageError(f"{name} {NEEDS_CLOSURE}")
+        raise UsageError(f"{name} {NEEDS_CLOSURE}", "use another optimizer")
     if needed:
-        raise UsageError(f"{name}.step needs {needed[0]}, and fit calls step() alone: use another optimizer")
+        raise UsageError(f"{name}.step needs {needed[0]}, and fit calls step() alone", "use another optimizer")
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -129,8 +133,8 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) 
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and plan.layout.device == "cpu" and plan.layout.num_processes > 1:
             raise UsageError(
-                f"{name} is a SyncBatchNorm, which several processes compute on GPUs only: use GroupNorm or LayerNorm, "
-                "or BatchNorm on the CPU"
+                f"{name} is a SyncBatchNorm, which several processes compute on GPUs only",
+                "use GroupNorm or LayerNorm, or BatchNorm on the CPU",
             )
 
 
@@ -140,8 +144,9 @@ def check_dense_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, ki
     for name, module in model.named_modules():
         if getattr(module, "sparse", None) is True and given & set(module.parameters(recurse=False)):
             raise UsageError(
-                f"{name} has sparse gradients, which {kind} does not support: type --config_file "
-                "accelerate_configs/ddp.yaml, or sparse=False in its constructor, and Adam in place of SparseAdam"
+                f"{name} has sparse gradients, which {kind} does not support",
+                "type --config_file accelerate_configs/ddp.yaml, or sparse=False in its constructor, and Adam in "
+                "place of SparseAdam",
             )
 
 
@@ -163,9 +168,9 @@ def check_divisible_weights(model: nn.Module, kind: str, casts: bool, to_float32
     types = {*(high if casts else ()), *(LOW_PRECISION if to_float32 else ())}
     for name, weight in model.named_parameters():
         if weight.numel() == 0:
-            raise UsageError(f"{name} has no elements, which {kind} does not support: remove it from the model")
+            raise UsageError(f"{name} has no elements, which {kind} does not support", "remove it from the model")
         if weight.dtype in types:
             raise UsageError(
-                f"{name} is {str(weight.dtype).removeprefix('torch.')}, which {kind} would cast: type "
-                "--config_file accelerate_configs/ddp.yaml, or make it float32"
+                f"{name} is {str(weight.dtype).removeprefix('torch.')}, which {kind} would cast",
+                "type --config_file accelerate_configs/ddp.yaml, or make it float32",
             )

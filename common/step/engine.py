@@ -228,7 +228,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__
         lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
         if any("closure" in line for line in lines):
-            raise UsageError(f"{name} {NEEDS_CLOSURE} ({line_of(error)})") from None
+            raise UsageError(f"{name} {NEEDS_CLOSURE}", f"use another optimizer ({line_of(error)})") from None
         if sparse:
             raise UsageError(
                 f"{name} takes no sparse gradients ({line_of(error)}): type sparse=False in the constructor of the "

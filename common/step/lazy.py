@@ -29,8 +29,9 @@ def with_sizes(setup: Setup, train_set: MapDataset) -> Setup:
         as_numbered_step(setup.forward_step)(setup.model, batch, 0)
     if name := without_size(setup.model):
         raise UsageError(
-            f"{name} has no size yet, and forward_step does not use it when the model evaluates: run one forward pass "
-            "of a few samples before fit, or give its layer its sizes, such as nn.Linear in place of nn.LazyLinear"
+            f"{name} has no size yet, and forward_step does not use it when the model evaluates",
+            "run one forward pass of a few samples before fit, or give its layer its sizes, such as nn.Linear in "
+            "place of nn.LazyLinear",
         )
     return setup
 

@@ -42,17 +42,19 @@ class LongSequences:
         config, name = self._config, type(self.model).__name__
         if config.num_attention_heads % size:
             raise UsageError(
-                f"{name} has {config.num_attention_heads} attention heads, which {size} processes cannot share: type "
-                f"sp_size {sizes_that_divide(config.num_attention_heads)} in the config file"
+                f"{name} has {config.num_attention_heads} attention heads, which {size} processes cannot share",
+                f"type sp_size {sizes_that_divide(config.num_attention_heads)} in the config file",
             )
         takes = inspect.signature(type(self.model).forward).parameters
         if not self.model._supports_attention_backend or "position_ids" not in takes:
             raise UsageError(
-                f"{name} has an attention of its own, which cannot divide sequences: type --config_file "
-                "accelerate_configs/fsdp2.yaml"
+                f"{name} has an attention of its own, which cannot divide sequences",
+                "type --config_file accelerate_configs/fsdp2.yaml",
             )
         if config._attn_implementation not in AttentionInterface():
-            raise UsageError(f"attention {config._attn_implementation} cannot divide sequences: type --attention sdpa")
+            raise UsageError(
+                f"attention {config._attn_implementation} cannot divide sequences", "type --attention sdpa"
+            )
 
     def divide(self, group: "SequenceGroup") -> None:
         """Lets the model compute on slices."""

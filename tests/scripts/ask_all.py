@@ -18,5 +18,5 @@ def answers(*given: Any, **options: Any) -> dict[str, list[str]]:
         size = SIZES.get(path.stem, ["--pipeline_stages", "1"])
         with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, []])}):
             flags = replace(config, **{size[0].removeprefix("--"): int(size[1])})
-            lines[path.stem] = asked.refusals(*data, flags, **options)["lines"]
+            lines[path.stem] = [*map(str, asked.refusals(*data, flags, **options)["refusals"])]
     return lines

@@ -14,14 +14,14 @@ import pytest
 import torch
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.utils import DistributedType
 
 from accelerate_recipes import catalog
 from accelerate_recipes.common import environment
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.doctor import check, cure, rules
+from accelerate_recipes.doctor import check, of_config, rules
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import findings
+from accelerate_recipes.doctor.launched import refusal_of
 from accelerate_recipes.doctor.machine import Machine, look
 from accelerate_recipes.doctor.rules import keys, launching
 from support.config_files import (
@@ -35,6 +35,7 @@ from support.config_files import (
     ask_here,
     expected,
     facts_of,
+    lines_of,
     name_of,
 )
 from support.runs import ROOT
@@ -71,7 +72,7 @@ def test_bad_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_typical_config(path: Path) -> None:
     ClusterConfig.from_yaml_file(path)  # what `accelerate config` writes, Accelerate reads
     found = findings(rules.CONFIG, read(path, SERVER))
-    refused = ask_here(read(path, SERVER))["lines"] if read(path, SERVER).is_for_the_loop else []
+    refused = lines_of(ask_here(read(path, SERVER))) if read(path, SERVER).is_for_the_loop else []
     assert [*(finding.what for finding in found), *refused] == expected(path)
 
 
@@ -82,38 +83,41 @@ def test_shipped_configs_are_clean(path: Path, where: Machine) -> None:
     assert not findings(rules.CONFIG, read(path, where))
 
 
-def test_keys_are_those_of_accelerate() -> None:
+def test_keys_of_another_accelerate() -> None:
+    """What the rules say of a key holds for the groups of flags and the defaults of this version."""
     parser = launch.launch_command_parser()
-    flags = {action.dest: action.default for action in parser._actions}
     groups = {group.title: {action.dest for action in group._group_actions} for group in parser._action_groups}
-    sections = {
-        "deepspeed_config": groups["DeepSpeed Arguments"],
-        "fsdp_config": groups["FSDP Arguments"] | {"fsdp_ignored_modules"},  # it has no flag
-        "parallelism_config": groups["ParallelismConfig Arguments"],
-        "megatron_lm_config": groups["Megatron-LM Arguments"],
-        "dynamo_config": {name for name in flags if name.startswith("dynamo_")},
-        "fp8_config": groups["FP8 Arguments"],
-        "mpirun_config": groups["MPI Arguments"],
-    }
-    assert sections == keys.SECTIONS
-    assert set(ClusterConfig.__dataclass_fields__) | {"fp16", "dynamo_backend"} == keys.TOP
-    assert set(launching.DISTRIBUTED_TYPES) == set(DistributedType.__members__)
-    # Accelerate takes a value from the file only if the flag's default is None. TPUs alone have the other keys; the
-    # rendezvous is the same with and without same_network.
-    never_read = {name for name in ClusterConfig.__dataclass_fields__ if flags.get(name) is not None}
-    assert never_read - keys.OF_TPUS - {"same_network"} == set(keys.OF_THE_COMMAND_LINE)
-    assert {name: flags[name] for name in keys.OF_THE_COMMAND_LINE} == keys.OF_THE_COMMAND_LINE
+    titles = {"deepspeed": "DeepSpeed", "fsdp": "FSDP", "parallelism": "ParallelismConfig", "fp8": "FP8"}
+    titles |= {"megatron_lm": "Megatron-LM", "mpirun": "MPI"}
+    of_flags = {f"{name}_config": groups[f"{title} Arguments"] for name, title in titles.items()}
+    of_flags["fsdp_config"].add("fsdp_ignored_modules")  # it has no flag
+    sections = dict(keys.known().sections)
+    assert "dynamo_mode" in sections.pop("dynamo_config")
+    assert sections == of_flags
+    assert set(ClusterConfig.__dataclass_fields__) <= keys.known().top
+    # Accelerate takes a value from the file only if the flag's default is None.
+    never_read = {name: default for name, default in keys.known().flags.items() if default is not None}
+    assert never_read == {"rdzv_backend": "static", "same_network": False, "enable_cpu_affinity": False}
+    assert {"use_cpu", "mixed_precision", "num_processes"} < keys.known().flags.keys()
+    assert not {"downcast_bf16", "commands", "distributed_type", "fsdp_config"} & keys.known().flags.keys()
 
 
 @pytest.mark.parametrize("path", REFUSED, ids=name_of)
 def test_what_the_loop_refuses_is_found(path: Path) -> None:
-    assert ask_here(read(path, LAPTOP))["lines"] == expected(path) != []
+    assert lines_of(ask_here(read(path, LAPTOP))) == expected(path) != []
+
+
+def test_a_value_that_nothing_can_read_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {gradient_clipping: much}\n")
+    (found,) = of_config(read(path, SERVER))
+    assert found.what.endswith("ValueError: could not convert string to float: 'much'")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
 def test_nothing_refuses_a_shipped_config(path: Path) -> None:
     answer = ask_here(read(path, LAPTOP))
-    assert not answer["lines"] and not answer["of_the_launcher"]
+    assert not answer["refusals"] and not answer["of_the_launcher"]
 
 
 # Without those that need another machine, which have two documents, and without mpirun, which sets further variables.
@@ -211,7 +215,7 @@ def test_what_is_no_config_is_a_mistake(tmp_path: Path, text: str | None) -> Non
     ],
 )
 def test_cure_of_what_the_launcher_refuses(line: str, typed: str) -> None:
-    assert cure.of_the_launcher(line).type.startswith(typed)
+    assert refusal_of(line).type.startswith(typed)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
-from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.doctor import check, cure, of_config
+from accelerate_recipes.common.errors import Edit, UsageError
+from accelerate_recipes.doctor import check, of_config
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Finding
 from accelerate_recipes.doctor.fix import fix
@@ -62,21 +62,30 @@ def test_words_of_deepspeed_are_translated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "typed"),
+    ("error", "typed"),
     [
-        ("fused=True hides the steps that the loss scaling of fp16 skips: remove it", "remove it"),  # not the key fp16
+        (UsageError("fused=True hides the steps that the loss scaling of fp16 skips", "remove it"), "remove it"),
         (
-            "deepspeed_config sets zero_stage: 3, but a flag makes it 2: remove it there",
+            UsageError("a flag makes it 2", "remove it there", [Edit("zero_stage", section="deepspeed_config")]),
             "remove zero_stage below deepspeed_config",
         ),
-        ("the DeepSpeed config has a section optimizer, which a flag replaces: remove it there", "remove it there"),
-        ("zero_stage: 0 in the config file: type 1, 2 or 3", "1, 2 or 3"),
-        ("zero_stage: 0 in the config file: type none; or 1", "zero_stage: none below deepspeed_config, or 1"),
+        # DeepSpeed's own file has the key, and this one has not
+        (
+            UsageError("clipped", "remove it", [Edit("clip", section="deepspeed_config")], "or 1"),
+            "remove it, or 1",
+        ),
+        (
+            UsageError("zero_stage: 0", "type none", [Edit("zero_stage", "none", "deepspeed_config")], "or 1"),
+            "zero_stage: none below deepspeed_config, or 1",
+        ),
+        (UsageError("zero_stage: 0", "type 1, 2 or 3"), "1, 2 or 3"),
+        (UsageError("a model's own: divide by 2"), "what the line says"),
     ],
 )
-def test_words_of_the_loop_are_edits(line: str, typed: str) -> None:
-    config = Config(Path("c.yaml"), {"fp16": True, "deepspeed_config": {"zero_stage": 0}}, SERVER)
-    assert cure.of_the_loop(line, config).type == typed
+def test_refusals_of_the_loop_are_findings(error: UsageError, typed: str) -> None:
+    config = Config(Path("c.yaml"), {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0}}, SERVER)
+    *_, found = of_config(config, ask=lambda *_: {"refusals": [error], "of_the_launcher": [], "facts": {}})
+    assert (found.what, found.type) == (error.what, typed)
 
 
 def test_copy(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from accelerate_recipes.common.step.checks import check_dense_gradients, check_g
 from accelerate_recipes.common.step.engine import step_if_finite
 from accelerate_recipes.common.step.guards import check_metrics
 from accelerate_recipes.doctor import asked
+from support.config_files import lines_of
 from support.runs import ROOT
 
 WEIGHT = nn.Parameter(torch.zeros(3))
@@ -157,9 +159,9 @@ def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
     model, step = nn.Linear(2, 2), lambda model, batch: {"loss": model(batch["x"])[:, 0]}
     for optimizer, dataset in (([sgd(model)], ROWS), (sgd(model), DataLoader(ROWS))):
-        lines = asked.refusals(None, model, optimizer, step, dataset, ROWS, RunConfig())["lines"]
+        answer = asked.refusals(None, model, optimizer, step, dataset, ROWS, RunConfig())
         of_run = refusal(lambda: (check_given(model, optimizer), check_datasets(dataset, ROWS, None)))  # noqa: B023
-        assert lines == [of_run]
+        assert lines_of(answer) == [of_run]
 
 
 def test_what_torch_compiles_has_the_name_that_is_looked_for() -> None:
@@ -260,19 +262,19 @@ def test_what_is_no_function(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("summary", "fit has no option summary; did you mean summarize?"),
-        ("collate", "fit has no option collate; did you mean collate_fn?"),
-        ("callbacks", "fit has no option callbacks; type one of summarize, tokens_per_sample, "),
+        ("summary", "fit has no option summary: did you mean summarize?"),
+        ("collate", "fit has no option collate: did you mean collate_fn?"),
+        ("callbacks", "fit has no option callbacks: type one of summarize, tokens_per_sample, "),
     ],
 )
 def test_unknown_options_of_fit(monkeypatch: pytest.MonkeyPatch, name: str, expected: str) -> None:
     """The run refuses them, and so does the doctor."""
     model, told = nn.Linear(2, 2), {name: None}
-    given = None, model, sgd(model), check_metrics, ROWS, ROWS, RunConfig()
+    given = SimpleNamespace(layout=Layout()), model, sgd(model), check_metrics, ROWS, ROWS, RunConfig()
     line = refusal(partial(fit, *given, **told))
     assert line.startswith(expected)
     monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
-    assert asked.refusals(*given, **told)["lines"] == [line]
+    assert lines_of(asked.refusals(*given, **told)) == [line]
 
 
 def test_sync_batch_norm_on_a_cpu() -> None:

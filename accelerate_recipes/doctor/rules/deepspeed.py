@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.config import Config
-from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml
+from accelerate_recipes.doctor.finding import Finding, as_yaml
 
 # Keys that Accelerate refuses beside deepspeed_config_file.
 OF_THE_FILE = (

@@ -1,50 +1,19 @@
 """Rules about the keys of a config file: unknown ones, and those that have no effect.
 
 `accelerate launch` refuses unknown keys at the top of a file, but ignores those of a section. For some keys it takes
-the value of its own flag, even if nobody typed that flag. tests/unit/test_doctor.py compares the lists with Accelerate.
+the value of its own flag, even if nobody typed that flag.
 """
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from accelerate_recipes.doctor.config import DISTRIBUTED_TYPES, ONE_PROCESS, PREFIXES, Config, is_true
-from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml, words
+from accelerate_recipes.common.errors import Edit
+from accelerate_recipes.doctor.config import ONE_PROCESS, PREFIXES, Config, is_true
+from accelerate_recipes.doctor.finding import Finding, as_yaml, words
 
-OF_TPUS = {
-    *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env"),
-    *("downcast_bf16", "main_training_function"),
-}
-# Accelerate takes a key of a section without a prefix for the flag of that name, so these work there, too.
-FLAGS = {
-    *("mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank", "num_machines", "gpu_ids"),
-    *("main_process_ip", "main_process_port", "rdzv_backend", "same_network", "enable_cpu_affinity"),
-}
-_NAMES = {
-    ("deepspeed_config", ""): "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
-    "offload_optimizer_nvme_path offload_param_nvme_path gradient_accumulation_steps gradient_clipping zero3_init_flag "
-    "zero3_save_16bit_model deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter "
-    "deepspeed_multinode_launcher deepspeed_moe_layer_cls_names",
-    ("fsdp_config", "fsdp_"): "version offload_params min_num_params sharding_strategy reshard_after_forward "
-    "auto_wrap_policy transformer_layer_cls_to_wrap backward_prefetch state_dict_type forward_prefetch use_orig_params "
-    "cpu_ram_efficient_loading sync_module_states activation_checkpointing activation_checkpointing_offload "
-    "ignored_modules",
-    ("parallelism_config", "parallelism_config_"): "dp_replicate_size dp_shard_size tp_size cp_size cp_backend "
-    "cp_comm_strategy sp_size sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
-    ("megatron_lm_config", "megatron_lm_"): "tp_degree use_custom_fsdp no_load_optim eod_mask_loss pp_degree "
-    "overlap_cpu_optimizer_d2h_h2d no_save_optim optimizer_cpu_offload use_precision_aware_optimizer "
-    "decoder_last_pipeline_num_layers num_micro_batches sequence_parallelism recompute_activations "
-    "use_distributed_optimizer gradient_clipping recompute_granularity recompute_method recompute_num_layers "
-    "attention_backend expert_model_parallel_size context_parallel_size attention_dropout hidden_dropout "
-    "attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss use_rotary_position_embeddings",
-    ("dynamo_config", "dynamo_"): "backend mode use_fullgraph use_dynamic use_regional_compilation",
-    ("fp8_config", "fp8_"): "backend use_autocast_during_eval margin interval format amax_history_len "
-    "amax_compute_algo override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim",
-    ("mpirun_config", ""): "mpirun_hostfile",
-}
-SECTIONS = {section: {f"{prefix}{name}" for name in _NAMES[section, prefix].split()} for section, prefix in _NAMES}
-# Accelerate converts the last two, of old files.
-TOP = OF_TPUS | FLAGS | SECTIONS.keys() | {"compute_environment", "distributed_type", "fp16", "dynamo_backend"}
 # {section: the key, and the values of it with which Accelerate reads the section}
 READERS = {
     "deepspeed_config": ("distributed_type", ("DEEPSPEED",)),
@@ -53,8 +22,6 @@ READERS = {
     "mpirun_config": ("distributed_type", ONE_PROCESS),
     "fp8_config": ("mixed_precision", ("fp8",)),
 }
-# {key: value of the flag of accelerate launch if nobody types it}
-OF_THE_COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
 OFFLOADS = ("offload_optimizer", "offload_param")  # sections of zero_optimization in DeepSpeed's file
 # {key of DeepSpeed's file, or a flag, if it is true: what a config file has for it}
 MEANT = {
@@ -65,16 +32,53 @@ MEANT = {
 }
 
 
-def name_in(section: str, word: str) -> str | None:
-    """The key of a section that a word names, with or without its prefix."""
-    names = (word, f"{section.removesuffix('config')}{word}", f"{section}_{word}")
-    return next((name for name in names if name in SECTIONS[section]), None)
+@dataclass(frozen=True)
+class Known:
+    """What the installed Accelerate knows.
+
+    Attributes:
+        kinds: each distributed_type.
+        top: keys at the top of a file.
+        sections: {section: its keys}
+        flags: {key at the top: default of the flag of that name}. Accelerate takes a key of a section without a prefix
+            for such a flag, so these work there, too.
+    """
+
+    kinds: tuple[str, ...]
+    top: set[str]
+    sections: dict[str, set[str]]
+    flags: dict[str, Any]
+
+
+@cache
+def known() -> Known:
+    """Asks Accelerate's own parser, whose import takes seconds."""
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import DistributedType
+
+    parser = launch_command_parser()
+    groups = [{action.dest: action.default for action in group._group_actions} for group in parser._action_groups]
+    flags = {name: default for group in groups for name, default in group.items()}
+    top = [*ClusterConfig.__dataclass_fields__]
+    prefixes = {name: name.removesuffix("config") for name in top if name.endswith("_config")}
+    sections = {name: {flag for flag in flags if flag.startswith(prefix)} for name, prefix in prefixes.items()}
+    sections["deepspeed_config"] |= next(group.keys() for group in groups if "zero_stage" in group)
+    sections["fsdp_config"].add("fsdp_ignored_modules")  # it has no flag
+    of_tpus = next(group for group in groups if "tpu_use_cluster" in group)
+    return Known(
+        kinds=tuple(DistributedType.__members__),
+        top={*top, "fp16", "dynamo_backend"},  # Accelerate converts these two, of old files
+        sections=sections,
+        # The launcher calls one of them --cpu.
+        flags={name: flags.get(name) for name in top if name in flags.keys() - of_tpus.keys() | {"use_cpu"}},
+    )
 
 
 def unknown_keys(config: Config) -> Iterator[Finding]:
     """A key at the top of the file that Accelerate does not know."""
     for key in config.values:
-        if key not in TOP and config.is_local:
+        if key not in known().top and config.is_local:
             yield Finding(
                 f"{key} is not a key of a config file of Accelerate",
                 "accelerate launch refuses the file: it had unknown keys",
@@ -84,7 +88,7 @@ def unknown_keys(config: Config) -> Iterator[Finding]:
 
 def unknown_section_keys(config: Config) -> Iterator[Finding]:
     """A key of a section that Accelerate does not know."""
-    for section, known in SECTIONS.items():
+    for section, keys in known().sections.items():
         given = config.values.get(section)
         if given is not None and not isinstance(given, dict):
             yield Finding(
@@ -94,7 +98,7 @@ def unknown_section_keys(config: Config) -> Iterator[Finding]:
                 f"or type the keys below {section}:, each on a line of its own after two spaces",
             )
         for key in config.section(section):
-            if key not in known and (key not in FLAGS or section in PREFIXES):
+            if key not in keys and (key not in known().flags or section in PREFIXES):
                 yield Finding(
                     f"{section} has {key}, which Accelerate does not know",
                     "accelerate launch ignores it without a message: the run has the default",
@@ -108,7 +112,7 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
     has_tp = config.section("parallelism_config").get("parallelism_config_tp_size", 1) != 1
     kinds = () if has_tp else ("DEEPSPEED", "FSDP")  # of these recipes, which have tensor parallelism under MULTI_GPU
     for section, (key, readers) in READERS.items():
-        if config.section(section) and given[key] not in readers and config.kind in DISTRIBUTED_TYPES:
+        if config.section(section) and given[key] not in readers and config.kind in known().kinds:
             yield Finding(
                 f"{section} has no effect, because {key} is {given[key]}",
                 f"Accelerate reads this section under {key}: {' or '.join(readers)} alone",
@@ -124,10 +128,12 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
 
 
 def flags_of_the_command_line(config: Config) -> Iterator[Finding]:
-    """A key whose value Accelerate 1.15 takes from its command line, even if the flag is not typed there."""
-    for key, default in OF_THE_COMMAND_LINE.items():
-        value = config.values.get(key, default)
-        if value is not None and value != default:
+    """A key whose value Accelerate takes from its command line, even if the flag is not typed there: that has a
+    default."""
+    for key, default in known().flags.items():
+        value = config.values.get(key)
+        # The rendezvous is the same with and without same_network.
+        if None not in (value, default) and value != default and key != "same_network":
             yield Finding(
                 f"{key}: {as_yaml(value)} in the file has no effect",
                 "accelerate launch takes it from its command line alone; without the flag it is " + as_yaml(default),
@@ -184,13 +190,15 @@ def _meant(key: str, value: Any, section: str) -> list[Edit]:
         return [Edit(name, found, "deepspeed_config") for name, found in meant.items() if found is not None]
     if key in MEANT:
         return [MEANT[key]] if is_true(inside.get("enabled", value)) else []
-    for place in sorted(SECTIONS, key=lambda name: name != section):
-        if name := name_in(place, key):
-            return [Edit(name, value, place)]
-    known = TOP if key in TOP or not section else SECTIONS[section]
-    same_kind = [name for name in sorted(known) if name.endswith("_config") == isinstance(value, dict)]
+    for place in sorted(known().sections, key=lambda name: name != section):
+        for name in (key, f"{place.removesuffix('config')}{key}", f"{place}_{key}"):  # with or without its prefix
+            if name in known().sections[place]:
+                return [Edit(name, value, place)]
+    is_of_top = key in known().top or not section
+    keys = known().top if is_of_top else known().sections[section]
+    same_kind = [name for name in sorted(keys) if name.endswith("_config") == isinstance(value, dict)]
     near = difflib.get_close_matches(key, same_kind, n=1, cutoff=0.8)  # ipex_config is no slip for fp8_config
-    return [Edit(name, value, "" if known is TOP else section) for name in near]
+    return [Edit(name, value, "" if is_of_top else section) for name in near]
 
 
 RULES = (*(unknown_keys, unknown_section_keys, ignored_sections, flags_of_the_command_line, cpu_alone, one_machine),)

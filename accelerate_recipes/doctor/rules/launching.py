@@ -5,9 +5,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate_recipes.doctor.config import DISTRIBUTED_TYPES, Config, is_count
-from accelerate_recipes.doctor.finding import Edit, Finding, as_yaml
-from accelerate_recipes.doctor.rules.keys import READERS
+from accelerate_recipes.common.errors import Edit
+from accelerate_recipes.doctor.config import Config, is_count
+from accelerate_recipes.doctor.finding import Finding, as_yaml
+from accelerate_recipes.doctor.rules.keys import READERS, known
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 OTHER_DEVICES = ("XLA", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
@@ -35,13 +36,16 @@ def sagemaker(config: Config) -> Iterator[Finding]:
 
 def unknown_kind(config: Config) -> Iterator[Finding]:
     """No distributed_type, or one that Accelerate does not know."""
-    if config.kind in DISTRIBUTED_TYPES or not config.is_local:
+    all_kinds = known().kinds
+    if config.kind in all_kinds or not config.is_local:
         return
-    near = difflib.get_close_matches(config.kind.upper(), DISTRIBUTED_TYPES, n=1)
-    near += [kinds[-1] for name, (key, kinds) in READERS.items() if key == "distributed_type" and config.section(name)]
+    near = difflib.get_close_matches(config.kind.upper(), all_kinds, n=1)
+    near += [
+        readers[-1] for name, (key, readers) in READERS.items() if key == "distributed_type" and config.section(name)
+    ]
     yield Finding(
         f"distributed_type is {config.kind}" if config.kind else "the file has no distributed_type",
-        f"accelerate launch ends with an error; it knows {', '.join(DISTRIBUTED_TYPES)}",
+        f"accelerate launch ends with an error; it knows {', '.join(all_kinds)}",
         Edit("distributed_type", near[0] if near else "NO" if config.num_processes == 1 else "MULTI_GPU"),
     )
 

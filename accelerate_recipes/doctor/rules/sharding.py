@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.config import Config
-from accelerate_recipes.doctor.finding import Edit, Finding, words
+from accelerate_recipes.doctor.finding import Finding, words
 
 TRUTH = ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off")  # words that Accelerate reads
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
