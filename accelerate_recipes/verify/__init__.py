@@ -14,10 +14,9 @@ from accelerate_recipes.catalog import SIZES, count_gpus, find_config, mapping_i
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor.config import is_count
 from accelerate_recipes.paths import check_file, check_folder
-from accelerate_recipes.verify.against import kept
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import CHECKED, Row, Table, write
-from accelerate_recipes.verify.compare import Difference, compare, starts_alike
+from accelerate_recipes.verify.compare import Difference, Key, compare, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Finished, Launch, recording
 
 EVIDENCE = "accelerate_recipes.verify.causes:evidence"
@@ -60,7 +59,7 @@ def run(
     with TemporaryDirectory(prefix="verify_") as scratch:
         verification = _Verification(script, flags, steps, Path(scratch), table)
         verification.verify_all(chosen)
-        cause, reference = verification.cause(), verification.kept()
+        cause, reference = verification.cause(), verification.record()
     write(folder, script, flags, steps, table.rows, cause, as_json, configs, verification.gap, reference)
     return int(any(row.is_bad for row in table.rows))
 
@@ -86,7 +85,7 @@ class _Verification:
     scratch: Path
     table: Table
     first_difference: Difference | None = None  # the first run that is not the same
-    floors: list[Finished] = field(default_factory=list)  # one process with other micro-batches: how far rounding goes
+    floors: list[dict[Key, float]] = field(default_factory=list)  # of one process with other micro-batches
     found_by_check: str | None = None  # the likely cause that a run named
     gap: str | None = "no run had other micro-batches"
 
@@ -138,8 +137,8 @@ class _Verification:
         other = min(others, key=lambda other: (abs(share // other - parts), other))
         row = f"{name}, {share // other} accumulated"
         run = launch.run(folder, "--micro_batch_size", str(other))
-        if name == "single" and run.is_done and starts_alike(run, self.reference):
-            self.floors.append(run)
+        if name == "single" and run.is_done:
+            self.floors.append(noise_floor(run.trace, self.reference.trace))
         self._add(row, run, self.reference)
         self.gap = None
 
@@ -160,9 +159,9 @@ class _Verification:
         self.reference = single.run(self.scratch / "single")
         return single
 
-    def kept(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """What the certificate keeps of one process, for `--against`."""
-        return kept(self.reference, self._all_flags())
+        return {"flags": self._all_flags(), **self.reference.trace.to_record()}
 
     def _all_flags(self, config: Path | None = None) -> list[str]:
         return [*self.flags, *recording(self.steps), *(SIZES.get(config.stem, []) if config is not None else [])]
@@ -193,7 +192,8 @@ class _Verification:
             self.table.add(Row(name, None, refusal=run.refusal, failure=run.failure))
             self.found_by_check = self.found_by_check or (run.cause if CHECKED in (run.refusal or "") else None)
             return False
-        difference = compare(run, reference, self.floors if reference is self.reference else ())
+        floor = of_all_steps(*self.floors) if reference is self.reference else None
+        difference = compare(run.trace, reference.trace, floor)
         if not difference.is_same and self.first_difference is None:
             self.first_difference = difference
         checked = run.card.get("checked_steps", 0)
