@@ -61,10 +61,9 @@ def verify_watched(script: Path, flags: list[str], steps: int, output: Path | No
                 cause = cause_of_other_repetition(again, single)
             elif not difference.is_same:
                 cause = likely_cause_of_script(ddp, single, difference)
-        row = Row(f"ddp ({ddp.facts['distributed_type']})", ddp.facts["processes"], difference=difference)
-        table.add(row)
-    folder = output or Path("verified") / script.stem
-    num_steps = max(step for step, _ in single.values)
+        name = f"ddp ({ddp.facts['distributed_type']})"
+        table.add(Row(name, ddp.facts["processes"], difference=difference))
+    folder, num_steps = output or Path("verified") / script.stem, max(step for step, _ in single.values)
     write(folder, file, flags, num_steps, table.rows, cause, as_json)
     return int(any(row.is_bad for row in table.rows))
 
