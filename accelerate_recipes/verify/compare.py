@@ -173,12 +173,12 @@ def _starts_alike(sizes: Mapping[Key, float]) -> bool:
 
 
 def relative(value: Any, expected: Any) -> float:
-    """The relative difference of two values; infinite if one is missing, or if they are unequal and no numbers."""
+    """The relative difference of two values; infinite if one is missing or not a number, and of unequal lists."""
     if value == expected and value is not None:
         return 0.0
-    if not isinstance(value, int | float) or not isinstance(expected, int | float):
+    if value is None or expected is None or isinstance(expected, list):
         return math.inf
-    size = abs(value - expected) / max(abs(expected), 1e-12)
+    size = abs(value - expected) / max(abs(expected), 1e-30)
     return math.inf if math.isnan(size) else size
 
 
@@ -198,5 +198,5 @@ def _distance(weight: Tensor, expected: Tensor) -> float:
         return 0.0
     wide = torch.complex128 if weight.is_complex() else torch.float64
     weight, expected = weight.to(wide), expected.to(wide)
-    size = float((weight - expected).norm() / expected.norm().clamp(min=1e-12))
+    size = float((weight - expected).norm() / expected.norm().clamp(min=1e-30))
     return math.inf if math.isnan(size) else max(size, sys.float_info.min)
