@@ -167,9 +167,9 @@ def _sizes(trace: Trace, reference: Trace) -> dict[Key, float]:
 
 def _starts_alike(sizes: Mapping[Key, float]) -> bool:
     """Whether the first step has the same loss, gradient and learning rate."""
-    first = min((step for step, _ in sizes if step is not None), default=None)
+    first = min((step for step, name in sizes if step is not None and name == "train/loss"), default=None)
     limits = {"train/loss": TOLERANCE, "grad_norm": FLOAT32["grad_norm"], "learning_rate": 0.0}
-    return (first, "train/loss") in sizes and all(sizes.get((first, name), 0.0) <= limits[name] for name in limits)
+    return first is not None and all(sizes.get((first, name), 0.0) <= limits[name] for name in limits)
 
 
 def relative(value: Any, expected: Any) -> float:

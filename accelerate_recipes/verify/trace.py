@@ -23,7 +23,8 @@ class Trace:
 
     Attributes:
         values: {(step, name): value} of training loss, norm of the gradient, learning rate and evaluation metrics; of a
-            script on plain Accelerate also "samples", the ids of a step, and "gathered", the rows of the evaluation.
+            script on plain Accelerate also "samples", the ids of a step, and in step 0 "gathered", the rows of all
+            evaluations.
         weights: {name: tensor} after the last step; of a record, the sums of a `Sketch` of each.
         facts: what else is known, such as the run card.
     """

@@ -116,8 +116,8 @@ def _trace(processes: list[dict[str, Any]], folder: Path) -> Trace:
             parts_at = parts_at or number
         has_unequal_parts |= len({part.get("tokens") for part in parts}) > 1
     first = processes[0]
-    if first["gathered"]:
-        values[len(first["steps"]), "gathered"] = first["gathered"]
+    if first["gathered"]:  # in all evaluations
+        values[0, "gathered"] = first["gathered"]
     facts = {"processes": len(processes), "repeats_an_epoch": _repeats_an_epoch(first["steps"])}
     facts |= {"parts_at": parts_at, "has_unequal_parts": has_unequal_parts}
     return Trace(values, Tensors(folder), first | facts)
