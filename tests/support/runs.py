@@ -79,6 +79,7 @@ def assert_same_result(run: Run, expected: Run) -> None:
 
 def weight_distance(run: Run, reference: Run) -> float:
     """Largest ‖w − w₀‖ / ‖w₀‖ of all weight tensors; infinite if one lacks a tensor, or has another shape or type."""
+    assert run.output_dir != reference.output_dir, "the weights of one folder are equal to themselves"
     return max(distances(run.trace.weights, reference.trace.weights).values())
 
 
