@@ -67,7 +67,7 @@ class Tensors(Mapping[str, Tensor]):
         self._paths: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                self._paths |= dict.fromkeys(file.keys(), path)
+                self._paths |= dict.fromkeys(file.offset_keys(), path)
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._paths[name], "pt") as file:
