@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from accelerate_recipes.catalog import find_config
 from accelerate_recipes.matrix import SIZES
 from accelerate_recipes.verify.certificate import Row
-from accelerate_recipes.verify.compare import compare, starts_alike
+from accelerate_recipes.verify.compare import compare, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Finished, Launch, recording
 
 ONE_MACHINE = ["--num_machines", "1", "--machine_rank", "0", "--rdzv_backend", "static"]
@@ -37,10 +37,10 @@ def one_result(script: Path, config: Path, flags: str = "", steps: int = 20) -> 
         precision = ["--mixed_precision", "bf16"] if run.card["precision"] == "bf16" else []
         single, micro_batch = find_config("single"), ["--micro_batch_size", str(run.card["micro_batch_size"])]
         one = _done(Launch(script, single, alone + micro_batch, precision), Path(scratch) / "one")
-        difference = compare(run, one)
-        if not difference.is_same and starts_alike(run, one):  # how far does rounding alone go?
+        difference = compare(run.trace, one.trace)
+        if not difference.is_same:  # how far does rounding alone go?
             other = _done(Launch(script, single, alone, precision), Path(scratch) / "other")
-            difference = compare(run, one, [other])
+            difference = compare(run.trace, one.trace, of_all_steps(noise_floor(other.trace, one.trace)))
         assert difference.is_same, f"{config.name}: {Row(config.stem, None, difference).verdict}"
 
 

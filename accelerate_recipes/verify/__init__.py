@@ -14,10 +14,9 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor.config import is_count
 from accelerate_recipes.matrix import CONFIGS, SIZES
 from accelerate_recipes.paths import check_file, check_folder
-from accelerate_recipes.verify.against import kept
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row, Table, write
-from accelerate_recipes.verify.compare import Difference, compare, starts_alike
+from accelerate_recipes.verify.compare import Difference, Key, compare, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Finished, Launch, recording
 
 EVIDENCE = "accelerate_recipes.verify.causes:evidence"
@@ -60,7 +59,7 @@ def run(
     with TemporaryDirectory(prefix="verify_") as scratch:
         verification = _Verification(script, flags, steps, Path(scratch), table)
         verification.verify_all(chosen)
-        cause, reference = verification.cause(), verification.kept()
+        cause, reference = verification.cause(), verification.record()
     write(folder, script, flags, steps, table.rows, cause, as_json, configs, verification.gap, reference)
     return int(any(row.is_bad for row in table.rows))
 
@@ -86,7 +85,7 @@ class _Verification:
     scratch: Path
     table: Table
     first_difference: Difference | None = None  # the first run that is not the same
-    floors: list[Finished] = field(default_factory=list)  # one process with other micro-batches: how far rounding goes
+    floors: list[dict[Key, float]] = field(default_factory=list)  # of one process with other micro-batches
     found_by_check: str | None = None  # the likely cause that a run named
     gap: str | None = "no run had other micro-batches"
 
@@ -94,12 +93,11 @@ class _Verification:
         """Makes all runs, and adds a row to the table for each."""
         self.table.begin([path.stem for path in configs])
         single = Launch(self.script, find_config("single"), self._all_flags())
-        reference = single.run(self.scratch / "single")
+        self.reference = reference = single.run(self.scratch / "single")
         if not reference.is_done:
             raise UsageError(f"{self.script} does not run in one process: {reference.refusal or reference.failure}")
-        self.reference = reference
         self.table.add(Row("single", reference.card["num_processes"], note="the reference"))
-        if reference.card.get("draws"):
+        if draws := reference.card.get("draws"):
             single = self._with_one_micro_batch_size(single, configs)
         else:
             for parts in (2, 8):
@@ -107,17 +105,15 @@ class _Verification:
         in_bf16 = replace(single, options=["--mixed_precision", "bf16"])
         divided = None
         for config in configs:
-            launch = Launch(self.script, config, self._all_flags(config))
-            settings = mapping_in(config)
-            here = runs_here(settings, count_gpus())
-            if here.startswith("needs"):
+            launch, settings = Launch(self.script, config, self._all_flags(config)), mapping_in(config)
+            if (here := runs_here(settings, count_gpus())).startswith("needs"):
                 self.table.add(Row(config.stem, settings["num_processes"], note=f"not run: {here}"))
                 continue
-            expected = self._bf16(in_bf16) if settings["mixed_precision"] == "bf16" else reference
-            same = self._compare(config.stem, launch, self.scratch / config.stem, [], expected)
+            expected = self._bf16(in_bf16) if settings["mixed_precision"] == "bf16" else self.reference
+            same = self._add(config.stem, launch.run(self.scratch / config.stem), expected)
             if same and divided is None and settings["num_processes"] > 1:
                 divided = launch
-                if not reference.card.get("draws") and not config.stem.startswith("pipeline"):
+                if not draws and not config.stem.startswith("pipeline"):
                     self._other_micro_batches(config.stem, launch, self.scratch / "accumulated", parts=4)
         self._kill(divided or single)
 
@@ -130,27 +126,22 @@ class _Verification:
     def _other_micro_batches(self, name: str, launch: Launch, folder: Path, parts: int) -> None:
         """Runs with another `--micro_batch_size` than the run that `launch` made, if possible in so many parts."""
         card = Finished(self.scratch / launch.config.stem).card
-        size = card["micro_batch_size"]
-        share = size * card["gradient_accumulation_steps"]
+        size, share = card["micro_batch_size"], card["micro_batch_size"] * card["gradient_accumulation_steps"]
         others = [other for other in range(1, share + 1) if share % other == 0 and other != size]
         if not others:
             return
         other = min(others, key=lambda other: (abs(share // other - parts), other))
-        row = f"{name}, {share // other} accumulated"
         run = launch.run(folder, "--micro_batch_size", str(other))
-        if name == "single" and run.is_done and starts_alike(run, self.reference):
-            self.floors.append(run)
-        self._add(row, run, self.reference)
+        if name == "single" and run.is_done:
+            self.floors.append(noise_floor(run.trace, self.reference.trace))
+        self._add(f"{name}, {share // other} accumulated", run, self.reference)
         self.gap = None
 
     def _with_one_micro_batch_size(self, single: Launch, configs: list[Path]) -> Launch:
         """Makes the reference again, with a `--micro_batch_size` that all configs can take: the model draws random
         numbers, which depend on it."""
-        samples, size = self.reference.card["config"]["batch_size"], 1
-        for config in configs:
-            processes = mapping_in(config)["num_processes"]
-            size = math.lcm(size, processes)
-        micro = max(1, samples // size)
+        most = math.lcm(*(mapping_in(config)["num_processes"] for config in configs))
+        micro = max(1, self.reference.card["config"]["batch_size"] // most)
         self.flags = [*self.flags, "--micro_batch_size", str(micro)]
         self.gap = (
             f"random numbers depend on --micro_batch_size: all runs had {micro}; those that a dataset draws do not"
@@ -160,9 +151,9 @@ class _Verification:
         self.reference = single.run(self.scratch / "single")
         return single
 
-    def kept(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """What the certificate keeps of one process, for `--against`."""
-        return kept(self.reference, self._all_flags())
+        return {"flags": self._all_flags(), **self.reference.trace.to_record()}
 
     def _all_flags(self, config: Path | None = None) -> list[str]:
         return [*self.flags, *recording(self.steps), *(SIZES.get(config.stem, []) if config is not None else [])]
@@ -171,12 +162,6 @@ class _Verification:
         """The reference for configs in bf16: one process in bf16. The first call runs it."""
         folder = self.scratch / "single_bf16"
         return Finished(folder) if folder.exists() else launch.run(folder)
-
-    def _compare(
-        self, name: str, launch: Launch, folder: Path, flags: list[str], reference: Finished | None = None
-    ) -> bool:
-        run = launch.run(folder, *flags)
-        return self._add(name, run, reference or self.reference)
 
     def _kill(self, launch: Launch) -> None:
         """Kills a run under this config and resumes it; the reference is the run that was not killed."""
@@ -193,7 +178,8 @@ class _Verification:
             self.table.add(row := Row(name, None, refusal=run.refusal, failure=run.failure))
             self.found_by_check = self.found_by_check or (run.cause if row.found_by_check else None)
             return False
-        difference = compare(run, reference, self.floors if reference is self.reference else ())
+        floor = of_all_steps(*self.floors) if reference is self.reference else None
+        difference = compare(run.trace, reference.trace, floor)
         if not difference.is_same and self.first_difference is None:
             self.first_difference = difference
         checked = run.card.get("checked_steps", 0)

@@ -1,17 +1,46 @@
 """Compares two runs: losses, gradient norms, weights, evaluations and learning rates."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from accelerate_recipes.verify.runs import Finished
+import torch
+from torch import Tensor
 
-TOLERANCE = 1e-5  # float32; relative
-# So far may a run be from its reference, in units of how far one process is from itself. Two runs measure that: in a
-# third one another weight jumped, 6 times as far (a bias before GroupNorm, under Adam).
-TIMES_FLOOR = 10
-BF16_TOLERANCE = 1e-2  # bf16 keeps 8 bits, and configs round at different places: up to 0.7 % for our recipes
+from accelerate_recipes.common.check.tolerances import BF16, FLOAT32, RECORD, TOLERANCE, TRAJECTORY_TIMES_FLOOR
+from accelerate_recipes.verify.trace import Trace
+
+Key = tuple[int | None, str]  # (step, name of a value), or (None, name of a tensor after the last step)
+# {key: how far rounding errors move it}, or {name of a value, or "weights": the same for all steps or tensors}
+Floor = Mapping[Any, float]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A value of a run beside that of its reference, or a tensor.
+
+    Attributes:
+        step, name: as in `Key`.
+        value, expected: None where a run has none, and of a tensor.
+        size: the relative difference; infinite where one of the two has no value.
+        tolerance: up to which it is the same.
+        limit: the tolerance, or what rounding explains.
+    """
+
+    step: int | None
+    name: str
+    value: Any
+    expected: Any
+    size: float
+    tolerance: float
+    limit: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the two count as the same."""
+        return self.size <= self.limit
 
 
 @dataclass(frozen=True)
@@ -39,6 +68,29 @@ class Difference:
     is_same: bool
     is_noise: bool = False
 
+    @classmethod
+    def of(cls, gaps: list[Gap]) -> "Difference":
+        """Sums up the gaps of a run."""
+        evaluated = {gap.name for gap in gaps if gap.name.startswith("eval/")} or {"gathered"}
+        wrong = [gap for gap in gaps if not gap.is_same]
+        # What differs in these alone has words of its own.
+        steps = [gap.step for gap in wrong if gap.step is not None and gap.name not in ("grad_norm", "gathered")]
+
+        def largest(*names: str) -> float | None:
+            return max((gap.size for gap in gaps if gap.step is not None and gap.name in names), default=None)
+
+        return cls(
+            loss=largest("train/loss") or 0.0,
+            gradient=largest("grad_norm"),
+            weights=max((gap.size for gap in gaps if gap.step is None), default=0.0),
+            evaluation=largest(*evaluated),
+            learning_rate=largest("learning_rate") or 0.0,
+            first_step=min(steps, default=None),
+            tensor=next((gap.name for gap in wrong if gap.step is None), None),
+            is_same=not wrong,
+            is_noise=not wrong and any(gap.size > gap.tolerance for gap in gaps),
+        )
+
     @property
     def is_exact(self) -> bool:
         """Whether all values are equal bit for bit."""
@@ -46,102 +98,105 @@ class Difference:
         return not any(value for value in values if value is not None)
 
 
-def compare(run: Finished, reference: Finished, floors: Sequence[Finished] = ()) -> Difference:
-    """Compares a finished run with its reference, in the precision of the run.
+def compare(
+    trace: Trace, reference: Trace, floor: Floor | None = None, tolerances: Mapping[str, float] | None = None
+) -> Difference:
+    """Compares a run with its reference: the sum of their `gaps`."""
+    return Difference.of(gaps(trace, reference, floor, tolerances))
+
+
+def gaps(
+    trace: Trace, reference: Trace, floor: Floor | None = None, tolerances: Mapping[str, float] | None = None
+) -> list[Gap]:
+    """What two runs have beside each other, step by step, and then the weights.
 
     Args:
-        run: finished.
-        reference: finished.
-        floors: the reference with other micro-batches, if it `starts_alike`: what differs there is noise.
+        trace: a run.
+        reference: what it should be.
+        floor: how far rounding errors move the reference. It counts if the run starts like the reference: random
+            numbers, statistics over a batch and wrong sums show in the first step.
+        tolerances: as in `common/check/tolerances.py`; None: those of the run's precision.
     """
-    strict = _compare(run, reference, ())
-    if strict.is_same or not floors or not starts_alike(run, reference):
-        return strict
-    return replace(_compare(run, reference, floors), is_noise=True)
-
-
-def starts_alike(run: Finished, reference: Finished) -> bool:
-    """Whether the first step has the same loss, gradient and learning rate: what differs later is rounding, which
-    training amplifies. Random numbers, statistics over a batch and wrong sums show in the first step."""
-    limits = {"train/loss": TOLERANCE, "grad_norm": 10 * TOLERANCE, "learning_rate": 0.0}
-    found = {name: _differences(run, reference, name) for name in limits}
-    return all(values and values[min(values)] <= limits[name] for name, values in found.items())
-
-
-def _compare(run: Finished, reference: Finished, floors: Sequence[Finished]) -> Difference:
-    in_bf16 = run.card.get("precision") == "bf16"
-    tolerance = BF16_TOLERANCE if in_bf16 else TOLERANCE
-    names = sorted({name for record in reference.records for name in record if name.startswith("eval/")})
-    if in_bf16:  # a rounding error may flip a class, or move an R² near 0 by more than a loss
-        names = [name for name in names if name.endswith("loss")]
-
-    def noise(name: str) -> float:
-        return TIMES_FLOOR * max((_largest(_differences(floor, reference, name)) for floor in floors), default=0.0)
-
-    moved = [_largest(weight_distances(floor.folder / "model", reference.folder / "model")) for floor in floors]
-    loss, gradient = (_differences(run, reference, name) for name in ("train/loss", "grad_norm"))
-    rates = _differences(run, reference, "learning_rate")
-    evaluations = {name: _differences(run, reference, name) for name in names}
-    distances = weight_distances(run.folder / "model", reference.folder / "model")
-    limits = {name: max(tolerance, noise(name)) for name in ("train/loss", *names)}
-    compared = {"train/loss": loss} | evaluations
-    wrong = {step for name, values in compared.items() for step, value in values.items() if not value <= limits[name]}
-    wrong |= {step for step, value in rates.items() if value > 0}
-    allowed = max([tolerance, *(TIMES_FLOOR * distance for distance in moved)])
-    tensor = next((name for name, value in distances.items() if not value <= allowed), None)
-    largest_gradient = _largest(gradient)
-    # In bf16 the README promises losses, not weights.
-    is_close = tensor is None and largest_gradient <= max(10 * tolerance, noise("grad_norm"))
-    is_same = not wrong and (in_bf16 or is_close)
-    return Difference(
-        loss=_largest(loss),
-        gradient=largest_gradient,
-        weights=_largest(distances),
-        evaluation=max(map(_largest, evaluations.values()), default=0.0),
-        learning_rate=_largest(rates),
-        first_step=min(wrong, default=None),
-        tensor=tensor,
-        is_same=is_same,
-    )
-
-
-def _differences(run: Finished, reference: Finished, name: str) -> dict[int, float]:
-    """{step: relative difference}; infinite where one of the two has no value."""
-    values, expected = run.column(name), reference.column(name)
-    steps = sorted(values.keys() | expected.keys())
-    return {step: relative(values.get(step), expected.get(step)) for step in steps}
-
-
-def relative(value: float | None, expected: float | None) -> float:
-    """The relative difference; infinite if one of the two is None."""
-    if value is None or expected is None:
-        return float("inf")
-    return 0.0 if value == expected else abs(value - expected) / max(abs(expected), 1e-12)
-
-
-def weight_distances(folder: Path, reference: Path) -> dict[str, float]:
-    """{name: ‖w − w₀‖ / ‖w₀‖}; infinite where one of the two lacks the tensor or has another shape."""
-    weights, expected = load(folder), load(reference)
-    distances = {}
-    for name in expected | weights:
-        one, other = weights.get(name), expected.get(name)
-        if one is None or other is None or one.shape != other.shape:
-            distances[name] = float("inf")
+    if tolerances is None:
+        tolerances = BF16 if trace.facts.get("precision") == "bf16" else FLOAT32
+    sizes = _sizes(trace, reference)
+    if floor is None or (tolerances is not RECORD and not _starts_alike(sizes)):
+        floor = {}
+    found = []
+    for (step, name), size in sizes.items():
+        if tolerances is BF16 and name.startswith("eval/") and not name.endswith("loss"):
             continue
-        one, other = one.double(), other.double()
-        distances[name] = float((one - other).norm() / other.norm().clamp(min=1e-12))
-    return distances
+        kind = "weights" if step is None else name
+        tolerance = tolerances[kind if kind in tolerances else ""]
+        noise = floor.get((step, name), 0.0) or floor.get(kind, 0.0)
+        value, expected = (None if step is None else each.values.get((step, name)) for each in (trace, reference))
+        limit = max(tolerance, TRAJECTORY_TIMES_FLOOR * noise)
+        found.append(Gap(step, name, value, expected, size, tolerance, limit))
+    return found
 
 
-def load(folder: Path) -> dict[str, Any]:
-    """{name: tensor} of a folder."""
-    from safetensors.torch import load_file
+def noise_floor(moved: Trace, reference: Trace) -> dict[Key, float]:
+    """How far each value is up to its step, and each tensor, from the reference in a run that differs by rounding
+    errors. Empty if the run starts otherwise: then more than rounding is different."""
+    sizes, largest = _sizes(moved, reference), dict[str, float]()
+    if not _starts_alike(sizes):
+        return {}
+    floor: dict[Key, float] = {}
+    for (step, name), size in sizes.items():
+        if size < math.inf:
+            floor[step, name] = largest[name] = max(size, largest.get(name, 0.0))
+    return floor
 
-    tensors: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path)
-    return tensors
+
+def of_all_steps(*floors: Mapping[Key, float]) -> dict[str, float]:
+    """{name of a value, or "weights": the largest of all steps, or tensors}. For two runs are few: in a third one
+    another step or tensor may be the one that rounding moves most."""
+    found: dict[str, float] = {}
+    for (step, name), size in (each for floor in floors for each in floor.items()):
+        kind = "weights" if step is None else name
+        found[kind] = max(size, found.get(kind, 0.0))
+    return found
 
 
-def _largest(values: dict[Any, float]) -> float:
-    return max(values.values(), default=0.0)
+def _sizes(trace: Trace, reference: Trace) -> dict[Key, float]:
+    """{key: relative difference} of all values in the order of their steps, and then of all tensors."""
+    keys = sorted({**reference.values, **trace.values}, key=lambda key: key[0])
+    found: dict[Key, float] = {key: relative(trace.values.get(key), reference.values.get(key)) for key in keys}
+    return found | {(None, name): size for name, size in distances(trace.weights, reference.weights).items()}
+
+
+def _starts_alike(sizes: Mapping[Key, float]) -> bool:
+    """Whether the first step has the same loss, gradient and learning rate."""
+    first = min((step for step, name in sizes if step is not None and name == "train/loss"), default=None)
+    limits = {"train/loss": TOLERANCE, "grad_norm": FLOAT32["grad_norm"], "learning_rate": 0.0}
+    return first is not None and all(sizes.get((first, name), 0.0) <= limits[name] for name in limits)
+
+
+def relative(value: Any, expected: Any) -> float:
+    """The relative difference of two values; infinite if one is missing or not a number, and of unequal lists."""
+    if value == expected and value is not None:
+        return 0.0
+    if value is None or expected is None or isinstance(expected, list):
+        return math.inf
+    size = abs(value - expected) / max(abs(expected), 1e-30)
+    return math.inf if math.isnan(size) else size
+
+
+def distances(weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite where one of the two lacks the tensor or has another
+    shape or type."""
+    return {
+        name: _distance(weights[name], reference[name]) if name in weights and name in reference else math.inf
+        for name in dict.fromkeys([*reference, *weights])
+    }
+
+
+def _distance(weight: Tensor, expected: Tensor) -> float:
+    if weight.shape != expected.shape or weight.dtype != expected.dtype:
+        return math.inf
+    if torch.equal(weight, expected):
+        return 0.0
+    wide = torch.complex128 if weight.is_complex() else torch.float64
+    weight, expected = weight.to(wide), expected.to(wide)
+    size = float((weight - expected).norm() / expected.norm().clamp(min=1e-30))
+    return math.inf if math.isnan(size) else max(size, sys.float_info.min)

@@ -19,6 +19,7 @@ import psutil
 from accelerate_recipes.at_fit import environment
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.records.run_card import read_card
+from accelerate_recipes.verify.trace import Trace
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
 
@@ -50,18 +51,14 @@ class Finished:
         return self.refusal is None and self.failure is None
 
     @cached_property
-    def records(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-    @cached_property
     def card(self) -> dict[str, Any]:
         """The run card; empty if the run did not write one."""
         return read_card(self.folder)
 
-    def column(self, name: str) -> dict[int, float]:
-        """{step: value} of a key of the records."""
-        return {record["step"]: record[name] for record in self.records if name in record}
+    @cached_property
+    def trace(self) -> Trace:
+        """What it did; only of a run that is done."""
+        return Trace.of_run(self.folder)
 
 
 @dataclass(frozen=True)

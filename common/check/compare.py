@@ -14,7 +14,6 @@ from ..weights.shards import local, range_of
 from .sketch import Sketch
 from .trace import Step
 
-TOLERANCE = 1e-5
 # ("value", its name), ("eval", its name), ("norm", ""), ("weight", its name), ("replica", name of a weight)
 Key = tuple[str, str]
 OfMicroBatches = Mapping[int, Mapping[str, Tensor]]

@@ -3,11 +3,11 @@
 import math
 
 from ..plan import Plan
-from .compare import TOLERANCE, Gap, Key, step_gaps, weight_gap
+from .compare import Gap, Key, step_gaps, weight_gap
 from .reference import Perturbed, Reference
 from .sketch import Sketch
+from .tolerances import STEP_TIMES_FLOOR, TOLERANCE
 
-TIMES_FLOOR = 4  # a difference up to this many times what rounding does to one process is noise
 MOST_LOSS = 0.01  # by which rounding errors in the weights change a loss in float32
 # An optimizer such as Adam that looks at the sign of a gradient moves an element by its own size if rounding changes
 # that sign. The share of such elements is about that of the rounding in the gradient, and the distance its root.
@@ -27,7 +27,7 @@ def without_noise(
         floors = _floors(reference, other, plan, number)
         for key, gap in list(gaps.items()):
             floor = floors[key].size
-            if not gap.size <= TIMES_FLOOR * floor:
+            if not gap.size <= STEP_TIMES_FLOOR * floor:
                 continue
             if key[0] in ("weight", "replica") and not _is_explained(floor, *_gradients(reference, other, number, key)):
                 if floor >= 1:  # nothing but a gradient of zero lets a weight move by its own size

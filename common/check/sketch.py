@@ -13,13 +13,13 @@ BLOCK = 64 * WIDTH  # elements that are added at a time: a copy of them stays in
 
 @dataclass(frozen=True)
 class Sketch:
-    """A count sketch of a tensor (Charikar et al. 2002): each element, times a random sign, is in one of 4,096 sums.
+    """A count sketch of a tensor (Charikar et al. 2002): each element, times a random sign, is in one of `width` sums.
 
     The sketch of a difference is the difference of two sketches. The norm of a sketch is that of the tensor within 2 %
-    (one standard deviation), or exactly, if the tensor has at most 4,096 elements.
+    (one standard deviation; with 16 sums within 18 %), or exactly, if the tensor has at most `width` elements.
 
     Attributes:
-        sums: float64 or complex128, on the CPU, of shape (4096,), or of a smaller tensor's number of elements.
+        sums: float64 or complex128, on the CPU, of shape (width,), or of a smaller tensor's number of elements.
         rounding: relative rounding error of the tensor's type; 0 for whole numbers.
     """
 
@@ -28,19 +28,19 @@ class Sketch:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, tensor: Tensor) -> "Sketch":
-        """The sketch of a plain tensor of any type."""
+    def of(cls, tensor: Tensor, width: int = WIDTH) -> "Sketch":
+        """The sketch of a plain tensor of any type; `width` divides 4,096."""
         has_rounding = tensor.is_floating_point() or tensor.is_complex()
         exact = torch.complex128 if tensor.is_complex() else torch.float64
         values = tensor.detach().reshape(-1)
-        if len(values) <= WIDTH:
+        if len(values) <= width:
             sums = values.to(exact)
         else:
-            sums = torch.zeros(WIDTH, dtype=exact, device=values.device)
+            sums = torch.zeros(width, dtype=exact, device=values.device)
             values = values if has_rounding else values.to(exact)
             for block, signs in zip(values.split(BLOCK), _signs(values.device, values.dtype)):
-                padded = block if len(block) == BLOCK else torch.nn.functional.pad(block, (0, -len(block) % WIDTH))
-                sums += (padded * signs[: len(padded)]).view(-1, WIDTH).sum(0, dtype=exact)
+                padded = block if len(block) == BLOCK else torch.nn.functional.pad(block, (0, -len(block) % width))
+                sums += (padded * signs[: len(padded)]).view(-1, width).sum(0, dtype=exact)
         return cls(sums.cpu(), torch.finfo(tensor.dtype).eps if has_rounding else 0.0)
 
     def __add__(self, other: "Sketch") -> "Sketch":

@@ -67,7 +67,8 @@ def compare(kind: str) -> int:
             max((row["difference"] for row in found["rows"] if row["name"] == name), default=0.0)
             for name in ("train/loss", "grad_norm")
         ]
-        numbers = [f"{value:.1e}" for value in (*columns, max(found["weights"].values()))]
+        weights = [max(found["weights"].values())] if found["weights"] else []  # an older record has none to compare
+        numbers = [*(f"{value:.1e}" for value in (*columns, *weights)), "–"][:3]
         others = ", ".join(f"{name} {old} → {new}" for name, (old, new) in found["versions"].items())
         print(f"| {place} | {' | '.join(numbers)} | {found['verdict']} | {others} |", flush=True)
     return int(is_bad)

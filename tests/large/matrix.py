@@ -26,13 +26,16 @@ import psutil
 import yaml
 from models import CASES, Case, write_data
 
+from support.runs import Run
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from accelerate_recipes.matrix import CONFIGS, SIZES  # noqa: E402
 from accelerate_recipes.verify.certificate import COLUMNS, Row  # noqa: E402
-from accelerate_recipes.verify.compare import compare, starts_alike  # noqa: E402
+from accelerate_recipes.verify.compare import Floor, compare, noise_floor, of_all_steps  # noqa: E402
 from accelerate_recipes.verify.runs import Finished, Launch  # noqa: E402
+from accelerate_recipes.verify.trace import Trace  # noqa: E402
 
 RESULTS, PAGE = ROOT / "docs" / "large.json", ROOT / "docs" / "large.md"
 # The first case runs under all configs, the others under one of each kind: together an hour on two cores.
@@ -122,7 +125,7 @@ def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str,
     write_data(scratch / "data")
     shared = f"--max_steps {STEPS} --log_every 1 --warmup_steps 0 --learning_rate 1e-4"
     flags = f"{case.flags.format(data=scratch / 'data', model=model)} {shared}".split()
-    references: dict[bool, tuple[Finished, list[Finished]]] = {}  # {in bf16: (one process, how far rounding goes)}
+    references: dict[bool, tuple[Trace, Floor]] = {}  # {in bf16: (one process, how far rounding goes)}
     found: dict[str, Cell] = {}
     for config in ["single", *configs]:
         path = ROOT / "accelerate_configs" / f"{config}.yaml"
@@ -133,8 +136,9 @@ def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str,
         if run.is_done:
             if in_bf16 not in references:
                 references[in_bf16] = _references(launch, run, config, in_bf16, scratch)
-            row = Row(config, run.card["num_processes"], compare(run, *references[in_bf16]))
-            step = run.card["config"]["batch_size"] / max(run.column("samples_per_second").values())
+            row = Row(config, run.card["num_processes"], compare(run.trace, *references[in_bf16]))
+            rates = Run(0, "", "", run.folder).column("samples_per_second")
+            step = run.card["config"]["batch_size"] / max(rates)
         columns, known = row.cells, (KNOWN.get(name) or KNOWN.get(config)) if row.difference is not None else None
         if known is not None and row.is_bad:
             columns[-1] += f" (known: {known})"
@@ -148,9 +152,7 @@ def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str,
     return found
 
 
-def _references(
-    launch: Launch, run: Finished, config: str, in_bf16: bool, scratch: Path
-) -> tuple[Finished, list[Finished]]:
+def _references(launch: Launch, run: Finished, config: str, in_bf16: bool, scratch: Path) -> tuple[Trace, Floor]:
     """One process in this precision, and with other micro-batches or one thread: what differs there is rounding."""
     single = Launch(launch.script, ROOT / "accelerate_configs" / "single.yaml", launch.flags)
     if in_bf16:
@@ -162,7 +164,8 @@ def _references(
         floors.append(single.run(scratch / f"one_thread_{in_bf16}", "--micro_batch_size", "4"))
     finally:
         del os.environ["OMP_NUM_THREADS"]
-    return reference, [floor for floor in floors if floor.is_done and starts_alike(floor, reference)]
+    found = [noise_floor(floor.trace, reference.trace) for floor in floors if floor.is_done]
+    return reference.trace, of_all_steps(*found)
 
 
 def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:

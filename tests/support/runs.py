@@ -8,10 +8,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from accelerate_recipes.common.check.tolerances import FLOAT32
+from accelerate_recipes.common.check.tolerances import TOLERANCE as TOLERANCE
 from accelerate_recipes.common.records.output_dir import checkpoints
+from accelerate_recipes.verify.certificate import Row
+from accelerate_recipes.verify.compare import compare, distances, relative
+from accelerate_recipes.verify.trace import Trace
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-5
 TIMED = ("samples_per_second", "tokens_per_second")  # depend on the clock
 
 
@@ -50,6 +54,10 @@ class Run:
         return json.loads((self.output_dir / "run.json").read_text())
 
     @cached_property
+    def trace(self) -> Trace:
+        return Trace.of_run(self.output_dir)
+
+    @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.output_dir / "model" / "model.safetensors")
 
@@ -62,37 +70,23 @@ def assert_equal_to_the_last_bit(run: Run, reference: Run) -> None:
 
 def assert_same_result(run: Run, expected: Run) -> None:
     """Checks the README's promise: the same losses, learning rates, evaluations and weights."""
-    assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= TOLERANCE
-    assert largest_difference(run.column("grad_norm"), expected.column("grad_norm")) <= 10 * TOLERANCE
-    assert run.column("learning_rate") == expected.column("learning_rate")
-    for name in {name for record in expected.records for name in record if name.startswith("eval/")}:
-        assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
-    assert weight_distance(run, expected) <= TOLERANCE
+    assert expected.column("train/loss") and expected.column("grad_norm") and expected.trace.weights
+    difference = compare(run.trace, expected.trace, tolerances=FLOAT32)
+    assert difference.is_same, f"{Row('run', None, difference).verdict}: {difference}"
     for file in expected.output_dir.glob("model/*.json"):  # a transformers model has some
         assert (run.output_dir / "model" / file.name).read_text() == file.read_text()
 
 
 def weight_distance(run: Run, reference: Run) -> float:
-    """Largest ‖w − w₀‖ / ‖w₀‖ of all weight tensors."""
-    assert run.weights.keys() == reference.weights.keys()
-    distances = []
-    for name, expected in reference.weights.items():
-        assert run.weights[name].shape == expected.shape and run.weights[name].dtype == expected.dtype
-        distances.append(_distance(run.weights[name], expected))
-    return max(distances)
-
-
-def _distance(weight: torch.Tensor, expected: torch.Tensor) -> float:
-    if torch.equal(weight, expected):
-        return 0.0
-    weight, expected = weight.to(torch.complex128), expected.to(torch.complex128)  # buffers have any type
-    return float((weight - expected).norm() / expected.norm())
+    """Largest ‖w − w₀‖ / ‖w₀‖ of all weight tensors; infinite if one lacks a tensor, or has another shape or type."""
+    assert run.output_dir != reference.output_dir, "the weights of one folder are equal to themselves"
+    return max(distances(run.trace.weights, reference.trace.weights).values())
 
 
 def largest_difference(values: list[float], expected: list[float]) -> float:
     """Largest relative difference; the lists must have the same length."""
     assert len(values) == len(expected) > 0
-    return max(0.0 if value == other else abs(value - other) / abs(other) for value, other in zip(values, expected))
+    return max(map(relative, values, expected))
 
 
 def refused(run: Run) -> str:

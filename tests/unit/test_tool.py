@@ -205,7 +205,7 @@ def test_verdicts_of_a_row() -> None:
 
 def test_a_missing_value_is_a_difference() -> None:
     assert relative(1.0, None) == relative(None, 1.0) == float("inf")
-    assert relative(float("nan"), 1.0) != relative(float("nan"), 1.0)  # nan <= tolerance is false, too
+    assert relative(float("nan"), 1.0) == relative(float("nan"), float("nan")) == float("inf")
     assert relative(0.0, 0.0) == 0 and relative(2.0, 1.0) == 1
 
 
