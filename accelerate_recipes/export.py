@@ -61,7 +61,7 @@ def _opened(checkpoint: Path) -> "Reader":
     from accelerate_recipes.common.cpu_group import CpuGroup
 
     def opened(path: Path) -> "Reader":
-        reader = Reader.verified(path, CpuGroup())
+        reader = Reader.open_verified(path, CpuGroup())
         check_state(reader.content)
         return reader
 
@@ -88,7 +88,7 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
     """Writes the model. Returns the folder of its small files, which may be missing."""
     import torch
 
-    from accelerate_recipes.common.checkpoint.export import replaced, write_weights
+    from accelerate_recipes.common.checkpoint.export import rewrite, write_weights
     from accelerate_recipes.common.checkpoint.format import MODEL_FILES
 
     wanted = reader.content["export_dtype"] if dtype == "auto" else dtype
@@ -98,7 +98,7 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
         from accelerate_recipes.common.tasks.lora import Adapter
 
         adapter = Adapter(None, base)  # the settings are among the small files
-    with replaced(folder) as aside:
+    with rewrite(folder) as aside:
         if files.is_dir():
             shutil.copytree(files, aside, dirs_exist_ok=True)
         write_weights(_weights(reader), aside, getattr(torch, str(wanted), None), adapter)

@@ -144,7 +144,7 @@ def prepared(megabytes: float, folder: Path) -> tuple[dict[str, Action], Callabl
 
     def load() -> Callable[[], object]:
         newest = sorted((folder / "ours" / "checkpoints").iterdir())[-1]
-        checkpoint = Checkpoint(newest, Reader.verified(newest, group), [])
+        checkpoint = Checkpoint(newest, Reader.open_verified(newest, group), [])
         checkpoint.load_weights(model)
         engine.load_parts(checkpoint.reader)
         return lambda: True

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from accelerate_recipes import RunConfig, start
 from accelerate_recipes.common.checkpoint.reader import Reader
 from accelerate_recipes.common.checkpoint.save import Saver
-from accelerate_recipes.common.checkpoint.writer import assigned, collect_shards
+from accelerate_recipes.common.checkpoint.writer import assign, collect_shards
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.parallel.strategies import prepare
 from accelerate_recipes.common.plan import Plan
@@ -93,7 +93,7 @@ def work(folder: Path, layers: int) -> dict[str, list[float]]:
                 watch.settle()
 
             def resume(step: int = number) -> None:
-                engine.load_parts(Reader.verified(folder / "checkpoints" / f"step_{step:08d}", group))
+                engine.load_parts(Reader.open_verified(folder / "checkpoints" / f"step_{step:08d}", group))
 
             timed("flags", flags)
             timed("plan", lambda: collect_shards(engine.shards(), group.rank))
@@ -169,7 +169,7 @@ def simulate(replicas: int, shards: int, tensor: int, draws: int = 32) -> tuple[
             for kind in ("model", "exp_avg", "exp_avg_sq"):
                 parts.append(Shard(f"{kind}.{name}", shape, offsets, sizes, torch.Tensor, writers))
             parts.append(Shard(f"step.{name}", (), (), (), torch.Tensor, range(ranks.numel())))
-        mine = assigned(parts, rank)
+        mine = assign(parts, rank)
         milliseconds.append(1000 * (time.perf_counter() - started))
         written.append(4 * sum(math.prod(part.sizes) for part in parts if part.name in mine))
     return statistics.median(milliseconds), max(written) / (total / ranks.numel())

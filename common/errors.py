@@ -134,7 +134,7 @@ def trace_of(error: BaseException) -> str:
 
 
 @contextmanager
-def noted(note: Callable[[], str]) -> Iterator[None]:
+def annotate_errors(note: Callable[[], str]) -> Iterator[None]:
     """Adds a note, such as the samples, to an error in the `with` block; `line_of` shows it."""
     try:
         yield
@@ -145,7 +145,7 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def listed(samples: list[int]) -> str:
+def list_samples(samples: list[int]) -> str:
     """Names samples, the first eight of many."""
     more = ", ..." if len(samples) > MAX_IDS_NAMED else ""
     return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_IDS_NAMED]))}{more}"

@@ -22,7 +22,7 @@ from .records.predictions import write_predictions
 from .records.recorder import Recorder
 from .seeds import EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
-from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gathered, put
+from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gather, put
 from .step.engine import Engine, evaluating, is_metric
 from .step.guards import check_same_start, freeze_what_is_not_trained
 from .step.options import FitOptions
@@ -82,7 +82,7 @@ class Evaluation:
         """
         engine, state, config = self.engine, self.state, self.engine.plan.config
         state.evaluation_due = True
-        with recorder.paused(), engine.ema_weights():
+        with recorder.pause(), engine.ema_weights():
             metrics = self.measure(self.eval_sets, self.watch.poll)
             self.watch.settle()
             if metrics is None:
@@ -192,7 +192,7 @@ def evaluate_set(
                 values = {name: value for name, value in values.items() if value.ndim == 1}
             weight = batch.get("weight", torch.ones(size, device=device))
             put(rows, index, num_passes, values | {SAMPLE_WEIGHT: weight})
-    examples = {name: gathered(engine.accelerator, plan.layout, each)[:num_samples] for name, each in rows.items()}
+    examples = {name: gather(engine.accelerator, plan.layout, each)[:num_samples] for name, each in rows.items()}
     weight = examples.pop(SAMPLE_WEIGHT).double()
     metrics = examples if batch_loss is None else _in_batches(batch_loss, examples, plan.config.batch_size)
     ids_count = not keeps and batch_loss is None  # integers have no mean if something else makes use of them

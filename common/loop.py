@@ -82,7 +82,7 @@ def fit(
         freeze_what_is_not_trained(accelerator, model, optimizer)
         check = ParityCheck(setup, train_set, checkpoint, group)
         check.reference()
-        with check.translated():
+        with check.translate_errors():
             engine = prepare(check.watching(setup))
         take_step = check.around(engine)
         stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
@@ -108,7 +108,7 @@ def fit(
                     evaluation.run(recorder)
                 # Never stop on a step whose gradient was not checked; the next step checks it.
                 if (stops := watch.stop_requested and result.grad_norm is not None) or plan.saves(state):
-                    with recorder.paused():
+                    with recorder.pause():
                         recorder.flush()
                         saver.save(state, recorder.unrecorded)
                 if stops:

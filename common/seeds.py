@@ -67,7 +67,7 @@ def generator_states(device: torch.device) -> list[Any]:
 
 
 @contextmanager
-def kept_generators(device: torch.device) -> Iterator[None]:
+def restore_generators(device: torch.device) -> Iterator[None]:
     """Gives the generators the states from before the `with` block after it."""
     python, arrays, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     module = torch.get_device_module(device) if device.type != "cpu" else None

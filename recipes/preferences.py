@@ -29,7 +29,7 @@ from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.data.mixture import parts_of
 from accelerate_recipes.common.data.sets import ForwardStep
 from accelerate_recipes.common.environment import has_gpu
-from accelerate_recipes.common.seeds import CPU, kept_generators
+from accelerate_recipes.common.seeds import CPU, restore_generators
 from accelerate_recipes.common.tasks.causal_lm import (
     checkpoint_activations,
     load_pretrained,
@@ -127,7 +127,7 @@ def main(config: Config) -> Any:
     """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
     disable_progress_bar()
     accelerator = start(config)
-    with kept_generators(CPU):  # for the same initial weights in the reference
+    with restore_generators(CPU):  # for the same initial weights in the reference
         model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_pairs(data, tokenizer, config.max_length, config.max_samples))
     print_once(sources.train.facts(config.max_length))

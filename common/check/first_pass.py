@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
 from ..plan import Plan
-from ..seeds import EVALUATION, generator_states, kept_generators, seed_forward
+from ..seeds import EVALUATION, generator_states, restore_generators, seed_forward
 from ..step.batch_loss import Values
 from ..step.engine import evaluating
 
@@ -39,7 +39,7 @@ class FirstPass:
     keeps: list[str] = field(default_factory=list)
 
     @contextmanager
-    def watched(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
+    def watch(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
         """Watches the forward pass in the `with` block.
 
         Args:
@@ -73,7 +73,7 @@ class FirstPass:
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
 
     @contextmanager
-    def watched_layers(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+    def watch_layers(self, module: nn.Module, device: torch.device) -> Iterator[None]:
         """Looks for draws in each layer in the `with` block: a pipeline passes them no call of the whole model."""
         before: list[Any] = []
 
@@ -108,7 +108,7 @@ class FirstPass:
             return values
 
         try:
-            half = evaluated(model, noted, {name: value[:size] for name, value in batch.items()}, number)
+            half = evaluate_batch(model, noted, {name: value[:size] for name, value in batch.items()}, number)
         except Exception:  # a model that cannot take half a batch
             return
         if states[0] != states[1]:  # noise belongs to the micro-batch, which another line says
@@ -160,11 +160,11 @@ class FirstPass:
 
 
 @torch.no_grad()
-def evaluated(model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> Values:
+def evaluate_batch(model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> Values:
     """What `forward_step` returns in evaluation. Neither the batch nor a generator changes."""
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
-    with _no_new_weights(model), evaluating(model), kept_generators(device):
+    with _no_new_weights(model), evaluating(model), restore_generators(device):
         seed_forward(0, EVALUATION, 0, device)
         return values_of(model, kept, number)
 

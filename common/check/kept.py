@@ -66,10 +66,10 @@ def kept(
     try:
         yield changes
     finally:
-        numbers = [name for entry in walk.entries[: of_model[0]] for name in entry.changed(numbers=True)]
+        numbers = [name for entry in walk.entries[: of_model[0]] for name in entry.find_changes(numbers=True)]
         found = {True: list[str](), False: list[str]()}
         for entry in walk.entries[of_training[0] :]:
-            found[entry.is_generator] += entry.changed()
+            found[entry.is_generator] += entry.find_changes()
         written = [each for each in lent if not each.is_trained and each.is_written()]
         changes.names += [*found[False], *(each.name for each in written), *numbers]
         changes.generators += found[True]

@@ -14,7 +14,7 @@ from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
 from ..data.batches import draws_for_batches
 from ..data.sets import Batch, MapDataset
-from ..errors import RunError, UsageError, listed, needs_no_traceback
+from ..errors import RunError, UsageError, list_samples, needs_no_traceback
 from ..failure import line_of
 from ..parallel.strategies import main_strategy
 from ..step.engine import Engine, StepResult
@@ -74,7 +74,7 @@ class ParityCheck:
         """
         self._say_what_was_asked()
         if self.numbers:
-            with self._timed():
+            with self._time():
                 self._take_reference()
         self.facts |= {"checked_steps": len(self.numbers), "draws": self._draws if self.numbers else None}
         self._observer = Observer(None if self.numbers else self._first_pass)
@@ -121,7 +121,7 @@ class ParityCheck:
 
     def watching(self, setup: Setup) -> Setup:
         """The setup of an engine whose steps this object can watch."""
-        return self._observer.watching(setup)
+        return self._observer.watch(setup)
 
     def around(self, engine: Engine) -> TakeStep:
         """`Engine.step` with the parity check. An error in a step gets its samples as a note.
@@ -133,15 +133,15 @@ class ParityCheck:
         def take_step(number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
             try:
                 if number in self.numbers:
-                    return self._checked(engine, number, micro_batches)
+                    return self._check_step(engine, number, micro_batches)
                 if number == self.first:
-                    return self._observed(engine, number, micro_batches)
+                    return self._observe_step(engine, number, micro_batches)
                 return engine.step(number, micro_batches, wants_norm)
             except RunError:
                 raise
             except Exception as error:
                 samples = torch.cat(self.plan.own_samples(number)).tolist()
-                error.add_note(f"step {number + 1}, {listed(samples)}")
+                error.add_note(f"step {number + 1}, {list_samples(samples)}")
                 if number == self.first and (mixed := mixed_types(error, engine.module, micro_batches[0])):
                     raise UsageError(mixed) from None
                 if number in self.numbers:
@@ -151,7 +151,7 @@ class ParityCheck:
         return take_step
 
     @contextmanager
-    def translated(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Turns an exception in the `with` block into one line if one process alone had none."""
         try:
             yield
@@ -172,10 +172,10 @@ class ParityCheck:
             f"process can: type {main_strategy(self.layout).fallback}; the traceback is in {path}"
         ) from None
 
-    def _observed(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
+    def _observe_step(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """The first step of a run that is not checked. Says what it does beside computing values."""
         first_pass, compiles = self._first_pass, self.plan.config.compile
-        layers = first_pass.watched_layers(engine.module, self.accelerator.device) if not compiles else nullcontext()
+        layers = first_pass.watch_layers(engine.module, self.accelerator.device) if not compiles else nullcontext()
         with layers:
             _, result = self._observer.step(engine, number, micro_batches, is_first=False)
         if first_pass.draws and self.layout.model_parallel_size > 1:
@@ -189,13 +189,13 @@ class ParityCheck:
         first_pass.say(self.plan, self.accelerator.print)
         return result
 
-    def _checked(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
+    def _check_step(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """Takes a step, and compares it with that of one process."""
         is_first = number == self.first
         if is_first and engine.rounds_weights:
             self._note_rounding(engine)
         own, result = self._observer.step(engine, number, micro_batches, is_first)
-        with self._timed():
+        with self._time():
             self._compare(engine, number, own)
         if number == self.numbers[-1]:
             self._finish()
@@ -246,7 +246,7 @@ class ParityCheck:
         return gaps, updates
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time(self) -> Iterator[None]:
         started = time.monotonic()
         yield
         self._seconds += time.monotonic() - started

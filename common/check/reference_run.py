@@ -19,11 +19,11 @@ from ..data.sets import Batch, MapDataset, NumberedStep
 from ..environment import num_cores
 from ..errors import UsageError
 from ..plan import Plan
-from ..seeds import kept_generators
+from ..seeds import restore_generators
 from ..step.engine import Engine
 from ..step.setup import Setup, choose_fused_kernels
 from ..stopping import signals
-from ..weights.shards import kept_tensors
+from ..weights.shards import checkpoint_tensors
 from .first_pass import FirstPass
 from .kept import Changes, NotChecked, kept
 from .sketch import Sketch
@@ -70,7 +70,7 @@ class ReferenceRun:
         with (
             _threads_of_all(model, setup.plan.layout.environment.local_world_size),
             one_process(setup.accelerator),
-            kept_generators(device),
+            restore_generators(device),
             kept(model, optimizer, functions, device) as changes,
         ):
             self.checkpoint.load_optimizer(model, optimizer)
@@ -79,13 +79,13 @@ class ReferenceRun:
             if device.type == "cpu":  # as the run does; torch's loop over the weights takes several times as long
                 choose_fused_kernels(setup.accelerator, optimizer)
             _use_precision(model, plan.layout.precision, device)
-            engine = Engine(timer.timing(observer.watching(replace(setup, plan=plan))), model, optimizer)
+            engine = Engine(timer.timing(observer.watch(replace(setup, plan=plan))), model, optimizer)
             stream = batches(self.train_set, plan.micro_batches(numbers[0]), device, plan.config)
             steps = {}
             for number in numbers:
                 engine.set_learning_rate(plan.factor_at(number - self.checkpoint.state.num_skipped))
                 micro_batches = list(islice(stream, plan.accumulation))
-                with _noted_gradients(optimizer, model) as gradients:
+                with _record_gradients(optimizer, model) as gradients:
                     steps[number], _ = observer.step(engine, number, micro_batches, number == numbers[0])
                 steps[number].weights, steps[number].gradients = sketches(model), gradients
         self.is_low, self.changes = self.is_low or observer.is_low, self.changes or changes
@@ -119,9 +119,9 @@ class _Timer:
         """The setup of an engine whose passes are timed."""
         watched = setup.watched
         assert watched is not None
-        return replace(setup, watched=lambda values_of: self._timed(watched(values_of)))
+        return replace(setup, watched=lambda values_of: self._time(watched(values_of)))
 
-    def _timed(self, values_of: NumberedStep) -> NumberedStep:
+    def _time(self, values_of: NumberedStep) -> NumberedStep:
         def timed_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
             if torch.is_grad_enabled():
                 self._check()
@@ -131,7 +131,7 @@ class _Timer:
 
     def _check(self) -> None:
         """Raises NotChecked if the rest would end after the deadline. The first pass may be slow by itself."""
-        if signals.received() is not None:
+        if signals.received_signal() is not None:
             raise NotChecked("a signal stops the run")
         now = time.monotonic()
         seconds = now - self._last
@@ -144,7 +144,7 @@ class _Timer:
 
 
 @contextmanager
-def _noted_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[dict[str, Sketch]]:
+def _record_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[dict[str, Sketch]]:
     """{name: gradient} that the optimizer gets in the `with` block."""
     gradients: dict[str, Sketch] = {}
 
@@ -180,4 +180,4 @@ def _threads_of_all(model: nn.Module, num_processes: int) -> Iterator[None]:
 
 def sketches(module: nn.Module) -> dict[str, Sketch]:
     """{name: parameter or buffer that checkpoints hold}"""
-    return {name: Sketch.of(tensor) for name, tensor in kept_tensors(module).items()}
+    return {name: Sketch.of(tensor) for name, tensor in checkpoint_tensors(module).items()}

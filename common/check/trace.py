@@ -15,7 +15,7 @@ from ..step.engine import Engine, StepResult
 from ..step.guards import check_all_used
 from ..step.setup import Setup
 from ..weights.shards import is_divided
-from .first_pass import FirstPass, evaluated
+from .first_pass import FirstPass, evaluate_batch
 from .sketch import Sketch
 
 Outputs = dict[str, tuple[tuple[int, ...], float]]  # {module: (shape, norm) of its output}
@@ -61,16 +61,16 @@ class Observer:
         self.first_pass, self.is_low = first_pass, False
         self._own: Step | None = None  # what the step has done so far
 
-    def watching(self, setup: Setup) -> Setup:
+    def watch(self, setup: Setup) -> Setup:
         """The setup of an engine that this object can watch."""
         self._unchecked = as_numbered_step(setup.forward_step)
-        return replace(setup, watched=self._watched)
+        return replace(setup, watched=self._watch)
 
-    def _watched(self, values_of: NumberedStep) -> NumberedStep:
+    def _watch(self, values_of: NumberedStep) -> NumberedStep:
         def watched_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
             if self._own is None:
                 return values_of(model, batch, number)
-            return self._noted(values_of, model, batch, number)
+            return self._observe(values_of, model, batch, number)
 
         return watched_values
 
@@ -82,13 +82,13 @@ class Observer:
         own = Step()
         with ExitStack() as hooks:
             if is_first:
-                values = evaluated(engine.model, engine.forward_step, micro_batches[0], number)
+                values = evaluate_batch(engine.model, engine.forward_step, micro_batches[0], number)
                 if engine.plan.row(0) == 0:
                     own.evaluated[0] = on_cpu(values)
                 if self.first_pass is not None and engine.plan.micro_batch_size > 1:
                     self.first_pass.compare_half(values, engine.model, self._unchecked, micro_batches[0], number)
                 if engine.plan.layout.rank == 0 and not engine.plan.config.compile:
-                    hooks.enter_context(self._recorded_outputs(engine.module, own.outputs))
+                    hooks.enter_context(self._record_outputs(engine.module, own.outputs))
             self._own, self._engine, self._micro_batches = own, engine, micro_batches
             try:
                 result = engine.step(number, micro_batches, wants_norm=True)
@@ -99,7 +99,7 @@ class Observer:
         own.grad_norm = math.nan if result.grad_norm is None else float(result.grad_norm)
         return own, result
 
-    def _noted(self, values_of: NumberedStep, model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
+    def _observe(self, values_of: NumberedStep, model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
         """A call of `forward_step`. A pipeline also calls it for the arguments of the model alone."""
         own, engine = self._own, self._engine
         assert own is not None
@@ -107,7 +107,7 @@ class Observer:
         row, first_pass = engine.plan.row(index), None if own.samples else self.first_pass
         watches = first_pass is not None and isinstance(model, nn.Module)
         device = engine.accelerator.device
-        with first_pass.watched(model, engine.module, device) if first_pass and watches else nullcontext():
+        with first_pass.watch(model, engine.module, device) if first_pass and watches else nullcontext():
             values = values_of(model, batch, number)
         own.samples[row] = checksums(batch)
         if not torch.is_grad_enabled():
@@ -125,7 +125,7 @@ class Observer:
         return values
 
     @contextmanager
-    def _recorded_outputs(self, module: nn.Module, outputs: Outputs) -> Iterator[None]:
+    def _record_outputs(self, module: nn.Module, outputs: Outputs) -> Iterator[None]:
         """Writes down shape and norm of the output of each layer in the `with` block, at its first call. Leaves out
         layers that take no hooks, such as scripted ones, and outputs without values, as under `torch.func.vmap`."""
 

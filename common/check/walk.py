@@ -31,13 +31,13 @@ class Entry:
         self.name, self._read, self._write, self.is_generator = name, read, write, is_generator
         self.before = read()
 
-    def changed(self, numbers: bool = False) -> list[str]:
+    def find_changes(self, numbers: bool = False) -> list[str]:
         """Names of the parts that have changed; with `numbers` only those that are numbers."""
         now = self._read()
         keys = [key for key in {**self.before, **now} if not _is_same(self.before.get(key), now.get(key))]
         if numbers:
             keys = [key for key in keys if type(now.get(key)) in (int, float)]  # not flags, such as `training`
-        return list(dict.fromkeys(_joined(self.name, key) for key in keys))
+        return list(dict.fromkeys(_join(self.name, key) for key in keys))
 
     def give_back(self) -> None:
         now = self._read()
@@ -55,7 +55,7 @@ def _is_same(value: Any, other: Any) -> bool:
     return value is other or (isinstance(value, ATOMS) and type(value) is type(other) and value == other)
 
 
-def _joined(name: str, key: Any) -> str:
+def _join(name: str, key: Any) -> str:
     if not isinstance(key, str) or REGISTRIES.fullmatch(key) or key == ITSELF:
         return name
     return f"{name}.{key}" if name else key
@@ -84,7 +84,7 @@ class Walk:
             name, value = waiting.pop()
             if not isinstance(value, ATOMS) and id(value) not in self._seen:
                 self._seen[id(value)] = value
-                waiting += [(_joined(name, key), part) for key, part in self._parts(name, value)]
+                waiting += [(_join(name, key), part) for key, part in self._parts(name, value)]
         return len(self.entries), len(self.tensors)
 
     def _parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:  # noqa: C901, PLR0911, PLR0912  # a kind a line
@@ -119,7 +119,7 @@ class Walk:
             return []
         if isinstance(value, Accelerator) or _serves_python(type(value)):
             return []
-        slots = [slot for each in type(value).__mro__ for slot in _listed(vars(each).get("__slots__", ()))]
+        slots = [slot for each in type(value).__mro__ for slot in _list(vars(each).get("__slots__", ()))]
         fields = self._fields(name, value, slots) if slots else []
         return [*self._attributes(name, value), *fields, ("", type(value))]
 
@@ -158,7 +158,7 @@ class Walk:
             found += self._note(variable, partial(_of_cell, cell), partial(_fill_cell, cell))
             found += [(variable, part) for part in _of_cell(cell).values()]
         used, space = _names(value.__code__), value.__globals__
-        read = partial(_named, space, used)
+        read = partial(_name, space, used)
         found += self._note("", read, partial(_set_named, space, used))
         return [*found, *self._attributes(name or value.__name__, value)]
 
@@ -167,7 +167,7 @@ def _objects(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     return [(None, value) for value in values if not isinstance(value, ATOMS)]
 
 
-def _listed(slots: Any) -> Iterable[str]:
+def _list(slots: Any) -> Iterable[str]:
     return [slots] if isinstance(slots, str) else slots
 
 
@@ -199,7 +199,7 @@ def _fill_cell(cell: types.CellType, before: dict[str, Any]) -> None:
         del cell.cell_contents
 
 
-def _named(space: dict[str, Any], names: set[str]) -> dict[str, Any]:
+def _name(space: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: space[name] for name in names if name in space}
 
 

@@ -19,7 +19,7 @@ from ..errors import RunError, UsageError
 from ..files import flushing, give_usual_mode, replace_folder
 from ..records.run_card import read_card
 from ..step.engine import Engine
-from ..weights.shards import kept_tensors
+from ..weights.shards import checkpoint_tensors
 from .format import check_same_model, write_tensors
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
@@ -47,7 +47,7 @@ def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | N
     weights, digest = engine.each_full_weight(), None
     if engine.accelerator.is_main_process:
         dtype = export_dtype(engine.plan.config.export_dtype, engine.module)
-        with replaced(folder) as aside:
+        with rewrite(folder) as aside:
             digest = write_weights(weights, aside, dtype, getattr(engine.module, "peft_adapter", None))
             _write_small_files(engine.module, aside, dtype, export)
     else:
@@ -57,7 +57,7 @@ def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | N
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
+def rewrite(folder: Path) -> Iterator[Path]:
     """An empty folder to write into, which then gets the name of `folder` at once. Raises RunError if a file cannot be
     written."""
     aside = folder.with_name(f"{folder.name}.unfinished")
@@ -76,7 +76,7 @@ def write_model_files(engine: Engine, folder: Path, export: Callable[[Path], Any
     """Writes what `export_model` writes beside the weights: with it, `accelerate-recipes export` makes a model of a
     checkpoint. Raises RunError."""
     dtype = export_dtype(engine.plan.config.export_dtype, engine.module)
-    with replaced(folder) as aside:
+    with rewrite(folder) as aside:
         _write_small_files(engine.module, aside, dtype, export)
 
 
@@ -194,7 +194,7 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
     folder = Path(output_dir) / "model"
     try:
         if model is not None and (adapter := getattr(model, "peft_adapter", None)):
-            weights = adapter.read(folder, [*kept_tensors(model)])
+            weights = adapter.read(folder, [*checkpoint_tensors(model)])
         else:
             weights = {name: weight for path in _files(folder) for name, weight in load_file(path).items()}
     except (OSError, SafetensorError) as error:

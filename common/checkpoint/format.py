@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..files import give_usual_mode
-from ..weights.shards import kept_tensors
+from ..weights.shards import checkpoint_tensors
 
 FORMAT = "accelerate-recipes checkpoint, version 4"
 MANIFEST = "manifest.json"
@@ -69,7 +69,7 @@ def digest_of_json(content: dict[str, Any]) -> str:
 
 def check_same_model(folder: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
     """Raises UsageError unless the weights in a folder, given as {name: shape}, are those of `model`."""
-    own = kept_tensors(model)
+    own = checkpoint_tensors(model)
     if shapes.keys() != own.keys():
         name = min(shapes.keys() ^ own.keys())
         raise UsageError(f"{folder} is of another model: only one of the two has {name}")

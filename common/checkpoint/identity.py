@@ -17,7 +17,7 @@ from ..plan import Plan
 from .samples import evaluation_facts, other_sample, training_facts
 
 
-def described(layout: Layout) -> str:
+def describe(layout: Layout) -> str:
     """For the terminal, for example "2 processes (FSDP2)"."""
     processes = layout.num_processes
     return f"{processes} process{'es' * (processes > 1)} ({layout})"

@@ -49,7 +49,7 @@ class Reader:
         self._files.clear()
 
     @classmethod
-    def verified(cls, folder: Path, group: CpuGroup) -> "Reader":
+    def open_verified(cls, folder: Path, group: CpuGroup) -> "Reader":
         """Opens a checkpoint and verifies it. Each process reads its share of the files.
 
         Raises:
@@ -86,20 +86,20 @@ class Reader:
         found = [(part, overlap(offsets, sizes, part["offsets"], part["sizes"])) for part in entry["parts"]]
         pieces = [(part, both) for part, both in found if both is not None]
         if len(pieces) == 1 or not shape:
-            mapped = self._mapped(name, *pieces[0])
+            mapped = self._map(name, *pieces[0])
             return mapped if maps else mapped.clone()
         result = torch.empty(tuple(sizes), dtype=getattr(torch, entry["dtype"]))
         for part, (starts, ends) in pieces:
             into = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, offsets))
-            result[into] = self._mapped(name, part, (starts, ends))
+            result[into] = self._map(name, part, (starts, ends))
         return result
 
-    def _mapped(self, name: str, part: dict[str, Any], both: tuple[list[int], list[int]]) -> Tensor:
-        file, (starts, ends) = self._opened(part["file"]), both
+    def _map(self, name: str, part: dict[str, Any], both: tuple[list[int], list[int]]) -> Tensor:
+        file, (starts, ends) = self._open(part["file"]), both
         local = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, part["offsets"]))
         return file.get_slice(name)[local] if starts else file.get_tensor(name)
 
-    def _opened(self, name: str) -> Any:
+    def _open(self, name: str) -> Any:
         """A file, open until `close`: it can be read to its end even if a run removes the checkpoint."""
         if name not in self._files:
             self._files[name] = safe_open(self.folder / name, "pt")
@@ -121,7 +121,7 @@ class Reader:
 
     def _check_shapes(self, name: str) -> None:
         """Raises DamagedError unless a file has the parts of tensors that the manifest says."""
-        file = self._opened(name)
+        file = self._open(name)
         for tensor, entry in self.tensors.items():
             for part in entry["parts"]:
                 if part["file"] == name and file.get_slice(tensor).get_shape() != part["sizes"]:

@@ -20,9 +20,9 @@ from ..step.engine import Engine
 from ..step.engine_state import load_optimizer
 from ..step.optimizer_state import Numbers
 from ..weights.on_disk import leave_on_disk
-from ..weights.shards import kept_tensors
+from ..weights.shards import checkpoint_tensors
 from .format import MANIFEST, DamagedError, check_same_model
-from .identity import curve, described, differences, other_data, other_evaluation, other_flags
+from .identity import curve, describe, differences, other_data, other_evaluation, other_flags
 from .reader import Reader
 
 Opened = TypeVar("Opened")
@@ -58,7 +58,7 @@ class Checkpoint:
             if name.startswith("model.")
         }
         check_same_model(self.path, shapes, model)
-        here = kept_tensors(model)
+        here = checkpoint_tensors(model)
         for name in shapes:
             if here[name].is_meta:
                 leave_on_disk(here[name], self.reader, f"model.{name}")
@@ -68,7 +68,7 @@ class Checkpoint:
 
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads the state of the optimizer of a bare module."""
-        load_optimizer(optimizer, kept_tensors(model), self.reader)
+        load_optimizer(optimizer, checkpoint_tensors(model), self.reader)
         Numbers(optimizer).load_state_dict(self.reader.content["trainer"]["optimizer"])
 
     def load_rest(self, engine: Engine, unrecorded: RunningSums) -> None:
@@ -79,7 +79,7 @@ class Checkpoint:
         engine.load_parts(self.reader)
         engine.load_state_dict(content["trainer"])
         engine.replicas.agreed = self.state.step
-        accelerator, here = engine.accelerator, described(engine.plan.layout)
+        accelerator, here = engine.accelerator, describe(engine.plan.layout)
         accelerator.print(f"resumed from {self.path}")
         before, now = content.get("versions", {}).get("accelerate-recipes"), version()
         if before not in (None, now):  # None: of a run before the versions were kept
@@ -153,7 +153,7 @@ def find_checkpoint(
     trained = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor in given]
 
     def open_checked(path: Path) -> Checkpoint:
-        reader = Reader.verified(path, group)
+        reader = Reader.open_verified(path, group)
         check_state(reader.content)
         at = checkpoint_name(reader.content["state"]["step"])
         if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:

@@ -15,7 +15,7 @@ from ..data.batches import batches
 from ..data.padding import Padding
 from ..data.sets import Collated, MapDataset
 from ..plan import Plan
-from ..seeds import CPU, kept_generators
+from ..seeds import CPU, restore_generators
 
 NUM_SAMPLES = 16
 NUM_OF_EVALUATION = 4
@@ -56,7 +56,7 @@ def _facts(dataset: MapDataset, drawn: Sequence[int], number: int, config: RunCo
     the step that needs it says why. A resumed run reads twice, and leaves out what then is something else, such as
     random numbers that nobody seeds."""
     ids = sorted({drawn[len(drawn) * part // number] for part in range(number)})
-    with kept_generators(CPU):
+    with restore_generators(CPU):
         facts = dict(_read(dataset, ids, config))
         if config.resume_from_checkpoint is not None:
             again = dict(_read(dataset, ids, config))

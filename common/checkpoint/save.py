@@ -20,7 +20,7 @@ from ..step.engine import Engine
 from ..stopping.watch import Watch
 from .export import export_dtype, write_model_files
 from .format import MODEL_FILES, DamagedError, WriteError
-from .identity import curve, described, differences, own_flags
+from .identity import curve, describe, differences, own_flags
 from .reader import Reader
 from .source import source
 from .writer import OwnShards, collect_shards, remove, write
@@ -74,7 +74,7 @@ class Saver:
         held, layout = self._engine.shards(), self._engine.plan.layout
         dtype = export_dtype(self._engine.plan.config.export_dtype, self._engine.module)
         content = {
-            "layout": described(layout),
+            "layout": describe(layout),
             "identity": self._identity,
             "schedule": curve(self._engine.plan),
             "own_flags": own_flags(self._engine.plan),

@@ -35,17 +35,17 @@ def collect_shards(held: Sequence[Shard], rank: int, buffers: dict[str, Tensor] 
     Returns:
         The shards with their tensors, on the CPU.
     """
-    mine, own = assigned(held, rank), []
+    mine, own = assign(held, rank), []
     for shard in held:
         tensor = shard.get()
         if shard.name not in mine:
             continue
         tensor = tensor.detach()
-        own.append((shard, tensor.cpu().contiguous() if buffers is None else _copied(tensor, buffers, shard.name)))
+        own.append((shard, tensor.cpu().contiguous() if buffers is None else _copy(tensor, buffers, shard.name)))
     return own
 
 
-def assigned(held: Sequence[Shard], rank: int) -> set[str]:
+def assign(held: Sequence[Shard], rank: int) -> set[str]:
     """Names of the shards that a process writes: each shard is written once, and the numbers are spread evenly."""
     shared: dict[Sequence[int], list[Shard]] = {}
     for shard in held:
@@ -125,7 +125,7 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def _copied(tensor: Tensor, buffers: dict[str, Tensor], name: str) -> Tensor:
+def _copy(tensor: Tensor, buffers: dict[str, Tensor], name: str) -> Tensor:
     """A copy on the CPU. Fresh memory costs as much as the copy itself, hence the buffers."""
     buffer = buffers.get(name)
     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..accidents import advice, lost_worker
 from ..config import RunConfig
-from ..errors import UsageError, WorkerError, listed, noted, trace_of
+from ..errors import UsageError, WorkerError, annotate_errors, list_samples, trace_of
 from ..failure import line_of
 from ..plan import Samples
 from ..seeds import CPU, generator_states, seed_batch, seed_sample
@@ -89,7 +89,7 @@ def fetch(dataset: MapDataset, ids: list[int], seed: int = 0, epoch: int = 0) ->
     dataset = dataset.dataset if isinstance(dataset, Collated) else dataset
     if hasattr(dataset, "__getitems__"):
         seed_batch(seed, epoch, ids)
-        with noted(lambda: listed(ids)):
+        with annotate_errors(lambda: list_samples(ids)):
             samples = dataset.__getitems__(ids)
     else:
         samples = [_sample(dataset, index, seed, epoch) for index in ids]
@@ -111,7 +111,7 @@ def draws_for_batches(dataset: MapDataset) -> bool:
 
 def _sample(dataset: MapDataset, index: int, seed: int, epoch: int) -> Any:
     seed_sample(seed, epoch, index)
-    with noted(lambda: listed([index])):
+    with annotate_errors(lambda: list_samples([index])):
         return dataset[index]
 
 

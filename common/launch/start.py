@@ -84,7 +84,7 @@ def start(config: RunConfig) -> ObservedAccelerator:
     # The fast kernels of nn.TransformerEncoder set padding to 0, in evaluation alone and only where the masks of a
     # micro-batch allow it; they read weights past the layers that gather them (ZeRO-3), and take no divided ones.
     torch.backends.mha.set_fastpath_enabled(False)
-    main_strategy(layout).started()
+    main_strategy(layout).after_start()
     set_seed(config.seed)  # the same in every process, so that each builds the same model
     accelerator.print(_banner(layout, config, rehearses) + "\n", end="")  # at once: another process may write a line
     return accelerator

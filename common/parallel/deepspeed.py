@@ -149,7 +149,7 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) 
 def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """A DeepSpeed section or file that contradicts the command line."""
     section = section_of_config(plan.layout.environment)
-    for key, (value, flag) in _decided(plan).items():
+    for key, (value, flag) in _settings_of_flags(plan).items():
         given = section.get(key, "auto")
         if given not in ("auto", value):
             what = f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}"
@@ -189,7 +189,7 @@ class DeepSpeed(Strategy):
         if offloads(layout.environment):
             load_extensions(["cpu_adam"])
 
-    def started(self) -> None:
+    def after_start(self) -> None:
         load_models_whole()
 
     def wrap(self, setup: Setup) -> DeepSpeedEngine:
@@ -211,7 +211,7 @@ def _bf16_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, d
     return cast(args, torch.bfloat16), cast(kwargs, torch.bfloat16)
 
 
-def _decided(plan: Plan) -> dict[str, tuple[float, str]]:
+def _settings_of_flags(plan: Plan) -> dict[str, tuple[float, str]]:
     """{key of DeepSpeed's section: (its value, the flags that decide it)}"""
     return {
         "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "--micro_batch_size"),
@@ -225,7 +225,7 @@ def configure(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim
     """Writes batch sizes, accumulation and clipping from the command line into DeepSpeed's config. By default,
     Accelerate would clip at 1.0 and take the accumulation from the config file."""
     section = accelerator.deepspeed_plugin.deepspeed_config
-    section.update({key: value for key, (value, _) in _decided(plan).items()})
+    section.update({key: value for key, (value, _) in _settings_of_flags(plan).items()})
     if plan.layout.precision == "bf16":  # sum gradients in float32
         section.setdefault("communication_data_type", "fp32")
         section.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")

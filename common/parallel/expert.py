@@ -135,22 +135,22 @@ class ExpertGroup:
             config._experts_implementation = "grouped_mm"
         for weight in experts.parameters():
             if weight.requires_grad:
-                weight.register_hook(self._averaged)
+                weight.register_hook(self._average)
 
         def on_all_tokens(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             longest = self._longest(len(hidden))
             first, missing = self.rank * experts.num_experts, longest - len(hidden)
-            index = self._gathered(F.pad(index, (0, 0, 0, missing), value=-1)) - first
-            tokens, shares = (self._gathered(F.pad(value, (0, 0, 0, missing))) for value in (hidden, weights))
+            index = self._gather(F.pad(index, (0, 0, 0, missing), value=-1)) - first
+            tokens, shares = (self._gather(F.pad(value, (0, 0, 0, missing))) for value in (hidden, weights))
             is_other = (index < 0) | (index >= experts.num_experts)
             index, shares = index.masked_fill(is_other, experts.num_experts), shares.masked_fill(is_other, 0.0)
             with _own_weights(experts, hidden.dtype):
                 output = forward(tokens, index, shares)
-            return self._summed(output)[: len(hidden)]
+            return self._sum(output)[: len(hidden)]
 
         experts.forward = on_all_tokens
 
-    def _averaged(self, gradient: Any) -> Any:
+    def _average(self, gradient: Any) -> Any:
         """The gradient of the mean over all processes, as DDP and FSDP2 take it, of one for the tokens of a group."""
         own = gradient.to_local() / self._num_processes  # not in place: autograd may need the gradient elsewhere
         if self._num_replicas > 1:
@@ -163,10 +163,10 @@ class ExpertGroup:
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self._counts)
         return int(count)
 
-    def _gathered(self, values: Tensor) -> Tensor:
+    def _gather(self, values: Tensor) -> Tensor:
         return _Gathered.apply(values.contiguous(), self._group, self.size)
 
-    def _summed(self, values: Tensor) -> Tensor:
+    def _sum(self, values: Tensor) -> Tensor:
         return _Summed.apply(values.contiguous(), self._group, self.size)
 
 

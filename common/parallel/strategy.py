@@ -92,7 +92,7 @@ class Strategy:
         """What Accelerate reads of the config file's parallelism_config instead of what it says."""
         return {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.dp_shard)}
 
-    def started(self) -> None:
+    def after_start(self) -> None:
         """Called when the processes have joined."""
 
     def refuse_batch_loss(self) -> None:

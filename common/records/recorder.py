@@ -174,7 +174,7 @@ class Recorder:
             self._metrics.flush()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Excludes the `with` block from samples_per_second."""
         self._count_seconds()
         yield

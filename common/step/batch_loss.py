@@ -12,7 +12,7 @@ from ..data.sets import Batch
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from ..seeds import COMPARISON, kept_generators, seed_forward
+from ..seeds import COMPARISON, restore_generators, seed_forward
 from .guards import check_metrics, check_no_weights
 
 Values = dict[str, Tensor]
@@ -72,7 +72,7 @@ class BatchLoss:
             step: number of the optimizer step, or EVALUATION; random numbers are a function of it.
         """
         given = {name: value for name, value in values.items() if name != SAMPLE_WEIGHT}
-        with kept_generators(self.device):
+        with restore_generators(self.device):
             seed_forward(self.plan.config.seed, step, COMPARISON, self.device)
             metrics = self.function(given)
         check_metrics(metrics, len(next(iter(given.values()))), "batch_loss")
@@ -88,9 +88,9 @@ class BatchLoss:
         sources = [name for name, leaf in leaves.items() if leaf.requires_grad and name != SAMPLE_WEIGHT]
         found = torch.autograd.grad(total, [leaves[name] for name in sources], allow_unused=True)
         gradients = {name: gradient for name, gradient in zip(sources, found) if gradient is not None}
-        return [Share(*parts) for parts in zip(*map(self._divided, (metrics, values, gradients)))]
+        return [Share(*parts) for parts in zip(*map(self._divide, (metrics, values, gradients)))]
 
-    def _divided(self, values: Values) -> list[Values]:
+    def _divide(self, values: Values) -> list[Values]:
         """The values of each micro-batch of a step."""
         size = self.plan.micro_batch_size
         starts = range(0, self.plan.config.batch_size, size)
@@ -132,7 +132,7 @@ def put(rows: Values, index: int, num: int, values: Values) -> None:
         rows[name][index] = value
 
 
-def gathered(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:
+def gather(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:
     """The values of all data-parallel ranks in the order of the samples, of shape (samples, ...).
 
     Args:

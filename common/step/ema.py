@@ -35,7 +35,7 @@ class EMA:
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """Replaces the weights with the averages until the end of the `with` block."""
         self._swap()
         try:

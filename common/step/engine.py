@@ -17,7 +17,7 @@ from ..failure import line_of
 from ..norms import clip
 from ..seeds import UPDATE, seed_forward
 from ..weights.shards import local, norm_over_processes
-from .batch_loss import Share, first_pass, gathered
+from .batch_loss import Share, first_pass, gather
 from .checks import NEEDS_CLOSURE
 from .ema import EMA
 from .engine_state import EngineState
@@ -61,7 +61,7 @@ class Engine(EngineState):
 
     def __init__(self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer | torch.optim.Optimizer):
         self.accelerator, self.model, self.optimizer, self.plan = setup.accelerator, model, optimizer, setup.plan
-        forward_step, self.batch_loss = setup.checked_functions()
+        forward_step, self.batch_loss = setup.check_functions()
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         self.shares: list[Share] = []
         self.numbers = Numbers(self._own_optimizer)
@@ -141,7 +141,7 @@ class Engine(EngineState):
             return self.forward_step(self.model, batch, number)
 
         values = first_pass(forward, micro_batches, len(micro_batches), self.module)
-        whole = {name: gathered(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
+        whole = {name: gather(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
         shares = self.batch_loss.shares(whole, number)
         self.shares = [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]
 

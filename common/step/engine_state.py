@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UsageError
 from ..plan import Plan
-from ..weights.shards import Shard, TensorReader, is_divided, kept_tensors, placed_like, shards_of
+from ..weights.shards import Shard, TensorReader, checkpoint_tensors, is_divided, read_like, shards_of
 from .ema import EMA
 from .optimizer_state import Numbers, as_tensor
 from .replicas import Replicas
@@ -67,7 +67,7 @@ class EngineState:
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """Context in which the model has the moving averages as its weights; a no-op without `--ema_decay`."""
-        return nullcontext() if self.ema is None else self.ema.applied()
+        return nullcontext() if self.ema is None else self.ema.swap_in()
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint holds as JSON, beside the tensors."""
@@ -87,7 +87,7 @@ class EngineState:
         """{name: parameter or buffer} of the module, with the same parameter objects as the optimizer."""
         # Not named_parameters: after an evaluation FSDP2 returns gathered weights there and frees their memory when
         # it shards again. state_dict shards again first.
-        return kept_tensors(self.module)
+        return checkpoint_tensors(self.module)
 
     def shards(self) -> list[Shard]:
         """This process's shards of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
@@ -116,7 +116,7 @@ class EngineState:
         load_optimizer(self._own_optimizer, self.saved_tensors(), reader)
         for name, weight in self.saved_tensors().items():
             if self.ema is not None and f"average.{name}" in reader.tensors:
-                self.ema.averages[weight] = placed_like(weight, reader, f"average.{name}")
+                self.ema.averages[weight] = read_like(weight, reader, f"average.{name}")
 
     def each_full_weight(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, parameter or saved buffer), whole in the main process, one at a time.
@@ -142,7 +142,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tenso
             shape = list(reader.tensors[key]["shape"])
             if optimizer.defaults.get("fused") and shape not in ([], list(weight.shape)):  # its kernel does not look
                 raise UsageError(f"{key} of the checkpoint has the shape {shape}, the weight {list(weight.shape)}")
-            kept = reader.tensor(key) if slot == "step" and not on_device else placed_like(weight, reader, key)
+            kept = reader.tensor(key) if slot == "step" and not on_device else read_like(weight, reader, key)
             optimizer.state[weight][slot] = kept
 
 

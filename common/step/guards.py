@@ -29,7 +29,7 @@ def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optim
         )
 
 
-def checked(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> NumberedStep:
+def check_values(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> NumberedStep:
     """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
     calls return the same names: those in training, and those in evaluation, which may have metrics of its own. Orders
     the names, so that all processes sum up the same metrics. With a `batch_loss`, the values may have more dimensions,

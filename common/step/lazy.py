@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 from ..data.batches import fetch
 from ..data.sets import MapDataset, as_numbered_step
 from ..errors import UsageError
-from ..seeds import CPU, kept_generators
+from ..seeds import CPU, restore_generators
 from .engine import evaluating
 from .setup import Setup
 
@@ -23,7 +23,7 @@ def with_sizes(setup: Setup, train_set: MapDataset) -> Setup:
     if without_size(setup.model) is None:
         return setup
     epoch, ids = next(setup.plan.global_micro_batches(0))
-    with kept_generators(CPU):
+    with restore_generators(CPU):
         batch = fetch(train_set, ids.tolist(), setup.plan.config.seed, epoch)
     with evaluating(setup.model), torch.no_grad():
         as_numbered_step(setup.forward_step)(setup.model, batch, 0)

@@ -13,7 +13,7 @@ from ..norms import LOW_PRECISION
 from ..plan import Plan
 from ..weights.shards import is_divided, local
 from .batch_loss import BatchLoss, BatchLossFn
-from .guards import checked, knows_what_is_trained
+from .guards import check_values, knows_what_is_trained
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -40,9 +40,9 @@ class Setup:
     batch_loss: BatchLossFn | None = None
     watched: Callable[[NumberedStep], NumberedStep] | None = None
 
-    def checked_functions(self) -> tuple[NumberedStep, BatchLoss | None]:
+    def check_functions(self) -> tuple[NumberedStep, BatchLoss | None]:
         """(forward_step, batch_loss), which raise UsageError for wrong results."""
-        forward_step = checked(self.forward_step, self.plan.micro_batch_size, self.batch_loss is not None)
+        forward_step = check_values(self.forward_step, self.plan.micro_batch_size, self.batch_loss is not None)
         if self.plan.layout.num_processes > 1:
             forward_step = knows_what_is_trained(self.model, forward_step)
         if self.batch_loss is None:

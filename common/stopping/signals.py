@@ -23,7 +23,7 @@ _at_once: Callable[[str], object] | None = None
 _before: dict[int, Any] = {}  # {signal number: handler before `catch`}
 
 
-def received() -> str | None:
+def received_signal() -> str | None:
     """The name of the first signal received; None if there was none. A launcher may add SIGTERM to the signal that it
     passes on, and the system may deliver the two in either order."""
     return next((name for name in _received if name != "SIGTERM"), _received[0] if _received else None)

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from ..cpu_group import CpuGroup
-from ..errors import DriftError, NonFiniteError, RunError, StoppedError, UsageError, listed
+from ..errors import DriftError, NonFiniteError, RunError, StoppedError, UsageError, list_samples
 from ..failure import first_failure
 from ..plan import Plan
 from ..step.engine import StepResult
@@ -107,7 +107,7 @@ class Watch:
             pending.start()
         given = [] if result is None or result.skipped else [*result.losses, result.grad_norm]
         values = [value for value in given if value is not None]
-        self._pending.append(_Pending(step, signals.received() is not None, values, self.group, self._device))
+        self._pending.append(_Pending(step, signals.received_signal() is not None, values, self.group, self._device))
 
     def settle(self) -> None:
         """Waits for the answers to all polls. Raises NonFiniteError like `after_step`."""
@@ -124,7 +124,7 @@ class Watch:
 
     def raise_stopped(self, checkpoint: Path | None) -> None:
         """Raises StoppedError, with the flag to resume; RunError if there is no checkpoint."""
-        name = next(name for name in self.group.all_gather(signals.received()) if name)
+        name = next(name for name in self.group.all_gather(signals.received_signal()) if name)
         if checkpoint is None:
             raise RunError(f"by {name}, and this step could not be saved")
         raise StoppedError(f"by {name}: {checkpoint} is saved, type --resume_from_checkpoint latest to go on")
@@ -139,7 +139,7 @@ class Watch:
         losses = [(rank, *loss) for rank, loss in enumerate(self.group.all_gather(own)) if loss is not None]
         if losses:
             rank, name, value, samples = losses[0]
-            where = f" in process {rank}, {listed(samples)}"
+            where = f" in process {rank}, {list_samples(samples)}"
         else:
             first = [int(batch[0]) for batch in self.group.all_gather(ids[0])]
             assert result.grad_norm is not None

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..environment import print_once
 from ..errors import UsageError
-from ..seeds import CPU, kept_generators
+from ..seeds import CPU, restore_generators
 from .conversations import Conversation, question
 from .pretrained import runnable
 from .tokenization import END, adds_special_tokens, byte_tokenizer, tokenizer_of
@@ -84,7 +84,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
-    with runnable(model), torch.no_grad(), kept_generators(CPU):
+    with runnable(model), torch.no_grad(), restore_generators(CPU):
         expected = model(input_ids=tokens, use_cache=False).logits
         model.train()
         found = model(input_ids=tokens, use_cache=False).logits

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UsageError
-from .shards import TensorReader, placed_like
+from .shards import TensorReader, read_like
 
 Origin = tuple[TensorReader, str]  # what reads a weight, and its name there
 
@@ -144,7 +144,7 @@ def _lent(module: nn.Module, value: Callable[[Tensor, Origin], Tensor]) -> Itera
 def _read(weight: Tensor, origin: Origin, device: torch.device | str) -> Tensor:
     reader, name = origin
     with torch._C.DisableTorchFunctionSubclass():
-        return placed_like(weight, reader, name, device, weight.dtype)
+        return read_like(weight, reader, name, device, weight.dtype)
 
 
 def _swap(weight: Tensor, value: Tensor) -> Tensor:

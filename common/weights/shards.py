@@ -60,7 +60,7 @@ class Shard:
         return cls(name, shape, (0,) * len(shape), shape, get, writers)
 
 
-def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
+def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     """{name: parameter or buffer} that checkpoints and exports hold: all, or the trained ones of a module with a
     `peft_adapter`, whose other weights are those of a model that exists elsewhere."""
     state = module.state_dict(keep_vars=True)
@@ -176,7 +176,7 @@ def holders(
     return tuple(sorted(rank - rank % repeats + other for rank in same.flatten().tolist() for other in range(repeats)))
 
 
-def placed_like(
+def read_like(
     weight: Tensor,
     reader: TensorReader,
     name: str,

@@ -36,7 +36,7 @@ def kill_and_resume(
     assert not (first.output_dir / "model").exists()
     assert f'File "{ROOT}/accelerate_recipes' not in first.stdout + first.stderr, "a traceback from our code"
     for path in first.output_dir.glob("checkpoints/step_*"):
-        Reader.verified(path, CpuGroup())
+        Reader.open_verified(path, CpuGroup())
     run = fork(tmp_path / "run", config, DISTURBED, f"{COURSE} {LATEST}", options=options)
     assert run.card["status"] == "done" and run.card["attempt"] == 2
     return run

@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_was_written_is_read_back(folder: Path) -> None:
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step"]
-    reader = Reader.verified(folder, CpuGroup())
+    reader = Reader.open_verified(folder, CpuGroup())
     assert reader.content.items() >= CONTENT.items() and reader.tensors.keys() == tensors().keys()
     for name, expected in tensors().items():
         assert torch.equal(reader.tensor(name), expected) and reader.tensor(name).dtype == expected.dtype
@@ -75,7 +75,7 @@ def in_parts(folder: Path, rows: list[tuple[int, int]]) -> None:
 
 def test_ranges_are_put_together_from_parts(tmp_path: Path) -> None:
     in_parts(tmp_path, [(0, 2), (2, 3), (3, 5)])
-    reader = Reader.verified(tmp_path / "parts", CpuGroup())
+    reader = Reader.open_verified(tmp_path / "parts", CpuGroup())
     assert torch.equal(reader.tensor("float"), tensors()["float"])
     for start, end in ((0, 1), (1, 4), (2, 3), (4, 5)):
         assert torch.equal(reader.tensor("float", (start, 1), (end - start, 3)), tensors()["float"][start:end, 1:4])
@@ -137,7 +137,7 @@ def test_altered_file_is_found_and_never_run(folder: Path, file: str, kind: str)
     else:
         path.write_bytes(b"")
     with pytest.raises(DamagedError, match=file):
-        Reader.verified(folder, CpuGroup())
+        Reader.open_verified(folder, CpuGroup())
     assert not ran.exists()
 
 
@@ -145,7 +145,7 @@ def test_altered_file_is_found_and_never_run(folder: Path, file: str, kind: str)
 def test_manifest_that_is_none(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text)
     with pytest.raises(DamagedError, match=r"manifest\.json"):
-        Reader.verified(folder, CpuGroup())
+        Reader.open_verified(folder, CpuGroup())
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_manifest_that_is_none(folder: Path, text: str) -> None:
 def test_manifest_of_other_content(folder: Path, change: dict) -> None:
     rewrite(folder, lambda manifest: manifest | change)
     with pytest.raises(DamagedError, match=r"manifest\.json is not that of a checkpoint"):
-        Reader.verified(folder, CpuGroup())
+        Reader.open_verified(folder, CpuGroup())
 
 
 def test_shard_that_its_writer_made_wrong(folder: Path) -> None:
@@ -173,12 +173,12 @@ def test_shard_that_its_writer_made_wrong(folder: Path) -> None:
     (folder / SHARD).write_bytes(b"no safetensors")
     rewrite(folder, lambda manifest: manifest | {"files": {SHARD: _facts(folder / SHARD)}})
     with pytest.raises(DamagedError, match="is no safetensors file"):
-        Reader.verified(folder, CpuGroup())
+        Reader.open_verified(folder, CpuGroup())
     others = {**tensors(), "float": torch.zeros(6, 5)}
     write_tensors(folder / SHARD, {name: tensor.contiguous() for name, tensor in others.items()})
     rewrite(folder, lambda manifest: manifest | {"files": {SHARD: _facts(folder / SHARD)}})
     with pytest.raises(DamagedError, match="has another shape of float"):
-        Reader.verified(folder, CpuGroup())
+        Reader.open_verified(folder, CpuGroup())
 
 
 def _facts(path: Path) -> dict:
@@ -189,7 +189,7 @@ def test_pipe_in_place_of_a_manifest_is_not_waited_for(folder: Path) -> None:
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
     with pytest.raises(DamagedError, match=r"manifest\.json cannot be read"):
-        Reader.verified(folder, CpuGroup())
+        Reader.open_verified(folder, CpuGroup())
 
 
 def test_what_cannot_be_read_gives_way_to_the_checkpoint_before(
@@ -200,7 +200,7 @@ def test_what_cannot_be_read_gives_way_to_the_checkpoint_before(
         write(tmp_path / "checkpoints" / checkpoint_name(step), collect_shards(parts, 0), CONTENT, CpuGroup())
 
     def newest_step() -> str:
-        found = newest(tmp_path, lambda path: Reader.verified(path, CpuGroup()), CpuGroup())
+        found = newest(tmp_path, lambda path: Reader.open_verified(path, CpuGroup()), CpuGroup())
         assert found is not None
         return found.folder.name
 
@@ -218,15 +218,15 @@ def test_what_cannot_be_read_gives_way_to_the_checkpoint_before(
 def test_another_format_is_named(folder: Path) -> None:
     rewrite(folder, lambda manifest: manifest | {"format": "something else"})
     with pytest.raises(DamagedError, match="has the format something else"):
-        Reader.verified(folder, CpuGroup())
+        Reader.open_verified(folder, CpuGroup())
 
 
 def test_checkpoint_that_its_run_removes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run keeps few checkpoints. An export reads one that it has verified to its end."""
-    reader, check = Reader.verified(folder, CpuGroup()), Reader._check_file
+    reader, check = Reader.open_verified(folder, CpuGroup()), Reader._check_file
     monkeypatch.setattr(Reader, "_check_file", lambda *arguments: remove(folder) or check(*arguments))
     with pytest.raises(RunError, match=f"{folder} was removed while it was read: type the command again"):
-        Reader.verified(folder, CpuGroup())
+        Reader.open_verified(folder, CpuGroup())
     assert all(torch.equal(reader.tensor(name), expected) for name, expected in tensors().items())
 
 
@@ -234,14 +234,14 @@ def test_what_cannot_be_written_leaves_what_was_there(folder: Path) -> None:
     part = Shard.whole("float", torch.zeros(1), (0,))
     with pytest.raises(WriteError, match="File name too long"):
         write(folder.with_name("x" * 250), collect_shards([part], 0), {}, CpuGroup())
-    assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
+    assert Reader.open_verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
 
 
 def test_parts_that_do_not_make_the_whole_are_not_published(folder: Path) -> None:
     half = Shard("float", (5, 6), (0, 0), (3, 6), lambda: torch.zeros(3, 6), (0,))
     with pytest.raises(WriteError, match="float is not complete"):
         write(folder, collect_shards([half], 0), CONTENT, CpuGroup())
-    assert Reader.verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
+    assert Reader.open_verified(folder, CpuGroup()).tensors.keys() == tensors().keys()
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step"]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as Divide
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accelerate_recipes.common.checkpoint.writer import assigned, collect_shards
+from accelerate_recipes.common.checkpoint.writer import assign, collect_shards
 from accelerate_recipes.common.weights.shards import Shard, holders, shard_range, shards_of
 
 SIZES = {"dp_replicate": 8, "dp_shard": 64, "tp": 8}
@@ -57,7 +57,7 @@ def test_each_part_is_written_once(rank: int) -> None:
     written: Counter[tuple] = Counter()
     for peer in RANKS[:, shard].flatten().tolist():  # all that hold the same part of a divided tensor
         parts = divided_at(peer)
-        mine = assigned(parts, peer)
+        mine = assign(parts, peer)
         written.update((part.name, part.offsets) for part in parts if part.name in mine)
     for part in divided_at(rank):
         if part.name == "nowhere divided":
@@ -68,7 +68,7 @@ def test_each_part_is_written_once(rank: int) -> None:
 
 def test_whole_tensors_are_written_once() -> None:
     parts = [Shard.whole(name, tensor, range(WORLD)) for name, tensor in WHOLE.items()]
-    written = Counter(name for rank in range(WORLD) for name in assigned(parts, rank))
+    written = Counter(name for rank in range(WORLD) for name in assign(parts, rank))
     assert written == dict.fromkeys(WHOLE, 1)
 
 
@@ -94,4 +94,4 @@ def test_plan_of_a_save_asks_nobody() -> None:
         dist.destroy_process_group()
     places = [(part.name, part.offsets, part.sizes, part.writers) for part in shards]
     assert places == [(part.name, part.offsets, part.sizes, part.writers) for part in divided_at(rank)]
-    assert {part.name for part, _ in own} == assigned(shards, rank)
+    assert {part.name for part, _ in own} == assign(shards, rank)
