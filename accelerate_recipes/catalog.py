@@ -125,7 +125,7 @@ def count_gpus() -> int:
 
 def mapping_in(path: Path) -> dict[str, Any]:
     """The content of a config file. Raises UsageError for a file that is none."""
-    text = text_of(path, "", "type the path of a config file")
+    text = text_of(path, "", "use the path of a config file")
     try:
         content = yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -141,7 +141,7 @@ def find_recipe(name: str) -> Path:
     """The path of a recipe by name or path. Raises UsageError for an unknown one."""
     known = {path.stem: path for path in bundle.recipes()}
     if (found := known.get(Path(name).stem)) is None:
-        raise UsageError(f"{name}: no such recipe; type one of {', '.join(known)}")
+        raise UsageError(f"{name}: no such recipe; use one of {', '.join(known)}")
     return found
 
 
@@ -152,7 +152,7 @@ def find_config(name: str) -> Path:
         return Path(name)
     known = {path.stem: path for path in bundle.configs()}
     if (found := known.get(Path(name).stem)) is None:
-        raise UsageError(f"{name}: no such config; type one of {', '.join(known)}, or the path of a file")
+        raise UsageError(f"{name}: no such config; use one of {', '.join(known)}, or the path of a file")
     return found
 
 

@@ -40,7 +40,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.exit(_refused(error.format_message()))
         command = error.ctx.command_path if error.ctx else "accelerate-recipes"
-        sys.exit(_refused(f"{error.format_message().rstrip('.')}: type {command} --help"))
+        sys.exit(_refused(f"{error.format_message().rstrip('.')}: run {command} --help"))
     except UsageError as error:
         sys.exit(_refused(str(error)))
     except (typer.Abort, KeyboardInterrupt):

@@ -45,7 +45,7 @@ def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
         print(error, file=sys.stderr)
         return 1
     except OSError as error:
-        raise UsageError(f"{checkpoint} or {folder} cannot be used ({error.strerror}): type others") from None
+        raise UsageError(f"{checkpoint} or {folder} cannot be used ({error.strerror}): use others") from None
     made = {"checkpoint": str(reader.folder), "step": reader.content["state"]["step"], "folder": str(folder)}
     if not files.is_dir():
         print(f"{files} is missing: {folder} has the weights alone", file=sys.stderr)
@@ -70,18 +70,18 @@ def _opened(checkpoint: Path) -> "Reader":
             return opened(checkpoint)
         except DamagedError as error:
             raise UsageError(
-                f"{checkpoint} is not a complete checkpoint ({error}): type the run's output folder for its newest "
+                f"{checkpoint} is not a complete checkpoint ({error}): use the run's output folder for its newest "
                 "complete one"
             ) from None
     if not checkpoint.is_dir():
-        raise UsageError(f"{checkpoint} is no folder: type the folder of a checkpoint or of a run")
+        raise UsageError(f"{checkpoint} is no folder: use the folder of a checkpoint or of a run")
     try:
         reader = newest(checkpoint, opened, CpuGroup())
     except DamagedError as error:
         raise UsageError(f"{error}: nothing can be exported from it") from None
     if reader is not None:
         return reader
-    raise UsageError(f"no checkpoint in {checkpoint}: type the folder of a run, or RUN/checkpoints/step_...")
+    raise UsageError(f"no checkpoint in {checkpoint}: use the folder of a run, or RUN/checkpoints/step_...")
 
 
 def _write(reader: "Reader", folder: Path, dtype: str) -> Path:

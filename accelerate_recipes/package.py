@@ -76,11 +76,11 @@ def _installed() -> Distribution:
         installed = distribution(NAME)
     except PackageNotFoundError:
         raise UsageError(
-            f"{NAME} is not installed, which a new project needs: type pip install -e . in its checkout"
+            f"{NAME} is not installed, which a new project needs: run pip install -e . in its checkout"
         ) from None
     if installed.version.partition("+")[0] != bundle.VERSION:
         raise UsageError(
-            f"{NAME} {installed.version} is installed, its files are of {bundle.VERSION}: type pip install -e . in its "
+            f"{NAME} {installed.version} is installed, its files are of {bundle.VERSION}: run pip install -e . in its "
             "checkout again"
         )
     return installed

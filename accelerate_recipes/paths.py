@@ -16,18 +16,18 @@ def check_new_folder(path: Path, name: str = "") -> None:
     """
     check_folder(path, name)
     if path.is_dir() and any(path.iterdir()):
-        raise UsageError(f"{_named(path, name)} is not empty: type the name of a new folder")
+        raise UsageError(f"{_named(path, name)} is not empty: use the name of a new folder")
 
 
 def check_folder(path: Path, name: str = "") -> None:
     """Raises UsageError unless files can be written into a folder, which need not exist yet. Leaves nothing behind."""
     try:
         if path.is_symlink() and not path.exists():
-            raise UsageError(f"{_named(path, name)} is a link that leads nowhere: type another")
+            raise UsageError(f"{_named(path, name)} is a link that leads nowhere: use another")
         place = next(place for place in (path.absolute(), *path.absolute().parents) if _is_there(place))
         if not place.is_dir():
             what = "is a file" if place == path.absolute() else f"cannot be made, {place} is a file"
-            raise UsageError(f"{_named(path, name)} {what}: type another")
+            raise UsageError(f"{_named(path, name)} {what}: use another")
         with TemporaryFile(dir=place):  # tried, because not only modes forbid it
             return
     except OSError as error:
@@ -39,11 +39,11 @@ def check_new_file(path: Path, name: str) -> None:
     named = _named(path, name)
     try:
         if path.is_dir():
-            raise UsageError(f"{named} is a folder: type the name of a file in it")
+            raise UsageError(f"{named} is a folder: use the name of a file in it")
         if _is_there(path) and not path.is_file():  # a device must not be replaced by a file
-            raise UsageError(f"{named} is not a file: type the name of a file")
+            raise UsageError(f"{named} is not a file: use the name of a file")
         if not path.parent.is_dir():
-            raise UsageError(f"{named}: there is no folder {path.parent}; create it, or type another path")
+            raise UsageError(f"{named}: there is no folder {path.parent}; create it, or use another path")
     except OSError as error:
         raise _cannot(path, name, "written", error) from None
     check_folder(path.parent, name)
@@ -83,11 +83,11 @@ def is_path(name: str) -> bool:
 def check_number(value: float | None, name: str, above: float = 0, why: str = "") -> None:
     """Raises UsageError unless a number is finite and above a bound. None: it was not given. `why`: about the bound."""
     if value is not None and not (math.isfinite(value) and value > above):
-        raise UsageError(f"{name} {value:g}: type a number above {above:g}{why}")
+        raise UsageError(f"{name} {value:g}: use a number above {above:g}{why}")
 
 
 def _cannot(path: Path, name: str, what: str, error: OSError) -> UsageError:
-    return UsageError(f"{_named(path, name)} cannot be {what} ({error.strerror}): type another path")
+    return UsageError(f"{_named(path, name)} cannot be {what} ({error.strerror}): use another path")
 
 
 def _named(path: Path, name: str) -> str:

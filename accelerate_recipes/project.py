@@ -51,7 +51,7 @@ def make(
         UsageError: an unknown recipe or config, a config that the recipe does not support, a folder with content.
     """
     if own_loop + single_file + vendor > 1:
-        raise UsageError("--own-loop, --single-file and --vendor make different projects: type one of them")
+        raise UsageError("--own-loop, --single-file and --vendor make different projects: use one of them")
     script = _single_file(recipe) if single_file else find_recipe(recipe)
     chosen = [find_config(name) for name in dict.fromkeys(configs or ["ddp"])]
     if len({config.name for config in chosen}) < len(chosen):
@@ -59,7 +59,7 @@ def make(
     for config in chosen:
         _check_pair(script, config)
     if not str(folder).isprintable():
-        raise UsageError(f"{str(folder)!r} cannot be typed after cd: type another name")
+        raise UsageError(f"{str(folder)!r} cannot be typed after cd: use another name")
     check_new_folder(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def make(
             files = sorted(str(path.relative_to(project)) for path in project.rglob("*") if path.is_file())
             project.rename(folder)  # as a whole, or not at all
     except OSError as error:
-        raise UsageError(f"{folder} cannot be written ({error.strerror}): type another folder") from None
+        raise UsageError(f"{folder} cannot be written ({error.strerror}): use another folder") from None
     commands = [f"cd {shlex.quote(str(folder))}", "make train", "make test"]
     if as_json:
         print_json({"folder": str(folder), "files": files, "commands": commands})
@@ -82,19 +82,19 @@ def make(
 def _single_file(name: str) -> Path:
     known = {path.stem: path for path in sorted(SINGLE_FILES.glob("*.py"))}
     if name not in known:
-        raise UsageError(f"{name}: no recipe as a single file; type one of {', '.join(known)}")
+        raise UsageError(f"{name}: no recipe as a single file; use one of {', '.join(known)}")
     return known[name]
 
 
 def _check_pair(script: Path, config: Path) -> None:
     if script.parent == SINGLE_FILES and config.stem not in SINGLE_FILE_CONFIGS:
         raise UsageError(
-            f"--config {config.stem}: a single file was not verified under it; type one of "
+            f"--config {config.stem}: a single file was not verified under it; use one of "
             f"{', '.join(SINGLE_FILE_CONFIGS)}"
         )
     if flags_for(script.stem, config.stem) is None:
         fitting = [path.stem for path in bundle.configs() if flags_for(script.stem, path.stem) is not None]
-        raise UsageError(f"--config {config.stem}: {script.name} has no plan for it; type one of {', '.join(fitting)}")
+        raise UsageError(f"--config {config.stem}: {script.name} has no plan for it; use one of {', '.join(fitting)}")
 
 
 def _write(project: Path, script: Path, configs: list[Path], own_loop: bool, vendor: bool) -> None:

@@ -85,7 +85,7 @@ def parse() -> argparse.Namespace:
             if getattr(arguments, name) in needing:
                 raise UsageError(f"--{name} {getattr(arguments, name)} needs a GPU: leave it out")
         if arguments.width >= SIZES["width"]:
-            raise UsageError(f"--width {arguments.width} needs a GPU: type the sizes at the end of --help")
+            raise UsageError(f"--width {arguments.width} needs a GPU: use the sizes at the end of --help")
     if arguments.attention == "flash3" and find_spec("flash_attn_interface") is None:
         raise UsageError("--attention flash3 needs FlashAttention 3: install flash_attn_interface, or type flash")
     return arguments

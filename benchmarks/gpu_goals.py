@@ -202,7 +202,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max_steps", type=int, help="short runs, to see that the script runs")
     arguments = parser.parse_args()
     if DEVICE == "cpu" and arguments.max_steps is None:
-        raise UsageError("the goals need a GPU: type --max_steps 20 to see that the script runs")
+        raise UsageError("the goals need a GPU: use --max_steps 20 to see that the script runs")
     for path in (arguments.mnist, arguments.text):
         if path is not None and not path.exists():
             raise UsageError(f"{path}: not found")

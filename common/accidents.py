@@ -75,7 +75,7 @@ def _cache(error: BaseException) -> str | None:
         return None
     room = "has room" if reason in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)) else "can be written"
     return (
-        f"the cache {known[variable]} cannot be written ({reason}): type export {variable}=FOLDER, with a folder that "
+        f"the cache {known[variable]} cannot be written ({reason}): run export {variable}=FOLDER, with a folder that "
         f"{room}"
     )
 
@@ -94,21 +94,21 @@ def lost_worker(signal_name: str | None) -> str:
     if signal_name == "Bus error":
         size = f" of {shutil.disk_usage(SHARED).total / 1e6:,.0f} MB" if SHARED.exists() else ""
         return (
-            f"{SHARED}{size}, through which workers of the loader send batches, is full: type --num_workers 0, or give "
+            f"{SHARED}{size}, through which workers of the loader send batches, is full: use --num_workers 0, or give "
             "it more (docker run --shm-size 8g)"
         )
     if signal_name in (None, "Killed"):
         free = psutil.virtual_memory().available / 1e9
         how = f"was killed, mostly for want of memory ({free:,.1f} GB are free now)"
-        return f"a worker of the loader {how}: type a smaller --num_workers, or 0"
-    return f"a worker of the loader ended ({signal_name}): type --num_workers 0, which shows where"
+        return f"a worker of the loader {how}: use a smaller --num_workers, or 0"
+    return f"a worker of the loader ended ({signal_name}): use --num_workers 0, which shows where"
 
 
 def _open_files(error: BaseException) -> str | None:
     if getattr(error, "errno", None) != errno.EMFILE and os.strerror(errno.EMFILE) not in str(error):
         return None
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else "this machine's"
-    return f"too many open files (the limit is {limit}): type ulimit -n 65536 before the command"
+    return f"too many open files (the limit is {limit}): run ulimit -n 65536 before the command"
 
 
 def _reason(error: BaseException) -> str | None:

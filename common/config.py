@@ -121,10 +121,10 @@ class RunConfig:
         for field in dataclasses.fields(self):
             _check(type(self), field.name, getattr(self, field.name))
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
-            raise UsageError("--early_stopping_patience needs a metric: type --metric_for_best_model loss")
+            raise UsageError("--early_stopping_patience needs a metric: use --metric_for_best_model loss")
         if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would begin anew
             raise UsageError(
-                "--overwrite_output_dir starts over, --resume_from_checkpoint latest goes on: type one of them; in a "
+                "--overwrite_output_dir starts over, --resume_from_checkpoint latest goes on: use one of them; in a "
                 "job that may be restarted the latter, which starts afresh where there is no checkpoint"
             )
 
@@ -139,7 +139,7 @@ def _check(config_class: type, name: str, value: Any) -> None:
     hint, metadata = declaration(config_class, name)
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else (value,)
     if value not in choices:  # argparse does not check defaults
-        raise UsageError(f"--{name} {value}: no such choice; type one of {', '.join(map(str, choices))}")
+        raise UsageError(f"--{name} {value}: no such choice; use one of {', '.join(map(str, choices))}")
     if value is None or isinstance(value, str | bool | Path):
         return
     minimum, above, below = (metadata.get(bound) for bound in ("minimum", "above", "below"))

@@ -96,7 +96,7 @@ class Environment:
         key = f"parallelism_config_{name}_size"
         text = self.settings.get(key.upper(), "1")
         if not text.isdecimal() or int(text) == 0:
-            raise UsageError(f"{key} is {text}: type a whole number above 0 in the config file")
+            raise UsageError(f"{key} is {text}: use a whole number above 0 in the config file")
         return int(text)
 
 

@@ -72,7 +72,7 @@ class Evaluation:
             assert metrics is not None
             if name not in metrics:
                 raise UsageError(
-                    f"--metric_for_best_model {name}: no such metric; type one of {', '.join(sorted(metrics))}"
+                    f"--metric_for_best_model {name}: no such metric; use one of {', '.join(sorted(metrics))}"
                 )
 
     def run(self, recorder: Recorder) -> None:

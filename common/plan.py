@@ -34,7 +34,7 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
     if batch_size % data_parallel_size:
         raise UsageError(
             f"--batch_size {batch_size} is not divisible by {data_parallel_size} data-parallel ranks",
-            f"type --batch_size {_nearest_multiples(batch_size, data_parallel_size)}",
+            f"use --batch_size {_nearest_multiples(batch_size, data_parallel_size)}",
         )
     own_samples = batch_size // data_parallel_size
     if micro_batch_size is None:
@@ -47,13 +47,13 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
         raise UsageError(
             f"--micro_batch_size {micro_batch_size} does not divide the {own_samples} samples per process of "
             f"--batch_size {batch_size} ({data_parallel_size} data-parallel ranks)",
-            f"type --micro_batch_size {choices}",
+            f"use --micro_batch_size {choices}",
         )
     accumulation = own_samples // micro_batch_size
     if accumulation < num_stages:
         raise UsageError(
             f"{accumulation} micro-batches per step are too few to keep --pipeline_stages {num_stages} busy",
-            f"type --micro_batch_size {max(1, own_samples // num_stages)} or a larger --batch_size",
+            f"use --micro_batch_size {max(1, own_samples // num_stages)} or a larger --batch_size",
         )
     return micro_batch_size, accumulation
 
@@ -118,7 +118,7 @@ class Plan:
         steps_per_epoch = length // config.batch_size
         if steps_per_epoch == 0:
             smaller = length // layout.data_parallel_size * layout.data_parallel_size
-            advice = f"type --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
+            advice = f"use --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
             raise UsageError(f"{length} training samples are fewer than --batch_size {config.batch_size}", advice)
         return cls(
             config=config,

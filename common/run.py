@@ -66,7 +66,7 @@ def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
 def _missing_package(error: Exception) -> str | None:
     """The line for a missing package of the extra `data`, which only some data needs."""
     missing = isinstance(error, ModuleNotFoundError) and error.name in ("datasets", "pandas")
-    return f"this data needs {error.name}: type pip install {error.name}" if missing else None  # type: ignore[attr-defined]
+    return f"this data needs {error.name}: run pip install {error.name}" if missing else None  # type: ignore[attr-defined]
 
 
 def _call(afterwards: Callable[[], Any]) -> None:

@@ -26,7 +26,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     shift
 done
 if [ ${#hosts[@]} -eq 0 ] || [ $# -lt 2 ]; then
-    echo "error: type launchers/hosts.sh HOST HOST ... -- --config_file accelerate_configs/multi_node_ddp.yaml --num_processes 16 recipes/mnist.py" >&2
+    echo "error: run launchers/hosts.sh HOST HOST ... -- --config_file accelerate_configs/multi_node_ddp.yaml --num_processes 16 recipes/mnist.py" >&2
     exit 2
 fi
 shift

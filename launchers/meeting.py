@@ -75,7 +75,7 @@ def _wait_for_own_address(meeting: Meeting, deadline: float) -> None:
             if any(_is_own(family, address) for family, _, _, _, address in found):
                 return
             reason = (
-                f"{meeting.address} is not an address of {host}, which has --machine_rank 0: type one of its addresses "
+                f"{meeting.address} is not an address of {host}, which has --machine_rank 0: use one of its addresses "
                 "as --main_process_ip on all machines"
             )
         except socket.gaierror as error:
@@ -96,7 +96,7 @@ def _is_own(family: int, address: Any) -> bool:
 
 def _unresolved(meeting: Meeting, error: socket.gaierror) -> str:
     return (
-        f"{meeting.address} does not resolve on {socket.gethostname()} ({error.strerror}): type the address of machine "
+        f"{meeting.address} does not resolve on {socket.gethostname()} ({error.strerror}): use the address of machine "
         "0 as --main_process_ip"
     )
 
@@ -137,7 +137,7 @@ def _listen(meeting: Meeting) -> socket.socket:
         return socket.create_server(("", meeting.port))
     except OSError as error:
         raise UsageError(
-            f"machine 0 cannot listen on {meeting.address}:{meeting.port} ({error.strerror}): type another "
+            f"machine 0 cannot listen on {meeting.address}:{meeting.port} ({error.strerror}): use another "
             "--main_process_port on all machines"
         ) from None
 

@@ -57,7 +57,7 @@ def main(config: Config) -> None:
     )  # a multiple of the number of processes
     num_processes, device = accelerator.num_processes, accelerator.device
     if num_processes == 1:
-        raise UsageError("one process has no network to measure: type --num_processes 2 after accelerate launch")
+        raise UsageError("one process has no network to measure: use --num_processes 2 after accelerate launch")
     everybody = CpuGroup()
     show = partial(print, flush=True) if everybody.rank == 0 else lambda *_: None
     show("\n| between | bytes | microseconds, median (min to max) | algorithm GB/s | bus GB/s |")

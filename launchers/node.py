@@ -90,7 +90,7 @@ def check(options: argparse.Namespace) -> None:
     """Checks the arguments on this machine alone. Raises UsageError."""
     for name, value in vars(options).items():
         if isinstance(value, str) and re.search("[<>]|CHANGE_?ME|YOUR_", value):
-            raise UsageError(f"--{name} {value} is a placeholder: type the real value")
+            raise UsageError(f"--{name} {value} is a placeholder: use the real value")
     if not 0 <= options.machine_rank < options.num_machines:
         raise UsageError(
             f"--machine_rank {options.machine_rank} with --num_machines {options.num_machines}: expected 0 to "
@@ -110,7 +110,7 @@ def check(options: argparse.Namespace) -> None:
     value = flags.get("--num_processes", in_config[1] if in_config else "")
     if not value.isdigit() or int(value) < 1 or int(value) % options.num_machines:
         raise UsageError(
-            f"--num_processes {value or 'is missing: it'} is the total over all {options.num_machines} machines: type "
+            f"--num_processes {value or 'is missing: it'} is the total over all {options.num_machines} machines: use "
             f"a multiple of {options.num_machines}"
         )
     if "--max_restarts" in words[:script] and options.num_machines > 1:

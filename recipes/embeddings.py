@@ -93,7 +93,7 @@ def build(config: Config, pairs: list[Pair]) -> tuple[nn.Module, Any]:
         return Embedder(encoder, tokenizer.pad_token_id, config.temperature), tokenizer
     if config.hidden_size % config.num_heads:
         raise UsageError(
-            f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: type "
+            f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: use "
             f"--hidden_size {max(1, config.hidden_size // config.num_heads) * config.num_heads}"
         )
     shape = BertConfig(

@@ -98,7 +98,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
     if config.image_size % config.patch_size or config.hidden_size % config.num_heads:
         raise UsageError(
             f"--patch_size {config.patch_size} must divide --image_size {config.image_size}, and --num_heads "
-            f"{config.num_heads} --hidden_size {config.hidden_size}: type multiples"
+            f"{config.num_heads} --hidden_size {config.hidden_size}: use multiples"
         )
     shape = ViTConfig(
         image_size=config.image_size,

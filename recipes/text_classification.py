@@ -97,7 +97,7 @@ def build(config: Config, train_texts: LabelledTexts) -> tuple[Any, Any]:
         return with_classes(read, path, classes)
     if config.hidden_size % config.num_heads:
         raise UsageError(
-            f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: type "
+            f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: use "
             f"--hidden_size {max(1, config.hidden_size // config.num_heads) * config.num_heads}"
         )
     shape = BertConfig(

@@ -85,7 +85,7 @@ def build(config: Config) -> tuple[PreTrainedModel, Any]:
         if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
             raise UsageError(
                 f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads of even width: "
-                f"type --hidden_size {max(2, round(config.hidden_size / config.num_heads / 2) * 2) * config.num_heads}"
+                f"use --hidden_size {max(2, round(config.hidden_size / config.num_heads / 2) * 2) * config.num_heads}"
             )
         experts = {"num_local_experts": config.num_experts, "num_key_value_heads": config.num_heads}
         shape = (MixtralConfig if config.num_experts else LlamaConfig)(

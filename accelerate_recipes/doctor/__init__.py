@@ -39,10 +39,10 @@ def check(
     """
     config = _existing(config, find_config)
     script = _existing(script, find_recipe)
-    if script is not None and not re.search(r"\bfit\(", text_of(script, "", "type the path of a recipe")):
+    if script is not None and not re.search(r"\bfit\(", text_of(script, "", "use the path of a recipe")):
         raise UsageError(f"{script} does not call fit, where doctor looks at a recipe: leave it out")
     if fixes and config is None:
-        raise UsageError("--fix needs a config file: type its path")
+        raise UsageError("--fix needs a config file: use its path")
     copy = path_of_copy(config) if fixes and config else None
     if copy is not None:
         check_new_file(copy, "")
@@ -72,7 +72,7 @@ def _existing(path: Path | None, find: Callable[[str], Path]) -> Path | None:
     if path is not None and len(path.parts) == 1 and not path.suffix and not is_path(str(path)):
         return find(path.name)
     if path is not None:
-        check_file(path, "", "type the path of a file, or accelerate-recipes list for the names of ours")
+        check_file(path, "", "use the path of a file, or accelerate-recipes list for the names of ours")
     return path
 
 
@@ -101,7 +101,7 @@ def of_config(
 def _of_the_loop(error: UsageError, config: Config) -> Finding:
     """A refusal of the loop as a finding, without edits that remove what the file lacks."""
     edits = [edit for edit in error.edits if edit.value is not None or edit.key in config.section(edit.section)]
-    by_hand = error.beside if edits else joined(error.instead, error.beside).removeprefix("type ")
+    by_hand = error.beside if edits else joined(error.instead, error.beside).removeprefix("use ").removeprefix("run ")
     return Finding(error.what, "a run ends with this line", *edits, by_hand or "what the line says" * (not edits))
 
 

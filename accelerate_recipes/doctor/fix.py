@@ -17,7 +17,7 @@ def path_of_copy(path: Path) -> Path:
     """Beside the file: c.fixed.yaml for c.yaml. Raises UsageError if it exists."""
     copy = path.with_name(f"{path.stem}.fixed{path.suffix}")
     if copy.exists():
-        raise UsageError(f"{copy} exists: remove it, or type its name to look at it")
+        raise UsageError(f"{copy} exists: remove it, or use its name to look at it")
     return copy
 
 

@@ -52,7 +52,7 @@ def plan(
     plot.check(page, scaling)
     check_number(hours, "--hours")
     script = script if is_path(str(script)) else find_recipe(str(script))
-    check_file(script, "", "type the path of a recipe")
+    check_file(script, "", "use the path of a recipe")
     flags, stages = _without_stages(flags)
     changes = dict(_setting(text) for text in settings)
     paths = [find_config(name) for name in configs] or _of_one_machine()
@@ -105,5 +105,5 @@ def _of_one_machine() -> list[Path]:
 def _setting(text: str) -> tuple[str, int | str]:
     key, separator, value = text.partition("=")
     if not separator or not key or not value:
-        raise UsageError(f"--set {text}: type KEY=VALUE, such as --set mixed_precision=bf16")
+        raise UsageError(f"--set {text}: use KEY=VALUE, such as --set mixed_precision=bf16")
     return key, int(value) if value.isdecimal() else value

@@ -49,7 +49,7 @@ class Case:
         number = self.num_processes or content.get("num_processes") or 1
         machines = self.num_machines or content.get("num_machines") or 1
         if number % machines:
-            raise UsageError(f"{number} processes do not divide into {machines} machines: type another --num_processes")
+            raise UsageError(f"{number} processes do not divide into {machines} machines: use another --num_processes")
         sizes = _sizes(content.get("parallelism_config") or {}, self.settings, number, machines)
         content |= {"num_processes": number, "num_machines": machines, "machine_rank": 0}
         if machines > 1:

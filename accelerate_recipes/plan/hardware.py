@@ -79,7 +79,7 @@ def read(name: str, memory_gb: float | None = None, table: Path | None = None) -
         gpus, reached = content["gpus"], content["reached"]
         row = gpus.get(name.lower().replace(" ", ""))
         if row is None:
-            raise UsageError(f"--gpu {name}: type one of {', '.join(gpus)}, or --hardware with a JSON file of your own")
+            raise UsageError(f"--gpu {name}: use one of {', '.join(gpus)}, or --hardware with a JSON file of your own")
         rates = {key: value for key, value in row.items() if key != "source"}
         shares = {key: value for key, value in reached.items() if key != "about"}
         shares |= {f"reached_{key}": shares.pop(key) for key in ("link", "network")}

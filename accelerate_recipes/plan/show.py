@@ -108,7 +108,7 @@ def show_cheapest(rows: Sequence[tuple[str, Speed]], hours: float | None) -> Non
     """Names the row with the fewest GPU hours of those that end in time."""
     in_time = [(config, row) for config, row in rows if hours is None or row.hours <= hours]
     if not in_time:
-        print(f"\nnothing here ends in {hours:g} hours: type --scaling, or another --hours")
+        print(f"\nnothing here ends in {hours:g} hours: use --scaling, or another --hours")
         return
     config, row = min(in_time, key=lambda pair: (pair[1].gpu_hours, pair[1].hours))
     limit = "" if hours is None else f" that ends in {hours:g} hours"
@@ -142,7 +142,7 @@ def _check(plan: Plan) -> str:
 def _checkpoints(plan: Plan) -> str:
     run, size = plan.run, in_bytes(plan.step.saved)
     if not run.save_every:
-        return f"none: type --save_every; each would have {size}"
+        return f"none: use --save_every; each would have {size}"
     return f"{size} every {run.save_every:,} steps, {run.keep_checkpoints} kept"
 
 

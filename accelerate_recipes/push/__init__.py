@@ -41,7 +41,7 @@ def push(output_dir: Path, name: str, as_json: bool) -> int:
         with FileLock(output_dir / ".lock", timeout=0):  # no run may replace model/ now
             url = _within(_longest(model), lambda: _send(output_dir, card, name))
     except Exception as error:  # the library and its network stack raise dozens of types
-        line = f"not uploaded: {model} did not get to {name} on the Hub ({_reason(error)}): type the same command again"
+        line = f"not uploaded: {model} did not get to {name} on the Hub ({_reason(error)}): run the same command again"
         print(line, file=sys.stderr, flush=True)
         # Not sys.exit: a silent Hub holds a thread.
         os._exit(1)
@@ -59,12 +59,12 @@ def check_name(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError:
         raise UsageError(
-            f"{name}: no name of a repository: type your_name/model, with letters, digits, - _ and ."
+            f"{name}: no name of a repository: use your_name/model, with letters, digits, - _ and ."
         ) from None
     if is_offline_mode():
         raise UsageError("HF_HUB_OFFLINE forbids an upload: unset the variable")
     if get_token() is None:
-        raise UsageError("an upload needs a login on this machine: type hf auth login, or set HF_TOKEN")
+        raise UsageError("an upload needs a login on this machine: run hf auth login, or set HF_TOKEN")
 
 
 def _finished(output_dir: Path) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def _finished(output_dir: Path) -> dict[str, Any]:
         is_done = card["status"] == "done" or card.get("trained", False)
         has_model = any((output_dir / "model").glob("*.safetensors"))
     except (OSError, KeyError):
-        raise UsageError(f"{output_dir} holds no run: type the --output_dir of one that is done") from None
+        raise UsageError(f"{output_dir} holds no run: use the --output_dir of one that is done") from None
     if not is_done:
-        raise UsageError(f"the run in {output_dir} is not done: type its command with --resume_from_checkpoint latest")
+        raise UsageError(f"the run in {output_dir} is not done: use its command with --resume_from_checkpoint latest")
     if not has_model:
         raise UsageError(
-            f"{output_dir / 'model'} has no weights, though the run is done: if it has checkpoints, type "
+            f"{output_dir / 'model'} has no weights, though the run is done: if it has checkpoints, run "
             f"accelerate-recipes export {output_dir} {output_dir / 'model'}"
         )
     return card

@@ -23,7 +23,7 @@ def write(runs: list[Path], output: Path, as_json: bool) -> None:
         UsageError: a folder is not that of a run, the page cannot be written, or plotly is not installed.
     """
     if find_spec("plotly") is None:
-        raise UsageError("report draws with plotly: type pip install 'accelerate-recipes[report]'")
+        raise UsageError("report draws with plotly: run pip install 'accelerate-recipes[report]'")
     from accelerate_recipes.report.page import page
 
     check_new_file(output, "--output")
@@ -31,7 +31,7 @@ def write(runs: list[Path], output: Path, as_json: bool) -> None:
     try:
         replace_file(output, page(found).encode(errors="replace"))
     except OSError as error:
-        raise UsageError(f"{output} cannot be written ({error.strerror}): type another path") from None
+        raise UsageError(f"{output} cannot be written ({error.strerror}): use another path") from None
     if as_json:
         print_json({"files": [str(output)], **summary.as_json(found)})
     else:

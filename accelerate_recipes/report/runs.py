@@ -203,7 +203,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """
     for folder, number in Counter(folder.resolve() for folder in folders).items():
         if number > 1:
-            raise UsageError(f"{folder} is given {number} times: type each run once")
+            raise UsageError(f"{folder} is given {number} times: use each run once")
     names = [folder.resolve().name for folder in folders]
     return [_read(folder, name if names.count(name) == 1 else str(folder)) for folder, name in zip(folders, names)]
 
@@ -213,13 +213,13 @@ def _check(folder: Path) -> None:
         return
     if not folder.is_dir():
         if (folder.parent / RECORDS).is_file():
-            raise UsageError(f"{folder} is not a folder: type {folder.parent}")
-        raise UsageError(f"{folder}: no such folder; type the --output_dir of a run, such as outputs/mnist")
+            raise UsageError(f"{folder} is not a folder: use {folder.parent}")
+        raise UsageError(f"{folder}: no such folder; use the --output_dir of a run, such as outputs/mnist")
     if error := _read_card(folder).get("error"):
-        raise UsageError(f"{folder} has no {RECORDS}, its run failed before the first step ({error}): type another run")
+        raise UsageError(f"{folder} has no {RECORDS}, its run failed before the first step ({error}): use another run")
     inside = sorted(path.parent for path in folder.glob(f"*/{RECORDS}"))
     advice = " ".join(map(str, inside[:5])) if inside else "the --output_dir of a run, such as outputs/mnist"
-    raise UsageError(f"{folder} has no {RECORDS}: type {advice}")
+    raise UsageError(f"{folder} has no {RECORDS}: use {advice}")
 
 
 def _read(folder: Path, name: str) -> Run:
@@ -227,7 +227,7 @@ def _read(folder: Path, name: str) -> Run:
         _check(folder)
         content, changed = (folder / RECORDS).read_bytes(), (folder / RECORDS).stat().st_mtime
     except OSError as error:
-        raise UsageError(f"{folder} cannot be read ({error.strerror}): type another run") from None
+        raise UsageError(f"{folder} cannot be read ({error.strerror}): use another run") from None
     lines = content.splitlines()
     records = [_record(line) for line in lines]
     if lines and records[-1] is None and not content.endswith(b"\n"):

@@ -53,7 +53,7 @@ def run(
         from accelerate_recipes.verify.watch import verify_watched
 
         return verify_watched(script, flags, steps, output, as_json)
-    check_file(script, "", "type the path of a recipe")
+    check_file(script, "", "use the path of a recipe")
     folder = output or Path("verified") / script.stem
     chosen, table = _chosen(configs), Table(sys.stderr if as_json else sys.stdout)
     with TemporaryDirectory(prefix="verify_") as scratch:
@@ -70,7 +70,7 @@ def _chosen(names: list[str] | None) -> list[Path]:
         paths = [find_config(name) for name in names]
         for path in paths:
             if not is_count(mapping_in(path).get("num_processes")):
-                raise UsageError(f"{path} has no num_processes above 0, which verify needs: type it into the file")
+                raise UsageError(f"{path} has no num_processes above 0, which verify needs: use it into the file")
         return paths
     return [find_config(name) for name in CONFIGS]
 

@@ -57,12 +57,12 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
     try:
         file.write_text(json.dumps(content) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--record {file} cannot be written ({error.strerror}): type another path") from None
+        raise UsageError(f"--record {file} cannot be written ({error.strerror}): use another path") from None
     if as_json:
         print_json(content)
     else:
         facts = f"{len(kept['records'])} records, {len(kept['weights'])} weights"
-        print(f"{file} has {facts}; after an upgrade type accelerate-recipes verify {script} --against {file}")
+        print(f"{file} has {facts}; after an upgrade run accelerate-recipes verify {script} --against {file}")
     return 0
 
 
@@ -135,7 +135,7 @@ def _places(found: list[Gap], now: Trace, then: Trace) -> list[str]:
 
 
 def _recipe(script: Path, flags: list[str], folder: Path, *more: str) -> Trace:
-    check_file(script, "", "type the path of a recipe")
+    check_file(script, "", "use the path of a recipe")
     run = Launch(script, find_config("single"), flags).run(folder, *more)
     if not run.is_done:
         raise UsageError(f"{script} does not run in one process: {run.refusal or run.failure}")
@@ -143,7 +143,7 @@ def _recipe(script: Path, flags: list[str], folder: Path, *more: str) -> Trace:
 
 
 def _read(certificate: Path) -> tuple[dict[str, Any], Trace]:
-    text = text_of(certificate, "--against", "type the path of a record, or of a certificate.json")
+    text = text_of(certificate, "--against", "use the path of a record, or of a certificate.json")
     try:
         content = json.loads(text)
         then = content["reference"]

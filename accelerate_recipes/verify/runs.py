@@ -99,7 +99,7 @@ class Launch:
                 process.communicate()
             if (killed := _last_step(folder)) and read_card(folder).get("status") == "running":
                 return killed, self.run(folder, *saves, "--resume_from_checkpoint", "latest")
-        raise UsageError("the run ended before it could be killed: type a larger --steps")
+        raise UsageError("the run ended before it could be killed: use a larger --steps")
 
     def _start(self, folder: Path, flags: tuple[str, ...]) -> subprocess.Popen[str]:
         command = [*LAUNCH, "--config_file", str(self.config), *self.options, str(self.script), *self.flags, *flags]

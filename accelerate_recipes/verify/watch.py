@@ -78,7 +78,7 @@ def _file_of(script: Path) -> Path:
     except (ImportError, ValueError):
         found = None
     if found is None or not found.origin:
-        raise UsageError(f"{script}: no such file or module; type the path of a script, or package.module")
+        raise UsageError(f"{script}: no such file or module; use the path of a script, or package.module")
     return Path(found.origin)
 
 

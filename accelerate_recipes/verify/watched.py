@@ -7,6 +7,7 @@ import os
 import random
 import runpy
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from accelerate_recipes.common.check.reference import perturb
 
 ARGUMENTS = "transformers.training_args"
+MOST_WAIT_S = 60  # for a process that does not end
 
 
 class Watcher:
@@ -81,7 +83,7 @@ class Watcher:
         def divided(own: Any) -> None:
             size = own.per_device_train_batch_size
             if size % number:
-                raise ValueError(f"per_device_train_batch_size {size} does not divide into {number}: type a multiple")
+                raise ValueError(f"per_device_train_batch_size {size} does not divide into {number}: use a multiple")
             own.per_device_train_batch_size = size // number
             own.gradient_accumulation_steps *= parts
             self.facts["by_trainer"] = True
@@ -92,7 +94,17 @@ class Watcher:
     def end(self) -> None:
         """Ends the process. Every process ends after the same step, or the same evaluation."""
         self.finish()
+        self.wait_for_others()
         os._exit(0)
+
+    def wait_for_others(self) -> None:
+        """Waits until the other processes end, too: one of them may still need what this one sends."""
+        (self.folder / f"ended_{os.environ.get('RANK', 0)}").touch()
+        deadline = time.monotonic() + MOST_WAIT_S
+        while len([*self.folder.glob("ended_*")]) < int(os.environ.get("WORLD_SIZE", 1)):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
 
     def finish(self) -> None:
         """Writes the records and the weights."""
@@ -286,7 +298,7 @@ def _main(folder: str, num_steps: str, how: str, script: str, *flags: str) -> No
     else:
         sys.path[0] = str(Path.cwd())  # as python -m does
         runpy.run_module(script, run_name="__main__", alter_sys=True)
-    watcher.finish()
+    watcher.end()
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ class ParityCheck:
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         raise UsageError(
             f"{self.layout} cannot train this: {line_of(error)}; one "
-            f"process can: type {main_strategy(self.layout).fallback}; the traceback is in {path}"
+            f"process can: use {main_strategy(self.layout).fallback}; the traceback is in {path}"
         ) from None
 
     def _observe_step(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
@@ -181,7 +181,7 @@ class ParityCheck:
         if first_pass.draws and self.layout.model_parallel_size > 1:
             raise UsageError(
                 f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
-                f"0, or type {main_strategy(self.layout).fallback}"
+                f"0, or use {main_strategy(self.layout).fallback}"
             )
         if self.group.size > 1:
             first_pass.written = []  # DDP itself writes buffers
@@ -270,7 +270,7 @@ def mixed_types(error: Exception, model: nn.Module, batch: Batch) -> str | None:
             kind, weight = next(iter(weights.items()))
             kinds = [str(each).removeprefix("torch.") for each in (kind, dtype)]
             return (
-                f'{line_of(error)}: {weight} is {kinds[0]}, "{name}" of the batch is {kinds[1]}: type '
+                f'{line_of(error)}: {weight} is {kinds[0]}, "{name}" of the batch is {kinds[1]}: use '
                 f'batch["{name}"].to({kind}) in forward_step, or make the model {kinds[1]}'
             )
     return None

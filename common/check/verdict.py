@@ -116,7 +116,7 @@ def _cause_in_the_layout(seen: Symptoms, layout: Layout) -> str:
     if seen.at_once and seen.draws:
         return (
             "the forward pass draws random numbers, and takes another path by them under this config, as layerdrop "
-            f"does: set that to 0, or type {main_strategy(layout).fallback}"
+            f"does: set that to 0, or use {main_strategy(layout).fallback}"
         )
     if seen.at_once:
         return (
@@ -130,5 +130,5 @@ def _cause_in_the_layout(seen: Symptoms, layout: Layout) -> str:
         )
     return (
         f"{seen.optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or "
-        f"forward_step takes gradients itself, as a penalty does: type {main_strategy(layout).fallback}"
+        f"forward_step takes gradients itself, as a penalty does: use {main_strategy(layout).fallback}"
     )

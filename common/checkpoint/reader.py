@@ -64,7 +64,7 @@ class Reader:
         except DamagedError as error:
             reason = str(error)
             if reader is not None and not folder.exists():
-                failure = f"{folder} was removed while it was read: type the command again"
+                failure = f"{folder} was removed while it was read: run the command again"
         except RunError as error:
             failure = str(error)
         reasons, failures = zip(*group.all_gather((reason, failure)))

@@ -170,7 +170,7 @@ def find_checkpoint(
             found = newest(plan.config.output_dir, open_checked, group)
         except DamagedError:
             raise UsageError(
-                f"no checkpoint in {plan.config.output_dir} is complete: type --overwrite_output_dir to start over"
+                f"no checkpoint in {plan.config.output_dir} is complete: use --overwrite_output_dir to start over"
             ) from None
         if found is None and group.rank == 0:
             print(f"no checkpoint in {plan.config.output_dir}: a fresh start", flush=True)
@@ -179,7 +179,7 @@ def find_checkpoint(
         return open_checked(Path(wanted))
     except DamagedError as error:
         raise UsageError(
-            f"--resume_from_checkpoint {wanted} is not a complete checkpoint ({error}): type latest for the newest "
+            f"--resume_from_checkpoint {wanted} is not a complete checkpoint ({error}): use latest for the newest "
             "complete one"
         ) from None
 
@@ -192,7 +192,7 @@ def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: d
         flags = [f"; --{name} was {there}, is {here}" for name, there, here in other_flags(plan, content)]
         raise UsageError(
             f"the data are others than those of the checkpoint {path}: {where}{''.join(flags)}: resume with the data "
-            "and flags of that run, or type --overwrite_output_dir to start over"
+            "and flags of that run, or use --overwrite_output_dir to start over"
         )
 
 

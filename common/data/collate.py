@@ -67,7 +67,7 @@ def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
     others = [name for name in unequal if name not in tensors or len({shape[1:] for shape in shapes[name]}) > 1]
     for name in (*others, *unequal):
         one, other, *_ = shapes[name]
-        how = ", or type collate_fn=pad_to_longest() in the call of fit"
+        how = ", or use collate_fn=pad_to_longest() in the call of fit"
         how = " in the dataset or in a collate_fn, with a mask" if others or is_own else how
         return f'"{name}" has shape {one} in one sample and {other} in another: pad them to one shape{how}'
     return f"samples do not make a batch ({str(error).splitlines()[0]})"

@@ -54,7 +54,7 @@ class Mixture(Dataset):
                 name = self.names[self.counts.index(0)]
                 raise UsageError(
                     f"{name} has a share of less than one sample in an epoch",
-                    "type a larger weight for it, or --mixture_ends all",
+                    "use a larger weight for it, or --mixture_ends all",
                 )
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ def check_launcher(layout: Layout, config: RunConfig) -> None:
         raise UsageError(
             "accelerate launch was asked for several processes but starts one under this config (its distributed_type "
             "is NO or MULTI_CPU)",
-            "type --config_file accelerate_configs/ddp.yaml, or --num_processes 1",
+            "use --config_file accelerate_configs/ddp.yaml, or --num_processes 1",
         )
 
 
@@ -49,7 +49,7 @@ def check_num_gpus(environment: Environment, num_gpus: int) -> None:
         gpus, all_gpus = f"{num_gpus} GPU" + "s" * (num_gpus > 1), num_gpus * environment.num_machines
         raise UsageError(
             f"{environment.local_world_size} processes but {gpus} on this machine",
-            f"type --num_processes {all_gpus}, or put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU",
+            f"use --num_processes {all_gpus}, or put CUDA_VISIBLE_DEVICES= before the command to rehearse on the CPU",
         )
 
 
@@ -58,7 +58,7 @@ def check_flags_of_the_loop(layout: Layout, config: RunConfig) -> None:
     dynamo, accumulation = layout.environment.dynamo_backend, layout.environment.gradient_accumulation
     if dynamo.lower() != "no":
         edits = [Edit("dynamo_backend", section="dynamo_config"), Edit("dynamo_backend")]  # the latter in old files
-        raise UsageError(f"--dynamo_backend {dynamo}", "remove it", edits, "and type --compile after the recipe")
+        raise UsageError(f"--dynamo_backend {dynamo}", "remove it", edits, "and use --compile after the recipe")
     if accumulation not in ("auto", "1"):
         raise UsageError(
             f"gradient_accumulation_steps: {accumulation} in the config file",
@@ -72,7 +72,7 @@ def check_precision(layout: Layout, config: RunConfig) -> None:
     """A precision of which nothing is tested."""
     if layout.precision not in ("float32", "bf16", "fp16"):
         what = f"mixed_precision: {layout.precision} is not supported"
-        raise UsageError(what, "type mixed_precision: bf16 there", [Edit("mixed_precision", "bf16")])
+        raise UsageError(what, "use mixed_precision: bf16 there", [Edit("mixed_precision", "bf16")])
 
 
 def check_mesh(layout: Layout, config: RunConfig) -> None:
@@ -84,7 +84,7 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
     if sizes["cp_size"] > 1:
         raise UsageError(
             f"parallelism_config: cp_size: {sizes['cp_size']}: these recipes divide sequences in another way",
-            "type sp_size instead",
+            "use sp_size instead",
             _other_size("sp_size", "cp_size", sizes),
             "as in accelerate_configs/sequence_parallel.yaml",
         )
@@ -92,7 +92,7 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
     if layout.tp == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
         raise UsageError(
             "parallelism_config has a dp_shard_size",
-            "type distributed_type: FSDP in the config file",
+            "use distributed_type: FSDP in the config file",
             [Edit("distributed_type", "FSDP")],
             "as in accelerate_configs/hsdp.yaml",
         )
@@ -101,7 +101,7 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
         raise UsageError(
             f"parallelism_config has a dp_replicate_size of {sizes['dp_replicate_size']} and no dp_shard_size, which "
             "Accelerate refuses",
-            "type dp_shard_size instead",
+            "use dp_shard_size instead",
             _other_size("dp_shard_size", "dp_replicate_size", sizes),
             "or --config_file accelerate_configs/ddp.yaml",
         )
@@ -111,7 +111,7 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
         factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
         raise UsageError(
             f"parallelism_config has {factors} = {product} processes, but there are {layout.num_processes}",
-            f"type --num_processes {product}, or change the sizes in the config file",
+            f"use --num_processes {product}, or change the sizes in the config file",
         )
 
 

@@ -133,9 +133,9 @@ def _trackers(config: RunConfig) -> list[str]:
     names = [name.strip() for name in config.report_to.split(",") if name.strip()]
     for name in names:
         if name not in known:
-            raise UsageError(f"--report_to {name}: no such tracker; type one of {', '.join(sorted(known))}")
+            raise UsageError(f"--report_to {name}: no such tracker; use one of {', '.join(sorted(known))}")
         if find_spec(name) is None:  # Accelerate would silently leave it out
-            raise UsageError(f"--report_to {name} needs {name}: type pip install {name.replace('_', '-')}")
+            raise UsageError(f"--report_to {name} needs {name}: run pip install {name.replace('_', '-')}")
     return names
 
 
@@ -175,7 +175,7 @@ def _banner(layout: Layout, config: RunConfig, rehearses: bool) -> str:
     if rehearses and (reason := why_no_gpu()):
         line += f" (on the CPU, because torch cannot use this machine's GPU: {reason})"
     elif rehearses and num_processes > 1:
-        line += " (no GPU: a rehearsal, in which gloo processes on the CPU stand in for GPUs)"
+        line += f" (no GPU found: {num_processes} CPU processes)"
     elif rehearses:
         line += " (on the CPU)"
     elif (idle := torch.accelerator.device_count() - num_processes // num_machines) > 0:

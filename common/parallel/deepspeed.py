@@ -47,12 +47,12 @@ def section_of_config(environment: Environment) -> dict[str, Any]:
             content = json.loads(Path(name).read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(
-                f"deepspeed_config_file: {name}: {error.strerror}", "type the path of a JSON file"
+                f"deepspeed_config_file: {name}: {error.strerror}", "use the path of a JSON file"
             ) from None
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise UsageError(f"deepspeed_config_file: {name} is no JSON object", "type the path of such a file")
+            raise UsageError(f"deepspeed_config_file: {name} is no JSON object", "use the path of such a file")
         return content
     stage = settings.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     offload = {
@@ -89,17 +89,17 @@ def check_config(layout: Layout, config: RunConfig) -> None:
         if layout.environment.mixed_precision == "no":  # DeepSpeed's own file decides, not the flag
             bf16, edits = "bf16 in place of fp16 in DeepSpeed's own file", []
         beside = "or --config_file accelerate_configs/ddp_fp16.yaml"
-        raise UsageError("fp16 under DeepSpeed is not supported yet", f"type {bf16}", edits, beside)
+        raise UsageError("fp16 under DeepSpeed is not supported yet", f"use {bf16}", edits, beside)
     if stage not in (1, 2, 3):
         raise UsageError(
             f"zero_stage: {stage} in the config file, or in DeepSpeed's own",
-            "type 1, 2 or 3; for stage 0, use accelerate_configs/ddp.yaml",
+            "use 1, 2 or 3; for stage 0, use accelerate_configs/ddp.yaml",
         )
     for what, part in (section.get("zero_optimization") or {}).items():
         if isinstance(part, dict) and part.get("device") == "nvme":
             raise UsageError(
                 f"{what}_device: nvme, in the config file or in DeepSpeed's own",
-                "type cpu",
+                "use cpu",
                 [] if _own_file(layout.environment) else [Edit(f"{what}_device", "cpu", "deepspeed_config")],
                 "these recipes do not move weights to a disk",
             )
@@ -112,11 +112,11 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
     """Packages and compilers that DeepSpeed needs."""
     for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
         if find_spec(package) is None:
-            raise UsageError(f"this config needs {package}", "type pip install deepspeed ninja")
+            raise UsageError(f"this config needs {package}", "run pip install deepspeed ninja")
     if layout.device != "cpu" and not offloads(layout.environment):
         return
     if shutil.which("ninja") is None:
-        raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja", "type pip install ninja")
+        raise UsageError("DeepSpeed compiles a part of itself on first use and needs ninja", "run pip install ninja")
     check_compiler("DeepSpeed", "CXX", "c++")
 
 
@@ -128,7 +128,7 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
         if weight.ndim == 0:  # it sends them as a view in bytes, which these have not
             raise UsageError(
                 f"{name} has no dimension that DeepSpeed could shard",
-                "give it the shape (1,), or type --config_file accelerate_configs/fsdp2.yaml",
+                "give it the shape (1,), or use --config_file accelerate_configs/fsdp2.yaml",
             )
 
 
@@ -141,7 +141,7 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) 
         if any(isinstance(part, nn.Module | nn.Parameter) for part in held):
             raise UsageError(
                 f"a hook of the optimizer, {hook.__name__}, refers to the model",
-                "DeepSpeed keeps the gradients and weights that it updates elsewhere; type --config_file "
+                "DeepSpeed keeps the gradients and weights that it updates elsewhere; use --config_file "
                 "accelerate_configs/ddp.yaml",
             )
 

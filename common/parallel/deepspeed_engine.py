@@ -94,7 +94,7 @@ class DeepSpeedEngine(Engine):
         if self._order != self._first_order:
             raise UsageError(
                 f"the forward pass of process {self.accelerator.process_index} takes another path through the model "
-                "than other passes do, as with experts, which ZeRO does not support: type --config_file "
+                "than other passes do, as with experts, which ZeRO does not support: use --config_file "
                 "accelerate_configs/ddp.yaml"
             )
 

@@ -35,18 +35,18 @@ def check_config(layout: Layout, config: RunConfig) -> None:
     if not layout.environment.uses("fsdp") or layout.model_parallel_size > 1:
         raise UsageError(
             f"--expert_parallel {layout.ep} needs FSDP2 for the other weights",
-            "type --config_file accelerate_configs/fsdp2_expert_parallel.yaml",
+            "use --config_file accelerate_configs/fsdp2_expert_parallel.yaml",
         )
     if layout.num_processes % layout.ep:
         raise UsageError(
             f"--expert_parallel {layout.ep} does not divide {layout.num_processes} processes",
-            f"type --num_processes {layout.ep} after accelerate launch",
+            f"use --num_processes {layout.ep} after accelerate launch",
         )
     for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading"):
         if layout.environment.is_true(key):
-            raise UsageError(f"--expert_parallel does not work with {key}", "type false there in the config file")
+            raise UsageError(f"--expert_parallel does not work with {key}", "use false there in the config file")
     if layout.precision == "fp16" or config.compile:
-        raise UsageError("--expert_parallel needs float32 or bf16, without --compile", "remove that flag or type bf16")
+        raise UsageError("--expert_parallel needs float32 or bf16, without --compile", "remove that flag or use bf16")
 
 
 def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -61,7 +61,7 @@ def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
         if experts.num_experts % size:
             raise UsageError(
                 f"{name} has {experts.num_experts} experts, which {size} processes cannot share",
-                f"type --expert_parallel {sizes_that_divide(experts.num_experts)}",
+                f"use --expert_parallel {sizes_that_divide(experts.num_experts)}",
             )
         for weight in experts.parameters():
             if weight.shape[0] != experts.num_experts:

@@ -41,12 +41,12 @@ def check_version(layout: Layout, config: RunConfig) -> None:
     if environment.settings.get("FSDP_VERSION", "1") != "2":
         raise UsageError(
             "the config file asks for FSDP1, which is Accelerate's default",
-            "type fsdp_version: 2 there",
+            "use fsdp_version: 2 there",
             [Edit("fsdp_version", 2, "fsdp_config")],
             "or accelerate to-fsdp2 --config_file FILE --output_file fsdp2.yaml",
         )
     if environment.is_true("fsdp_offload_params") and layout.device == "cpu":
-        raise UsageError("fsdp_offload_params: true in the config file needs a GPU", "type false there to rehearse")
+        raise UsageError("fsdp_offload_params: true in the config file needs a GPU", "use false there to rehearse")
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -60,14 +60,14 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
             raise UsageError(
                 f"{names[scalars[0]]} has no dimension that FSDP2 could shard, and stays whole, which does not work "
                 f"with {key}",
-                "type false there in the config file, or give it the shape (1,)",
+                "use false there in the config file, or give it the shape (1,)",
             )
     is_shared = len(names) < len([*model.named_parameters(remove_duplicate=False)])
     if is_true("fsdp_cpu_ram_efficient_loading") and is_shared and not hasattr(model, "tie_weights"):
         raise UsageError(
             f"layers of {type(model).__name__} share a weight, and fsdp_cpu_ram_efficient_loading would give each its "
             "own",
-            "type false there in the config file",
+            "use false there in the config file",
         )
 
 

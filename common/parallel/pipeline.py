@@ -32,17 +32,17 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
     if layout.num_processes % layout.pp:
         raise UsageError(
             f"--pipeline_stages {layout.pp} does not divide {layout.num_processes} processes",
-            f"type --num_processes {layout.pp} after accelerate launch",
+            f"use --num_processes {layout.pp} after accelerate launch",
         )
     if any(map(layout.environment.uses, ("deepspeed", "fsdp", "parallelism_config"))):
         raise UsageError(
             "--pipeline_stages needs a config without sharding",
-            "type --config_file accelerate_configs/pipeline_parallel.yaml",
+            "use --config_file accelerate_configs/pipeline_parallel.yaml",
         )
     if layout.precision == "fp16":
         raise UsageError(
             "fp16 does not work with a pipeline",
-            "type --mixed_precision bf16 after accelerate launch",
+            "use --mixed_precision bf16 after accelerate launch",
             [Edit("mixed_precision", "bf16")],
         )
 
@@ -69,9 +69,7 @@ class PipelineParallel(Strategy):
         return f"{pipelines}pipeline of {layout.pp} stages"
 
     def refuse_batch_loss(self) -> None:
-        raise UsageError(
-            "batch_loss needs two passes per step, which a pipeline does not have", f"type {self.fallback}"
-        )
+        raise UsageError("batch_loss needs two passes per step, which a pipeline does not have", f"use {self.fallback}")
 
     def wrap(self, setup: Setup) -> "PipelineEngine":
         pipeline = Pipeline(setup.accelerator, setup.model, setup.optimizer, setup.plan)
@@ -85,7 +83,7 @@ class PipelineParallel(Strategy):
             return None
         return (
             f"something beside the layers {'draws random numbers, or ' * seen.draws}changes hidden states, logits or "
-            f"losses, which a pipeline cannot divide: type {self.fallback}"
+            f"losses, which a pipeline cannot divide: use {self.fallback}"
         )
 
 
@@ -93,7 +91,7 @@ def _check_named(named: dict[str, Any]) -> None:
     if named:
         raise UsageError(
             f"a pipeline cannot pass on {', '.join(named)}",
-            f"leave out the flag that adds it (--packing), or type {PipelineParallel.fallback}",
+            f"leave out the flag that adds it (--packing), or use {PipelineParallel.fallback}",
         )
 
 
@@ -124,7 +122,7 @@ def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int) -> t
     if len(noted) != 1:
         raise UsageError(
             f"forward_step calls the model {len(noted)} times, but a pipeline has one pass",
-            f"call it once, or type {PipelineParallel.fallback}",
+            f"call it once, or use {PipelineParallel.fallback}",
         )
     return noted[0]
 

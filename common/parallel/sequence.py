@@ -26,7 +26,7 @@ def check_config(layout: Layout, config: RunConfig) -> None:
     if wrapper not in ("DDP", "FSDP2"):
         raise UsageError(
             f"sp_size does not combine with {wrapper}",
-            "type --config_file accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml",
+            "use --config_file accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml",
         )
 
 
@@ -57,7 +57,7 @@ class SequenceParallel(Strategy):
     def likely_cause(self, seen: Symptoms) -> str | None:
         return (
             f"a layer beside attention {'draws random numbers, or ' * seen.draws}needs all tokens of a sample, as "
-            "convolutions do: type --config_file accelerate_configs/fsdp2.yaml"
+            "convolutions do: use --config_file accelerate_configs/fsdp2.yaml"
             f"{', or set dropout to 0' * seen.draws}"
         )
 
@@ -126,7 +126,7 @@ def divider_of(model: nn.Module, size: int) -> DividesSequences:
     if not found:
         raise UsageError(
             f"{type(model).__name__} cannot divide sequences",
-            "type --config_file accelerate_configs/fsdp2.yaml, or use a causal model of transformers with its losses, "
+            "use --config_file accelerate_configs/fsdp2.yaml, or use a causal model of transformers with its losses, "
             "as recipes/transformer.py does",
         )
     found[0].check(size)

@@ -55,12 +55,12 @@ def check_pipeline(model: Any, num_stages: int) -> None:
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):  # it hardly changes small logits
         raise UsageError(
             f"{type(model).__name__} caps its logits outside its layers, which a pipeline cannot divide",
-            "type --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages",
+            "use --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages",
         )
     if len(base.layers) < num_stages:
         raise UsageError(
             f"{len(base.layers)} layers are fewer than --pipeline_stages {num_stages}",
-            f"type --pipeline_stages {len(base.layers)} or less",
+            f"use --pipeline_stages {len(base.layers)} or less",
         )
 
 

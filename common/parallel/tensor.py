@@ -32,14 +32,14 @@ def check_config(layout: Layout, config: RunConfig) -> None:
     if layout.environment.uses("fsdp") or layout.environment.uses("deepspeed"):
         raise UsageError(
             "parallelism_config has a tp_size",
-            "type distributed_type: MULTI_GPU in the config file",
+            "use distributed_type: MULTI_GPU in the config file",
             [Edit("distributed_type", "MULTI_GPU")],
             "as in accelerate_configs/fsdp2_tensor_parallel.yaml",
         )
     if layout.precision == "fp16":
         raise UsageError(
             "fp16 does not work with tensor parallelism",
-            "type --mixed_precision bf16 after accelerate launch",
+            "use --mixed_precision bf16 after accelerate launch",
             [Edit("mixed_precision", "bf16")],
         )
 
@@ -84,7 +84,7 @@ class TensorParallel(Strategy):
             return None
         return (
             f"something between two layers of the tp_plan {'draws random numbers, or ' * seen.draws}needs all "
-            f"features, as softmax, norms and means do: leave these layers out of the tp_plan, or type {self.fallback}"
+            f"features, as softmax, norms and means do: leave these layers out of the tp_plan, or use {self.fallback}"
         )
 
 
@@ -155,7 +155,7 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
     if not plan:
         raise UsageError(
             f"{type(model).__name__} has no tp_plan, which tensor parallelism needs",
-            "type --config_file accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py",
+            "use --config_file accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py",
         )
     _check_heads(model, size)
     prefix = _prefix(model)
@@ -214,7 +214,7 @@ def _divided_parts(name: str, module: nn.Module, style: str) -> list[str]:
     if others:
         raise UsageError(
             f"tensor parallelism does not divide {min(others)} of {name}",
-            "use plain LoRA, of linear layers, or type --config_file accelerate_configs/fsdp2.yaml",
+            "use plain LoRA, of linear layers, or use --config_file accelerate_configs/fsdp2.yaml",
         )
     adapter = "lora_A" if style.startswith("rowwise") else "lora_B"
     return [f"{name}.base_layer", *(f"{name}.{adapter}.{key}" for key in getattr(module, adapter))]
@@ -232,7 +232,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
         if heads and heads % size:
             raise UsageError(
                 f"{what} is {heads}, which is not divisible by tp_size {size}",
-                f"type a multiple of {size}, or another tp_size in the config file",
+                f"use a multiple of {size}, or another tp_size in the config file",
             )
 
 
@@ -240,7 +240,7 @@ def _check_width(name: str, module: nn.Module, style: str, size: int) -> None:
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise UsageError(
             f"tp_plan: {name} is {type(module).__name__}: expected Linear or Embedding",
-            "leave it out of tp_plan, or type --config_file accelerate_configs/fsdp2.yaml",
+            "leave it out of tp_plan, or use --config_file accelerate_configs/fsdp2.yaml",
         )
     if computed := sorted({key for key, _ in module.named_parameters()} - {"weight", "bias"}):
         raise UsageError(

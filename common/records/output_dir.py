@@ -73,7 +73,7 @@ class OutputDir:
             except RunError as error:
                 problem = error
             except OSError as error:  # also of a listing, on a network disk
-                problem = UsageError(f"--output_dir {self.path} cannot be written ({error.strerror}): type another")
+                problem = UsageError(f"--output_dir {self.path} cannot be written ({error.strerror}): use another")
         problem = self.group.broadcast(problem)
         if problem is not None:
             raise problem
@@ -159,7 +159,7 @@ class OutputDir:
         resumed = self.config.resume_from_checkpoint
         if resumed in (None, "latest") or Path(resumed).is_dir():
             return None
-        return f"--resume_from_checkpoint {resumed}: no checkpoint there; type latest or a path to one"
+        return f"--resume_from_checkpoint {resumed}: no checkpoint there; use latest or a path to one"
 
     def _own(self) -> str | None:
         """Locks the folder. Returns the problem, if there is one."""
@@ -170,9 +170,9 @@ class OutputDir:
             self._lock = FileLock(self.path / ".lock")
             self._lock.acquire(timeout=0)
         except FileExistsError:  # a file, or a link that leads nowhere
-            return f"--output_dir {self.path} is no folder: type another"
+            return f"--output_dir {self.path} is no folder: use another"
         except Timeout:
-            return f"another run writes to {self.path}: wait for it, or type another --output_dir"
+            return f"another run writes to {self.path}: wait for it, or use another --output_dir"
         if (problem := self._question()) is not None:
             return problem
         for left in self.path.glob("run.json.*"):  # by a process that was killed
@@ -193,12 +193,12 @@ class OutputDir:
             return None
         if resumes_from_elsewhere(self.config):
             return (
-                f"{self.path} holds {held} of a different run than {resumed}: type --resume_from_checkpoint latest "
+                f"{self.path} holds {held} of a different run than {resumed}: use --resume_from_checkpoint latest "
                 "to go on from there, --overwrite_output_dir to replace it, or another --output_dir"
             )
         if resumed is None:
             return (
-                f"{self.path} holds {held} of an earlier run: type --resume_from_checkpoint latest to go on, "
+                f"{self.path} holds {held} of an earlier run: use --resume_from_checkpoint latest to go on, "
                 "--overwrite_output_dir to start over, or another --output_dir"
             )
         return None
@@ -243,7 +243,7 @@ def _check_shared(folder: Path, group: CpuGroup, machine_rank: int) -> None:
     if blind:
         host, machine = blind[0]
         raise UsageError(
-            f"machine {machine} ({host}) does not see the --output_dir {folder} of machine 0 ({hosts[0][0]}): type one "
+            f"machine {machine} ({host}) does not see the --output_dir {folder} of machine 0 ({hosts[0][0]}): use one "
             "on a file system that all machines share"
         )
 

@@ -88,7 +88,7 @@ class Recorder:
                 self.output_dir.set_aside(self.state)
                 self._metrics = MetricsFile(self.output_dir.path, self._goes_on_after)
             except OSError as error:
-                advice = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "type another"
+                advice = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "use another"
                 raise UsageError(
                     f"--output_dir {self.output_dir.path} cannot be written ({error.strerror}): {advice}"
                 ) from None
@@ -219,7 +219,7 @@ class Recorder:
     def _say_goodbye(self) -> None:
         line = f"done in {self._wall_seconds:.1f} s: the model is in {self.output_dir.path / 'model'}"
         if any(step == self.state.step for step, _ in checkpoints(self.output_dir.path)):
-            line += "; to train longer, type the same command with more --epochs or --max_steps and "
+            line += "; to train longer, run the same command with more --epochs or --max_steps and "
             line += "--resume_from_checkpoint latest"
         line += f"; accelerate-recipes push {self.output_dir.path} NAME uploads it"
         print(line, flush=True)

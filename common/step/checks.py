@@ -29,7 +29,7 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
     """Raises UsageError for what is no module, no optimizer, no function or no option, or one that something has
     wrapped: `fit` does so itself, after the parity check, which needs the recipe's own. `given`: arguments of `fit`."""
     if "accelerator" in given and not hasattr(given["accelerator"], "layout"):
-        raise UsageError(f"the accelerator is {_named(given['accelerator'])}: type accelerator = start(config)")
+        raise UsageError(f"the accelerator is {_named(given['accelerator'])}: use accelerator = start(config)")
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the model is {_named(model)}", "expected one torch.nn.Module, which holds all that is trained"
@@ -37,7 +37,7 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
     options, known = given.get("options", {}), FitOptions.__annotations__
     if unknown := [name for name in options if name not in known]:
         near = difflib.get_close_matches(unknown[0], known, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"type one of {', '.join(known)}"
+        advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
         raise UsageError(f"fit has no option {unknown[0]}", advice)
     for name, value in {**given, **options}.items():
         if name in FUNCTIONS and not callable(value) and (value is not None or name in FUNCTIONS[:2]):
@@ -47,7 +47,7 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
         name = type(prepared[0] if prepared else optimizer).__name__
         raise UsageError(f"{name} was prepared already, which fit does itself", "remove accelerator.prepare(...)")
     if hasattr(model, "_orig_mod"):  # of torch.compile(model), whose weights have other names
-        raise UsageError("the model is compiled", "give fit the one before torch.compile, and type --compile")
+        raise UsageError("the model is compiled", "give fit the one before torch.compile, and use --compile")
     wrapped = any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules())
     if wrapped or any(map(is_divided, model.parameters())):
         raise UsageError(
@@ -67,12 +67,12 @@ def _check_is_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, LRScheduler):
         raise UsageError(
             f"{given}: expected the optimizer alone",
-            "type --lr_schedule, or schedule= in the call of fit, for the rates",
+            "use --lr_schedule, or schedule= in the call of fit, for the rates",
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         instead = f"give fit the {type(inner).__name__} in it" if isinstance(inner, torch.optim.Optimizer) else ""
-        instead = instead or "type, for example, torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        instead = instead or "use, for example, torch.optim.AdamW(model.parameters(), lr=1e-3)"
         raise UsageError(f"{given}: expected a torch.optim.Optimizer", instead)
     try:
         optimizer.state_dict(), optimizer.defaults
@@ -145,7 +145,7 @@ def check_dense_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, ki
         if getattr(module, "sparse", None) is True and given & set(module.parameters(recurse=False)):
             raise UsageError(
                 f"{name} has sparse gradients, which {kind} does not support",
-                "type --config_file accelerate_configs/ddp.yaml, or sparse=False in its constructor, and Adam in "
+                "use --config_file accelerate_configs/ddp.yaml, or sparse=False in its constructor, and Adam in "
                 "place of SparseAdam",
             )
 
@@ -172,5 +172,5 @@ def check_divisible_weights(model: nn.Module, kind: str, casts: bool, to_float32
         if weight.dtype in types:
             raise UsageError(
                 f"{name} is {str(weight.dtype).removeprefix('torch.')}, which {kind} would cast",
-                "type --config_file accelerate_configs/ddp.yaml, or make it float32",
+                "use --config_file accelerate_configs/ddp.yaml, or make it float32",
             )

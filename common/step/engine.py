@@ -231,7 +231,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
             raise UsageError(f"{name} {NEEDS_CLOSURE}", f"use another optimizer ({line_of(error)})") from None
         if sparse:
             raise UsageError(
-                f"{name} takes no sparse gradients ({line_of(error)}): type sparse=False in the constructor of the "
+                f"{name} takes no sparse gradients ({line_of(error)}): use sparse=False in the constructor of the "
                 "embedding, or use torch.optim.SGD, Adagrad or SparseAdam"
             ) from None
         raise

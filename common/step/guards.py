@@ -81,7 +81,7 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
             raise UsageError(
                 f"the weights that want a gradient are not those of the start in step {number + 1}, and the processes "
                 "would not exchange the gradients of new ones: set requires_grad before fit, and train each phase in a "
-                "run of its own, or type --config_file accelerate_configs/single.yaml"
+                "run of its own, or use --config_file accelerate_configs/single.yaml"
             )
         return values
 
@@ -100,7 +100,7 @@ def check_metrics(values: Any, size: int, source: str) -> None:
         is_prediction = not value.is_floating_point() and value.shape[:1] == (size,)
         if value.shape != (size,) and not is_prediction:
             raise UsageError(
-                f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; type '
+                f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; use '
                 f"{_advice(name, value, size)}"
             )
     if torch.is_grad_enabled() and not values["loss"].requires_grad:

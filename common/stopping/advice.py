@@ -20,7 +20,7 @@ def advice_for(error: BaseException, plan: Plan) -> str | None:
         smaller = next_smaller_divisor(size * plan.accumulation, size)
         example = ", for example with accelerate_configs/fsdp2.yaml" if plan.layout.dp_shard == 1 else ""
         sharded = f"shard the model over more GPUs{example}"
-        choices = sharded if smaller is None else f"type --micro_batch_size {smaller}, or {sharded}"
+        choices = sharded if smaller is None else f"use --micro_batch_size {smaller}, or {sharded}"
         what = f"{size} sample{'s' * (size > 1)} per forward pass"
         return f"out of memory with {what}{f', {amount[1]} more' if amount else ''}: {choices}"
     if plan.config.deterministic and "does not have a deterministic implementation" in text:

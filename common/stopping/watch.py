@@ -76,7 +76,7 @@ class Watch:
         if self._skips_in_row >= MAX_SKIPS_IN_ROW:
             raise NonFiniteError(
                 f"gradients were not finite in {MAX_SKIPS_IN_ROW} steps in a row up to step {step}, however small "
-                "the loss scale: type --mixed_precision bf16 after accelerate launch, or a lower --learning_rate"
+                "the loss scale: use --mixed_precision bf16 after accelerate launch, or a lower --learning_rate"
             )
         self._start_poll(step, result)
         if self.stop_requested or self.plan.reads(step) or _is_known_not_finite(result):
@@ -127,7 +127,7 @@ class Watch:
         name = next(name for name in self.group.all_gather(signals.received_signal()) if name)
         if checkpoint is None:
             raise RunError(f"by {name}, and this step could not be saved")
-        raise StoppedError(f"by {name}: {checkpoint} is saved, type --resume_from_checkpoint latest to go on")
+        raise StoppedError(f"by {name}: {checkpoint} is saved, use --resume_from_checkpoint latest to go on")
 
     def _describe(self, step: int) -> str:
         """The error message: the number that is not finite, its process and its samples."""

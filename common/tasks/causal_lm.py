@@ -61,27 +61,27 @@ def load_pretrained(
     if missing:
         raise UsageError(
             f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
-            f"as {missing[0]}: type the path of a complete {expected}"
+            f"as {missing[0]}: use the path of a complete {expected}"
         )
     if reads is AutoProcessor and getattr(model.config, "image_token_id", None) is None:
         raise UsageError(
-            f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for images: type the path of "
+            f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for images: use the path of "
             "a model such as SmolVLM, Qwen-VL or Gemma 3"
         )
     if _sees_the_future(model):
         raise UsageError(
-            f"--model_name_or_path {name_or_path}: {type(model).__name__} attends to later tokens: type the path of a "
+            f"--model_name_or_path {name_or_path}: {type(model).__name__} attends to later tokens: use the path of a "
             f"{expected}, not of an encoder"
         )
     model.set_attn_implementation(attention)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and context > longest:
-        raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: type --{flag} {longest}")
+        raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: use --{flag} {longest}")
     num_embeddings, num_tokens = model.get_input_embeddings().num_embeddings, len(tokenizer_of(processor))
     if num_tokens > num_embeddings:
         raise UsageError(
             f"--model_name_or_path {name_or_path}: its tokenizer has {num_tokens} tokens, the model "
-            f"{num_embeddings}: type the path of a model with its own tokenizer"
+            f"{num_embeddings}: use the path of a model with its own tokenizer"
         )
     return model, processor
 
@@ -100,13 +100,11 @@ def check_attention(attention: str) -> None:
         return
     if find_spec("flash_attn") is None:
         raise UsageError(
-            f"--attention {FLASH} needs flash-attn: type pip install flash-attn, or --attention sdpa, which has flash "
+            f"--attention {FLASH} needs flash-attn: run pip install flash-attn, or --attention sdpa, which has flash "
             "kernels, too"
         )
     if Environment.read().mixed_precision == "no":
-        raise UsageError(
-            f"--attention {FLASH} computes in 16 bits: type --mixed_precision bf16 after accelerate launch"
-        )
+        raise UsageError(f"--attention {FLASH} computes in 16 bits: use --mixed_precision bf16 after accelerate launch")
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
     plain = tokenizer_of(tokenizer)
     if not getattr(plain, "is_fast", False):
         raise UsageError(
-            f"{type(plain).__name__} does not tell the place of its tokens: type the path of a model with a fast "
+            f"{type(plain).__name__} does not tell the place of its tokens: use the path of a model with a fast "
             "tokenizer (tokenizer.json)"
         )
     if tokenizer.chat_template is None and plain is not tokenizer:
@@ -90,7 +90,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
         found = model(input_ids=tokens, use_cache=False).logits
     if not torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
         raise UsageError(
-            f"{type(model).__name__} draws random numbers while it trains, so that policy and reference differ: type "
+            f"{type(model).__name__} draws random numbers while it trains, so that policy and reference differ: use "
             "the path of a model that does not, or switch them off in its config.json"
         )
     return model

@@ -29,7 +29,7 @@ from .tokenization import digest_of
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
 VERSION = 2  # of what `encode` returns: another number makes it work anew
 NUM_LOOKED_AT = 16  # conversations, for what the template does not use
-ADVICE = "type --data rules for the embedded conversations, or the path of a .jsonl file"
+ADVICE = "use --data rules for the embedded conversations, or the path of a .jsonl file"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Chats:
             roles = sorted({message["role"] for message in self.messages(0)})
             raise UsageError(
                 f"--data {data}: no token is trained: expected messages of the role assistant, found "
-                f"{', '.join(roles)}; or type a larger --max_length"
+                f"{', '.join(roles)}; or use a larger --max_length"
             )
 
     def facts(self, max_length: int) -> str:
@@ -261,7 +261,7 @@ def _of_split(data: str, split: Table, tokenizer: Any, max_length: int, column: 
         column = "conversations"
     if column not in names and not {"prompt", "completion"} <= {*names}:
         raise UsageError(
-            f"--data {data} has neither {column} nor prompt and completion: type --messages_column with one of "
+            f"--data {data} has neither {column} nor prompt and completion: use --messages_column with one of "
             f"{', '.join(names)}"
         )
 

@@ -21,7 +21,7 @@ HELD_OUT = 5  # one image in so many is for evaluation, if the source has no eva
 NUM_DRAWN = 3000
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 SETTINGS = "preprocessor_config.json"  # of transformers, with the size and colours that a model expects
-ADVICE = "type --data shapes for the embedded images, or the path of a folder"
+ADVICE = "use --data shapes for the embedded images, or the path of a folder"
 
 
 @dataclass(frozen=True)

@@ -86,12 +86,12 @@ class DiT(nn.Module):
         if height % patch_size or width_in_pixels % patch_size:
             sizes = [size for size in range(1, 17) if height % size == width_in_pixels % size == 0]
             raise UsageError(
-                f"--patch_size {patch_size} does not divide images of {height} x {width_in_pixels}: type one of "
+                f"--patch_size {patch_size} does not divide images of {height} x {width_in_pixels}: use one of "
                 f"{', '.join(map(str, sizes))}"
             )
         if width % num_heads:
             raise UsageError(
-                f"--hidden_size {width} does not divide into {num_heads} heads: type "
+                f"--hidden_size {width} does not divide into {num_heads} heads: use "
                 f"--hidden_size {max(1, width // num_heads) * num_heads}"
             )
         self.patch_size, self.grid = patch_size, (height // patch_size, width_in_pixels // patch_size)

@@ -57,7 +57,7 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
         print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
     if tokenizer.pad_token_id is None:
         raise UsageError(
-            f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: type the path of an encoder"
+            f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: use the path of an encoder"
         )
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -66,7 +66,7 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
     longest = min((limit for limit in limits if limit and limit > 0), default=max_length)
     if max_length > longest:
         raise UsageError(
-            f"--max_length {max_length} exceeds the model's {longest} positions: type --max_length {longest}"
+            f"--max_length {max_length} exceeds the model's {longest} positions: use --max_length {longest}"
         )
     freeze_key_biases(model)
     always_mask(model)
@@ -183,7 +183,7 @@ def load_exported_tokenizer(folder: Path, classes: list[str] | None = None) -> A
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False).id2label
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):
-        raise UsageError(f"no exported encoder in {folder}: train first, or type the --output_dir of a run") from None
+        raise UsageError(f"no exported encoder in {folder}: train first, or use the --output_dir of a run") from None
     there = [found[number] for number in sorted(found)]
     if classes is not None and there != classes:
         raise UsageError(f"the classes are {', '.join(there)} in {folder}, and {', '.join(classes)} in the data")

@@ -63,11 +63,11 @@ class ImageFormat:
                 return form
         if not any(path.parent.glob("*.safetensors")):
             raise UsageError(
-                f"no model in {path.parent}: train first (the same command without --predict), or type the "
+                f"no model in {path.parent}: train first (the same command without --predict), or use the "
                 "--output_dir of a finished run"
             )
         raise UsageError(
-            f"{path} does not describe an image classifier: train again with --overwrite_output_dir, or type the "
+            f"{path} does not describe an image classifier: train again with --overwrite_output_dir, or use the "
             "--output_dir of a run of this recipe"
         )
 

@@ -18,7 +18,7 @@ from .sources import hold_out
 from .text_files import local_path
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
-ADVICE = "type --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, images or parquet files"
+ADVICE = "use --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, images or parquet files"
 Shape = tuple[int, int, int]  # channels, height, width
 
 
@@ -83,7 +83,7 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
     if folder.exists():
         raise UsageError(f"--data {data} is a file: name the folder that holds the data")
     if data.startswith((".", "/", "~")) or data.count("/") > 1:
-        raise UsageError(f"--data {data}: no such folder; type --data digits for the embedded set")
+        raise UsageError(f"--data {data}: no such folder; use --data digits for the embedded set")
     return _load_in_memory(data, max_samples)
 
 
@@ -168,7 +168,7 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
     if size > psutil.virtual_memory().available // 2:
         raise UsageError(
             f"--data {data}: its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes): "
-            "type --max_samples with a smaller number"
+            "use --max_samples with a smaller number"
         )
     images = [[numpy.asarray(image) for image in part.images] for part in parts]
     has_colour = any(image.ndim == 3 for part in images for image in part)

@@ -20,7 +20,7 @@ from .sources import hold_out, load_tables
 PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "unittest")
 LINES_PER_TEXT = 4
 HELD_OUT = 5  # one text in so many is for evaluation, if the source has no evaluation part
-ADVICE = "type --data stdlib for the embedded texts, or the path of a .csv, .jsonl or .parquet file"
+ADVICE = "use --data stdlib for the embedded texts, or the path of a .csv, .jsonl or .parquet file"
 
 
 @dataclass

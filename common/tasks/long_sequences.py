@@ -43,18 +43,16 @@ class LongSequences:
         if config.num_attention_heads % size:
             raise UsageError(
                 f"{name} has {config.num_attention_heads} attention heads, which {size} processes cannot share",
-                f"type sp_size {sizes_that_divide(config.num_attention_heads)} in the config file",
+                f"use sp_size {sizes_that_divide(config.num_attention_heads)} in the config file",
             )
         takes = inspect.signature(type(self.model).forward).parameters
         if not self.model._supports_attention_backend or "position_ids" not in takes:
             raise UsageError(
                 f"{name} has an attention of its own, which cannot divide sequences",
-                "type --config_file accelerate_configs/fsdp2.yaml",
+                "use --config_file accelerate_configs/fsdp2.yaml",
             )
         if config._attn_implementation not in AttentionInterface():
-            raise UsageError(
-                f"attention {config._attn_implementation} cannot divide sequences", "type --attention sdpa"
-            )
+            raise UsageError(f"attention {config._attn_implementation} cannot divide sequences", "use --attention sdpa")
 
     def divide(self, group: "SequenceGroup") -> None:
         """Lets the model compute on slices."""

@@ -58,9 +58,9 @@ def _without_name(weight: str) -> str:
 def check_flags(model_name_or_path: str | None, rank: int, merge: bool = False) -> None:
     """Raises UsageError for `--lora_rank` without a pretrained model, or `--merge` without adapters."""
     if rank and model_name_or_path is None:
-        raise UsageError("--lora_rank adapts a pretrained model: type --model_name_or_path, too")
+        raise UsageError("--lora_rank adapts a pretrained model: use --model_name_or_path, too")
     if merge and not rank:
-        raise UsageError("--merge adds adapters to the weights: type --lora_rank, too")
+        raise UsageError("--merge adds adapters to the weights: use --lora_rank, too")
 
 
 def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.Module:
@@ -82,7 +82,7 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise UsageError("--lora_rank needs PEFT: type pip install peft") from None
+        raise UsageError("--lora_rank needs PEFT: run pip install peft") from None
     digest = digest_of_weights(model)
     names = targets if targets == "all-linear" else _layers(model, targets)
     settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
@@ -123,7 +123,7 @@ def _advice(model: PreTrainedModel) -> str:
         for name, module in model.named_modules()
         if module is not head and not [*module.children()] and any(weight.ndim > 1 for weight in module.parameters())
     }
-    return f"type all-linear, or some of {','.join(sorted(last))}"
+    return f"use all-linear, or some of {','.join(sorted(last))}"
 
 
 def digest_of_weights(model: nn.Module) -> str:

@@ -15,7 +15,7 @@ from ..data.mixture import OF, Mixture
 from ..errors import UsageError
 
 Part = TypeVar("Part")
-EXAMPLE = "type a source and its weight a line, such as chats.jsonl: 3"
+EXAMPLE = "use a source and its weight a line, such as chats.jsonl: 3"
 
 
 def weights_of(data: str) -> dict[str, float] | None:
@@ -26,11 +26,11 @@ def weights_of(data: str) -> dict[str, float] | None:
     given = [re.fullmatch(r"[^,:]+:([-+]?[\d.][\d.e+-]*|[-+]?(nan|inf)\w*)", word, re.I) is not None for word in words]
     if len(words) > 1 and any(given):
         if not all(given):
-            raise UsageError(f"--data {data}: {words[given.index(False)]} has no weight: type a number after a colon")
+            raise UsageError(f"--data {data}: {words[given.index(False)]} has no weight: use a number after a colon")
         pairs = [word.rsplit(":", 1) for word in words]
         found: dict[Any, Any] = dict(pairs)
         if len(found) < len(pairs):
-            raise UsageError(f"--data {data} names a source twice: type each once, with its whole weight")
+            raise UsageError(f"--data {data} names a source twice: use each once, with its whole weight")
     elif Path(data).suffix in (".yaml", ".yml"):
         try:
             found = yaml.safe_load(Path(data).expanduser().read_text(encoding="utf-8"))

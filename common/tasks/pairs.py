@@ -20,7 +20,7 @@ MODULES = (
 )
 FEWEST_WORDS = 4  # of a docstring: fewer say too little
 HELD_OUT = 10  # one pair in so many is for evaluation, if the source has no evaluation part
-ADVICE = "type --data stdlib for the embedded pairs, or the path of a .csv, .jsonl or .parquet file"
+ADVICE = "use --data stdlib for the embedded pairs, or the path of a .csv, .jsonl or .parquet file"
 
 Pair = tuple[str, str]
 

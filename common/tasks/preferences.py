@@ -32,7 +32,7 @@ from .streams import rows_on_disk
 from .tokenization import digest_of
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
-ADVICE = "type --data rules for the embedded pairs, or the path of a .jsonl file"
+ADVICE = "use --data rules for the embedded pairs, or the path of a .jsonl file"
 VERSION = 3  # of what is kept on disk: another number makes it anew
 
 

@@ -54,10 +54,10 @@ def load(
             model, info = kind.from_pretrained(name_or_path, **options)
     except Exception as error:  # the library and its network stack raise dozens of types
         if "trust_remote_code" in str(error):  # transformers would ask, in each process, if it were not told
-            advice = "read it, and type --trust_remote_code to run it" if has_flag else "this recipe does not run it"
+            advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
             raise UsageError(f"--model_name_or_path {name_or_path} brings Python code of its own: {advice}") from None
         is_video = "video processor" in str(error) and find_spec("torchvision") is None
-        needs = "; type pip install torchvision" if is_video else ""
+        needs = "; run pip install torchvision" if is_video else ""
         raise UsageError(
             f"--model_name_or_path {name_or_path}: no {expected} there ({first_line(error)}{needs})"
         ) from None
@@ -66,7 +66,7 @@ def load(
     misfits = sorted(name for name, *_ in info["mismatched_keys"])
     if body := [name for name in misfits if name.startswith(f"{model.base_model_prefix}.")]:
         raise UsageError(
-            f"--model_name_or_path {name_or_path}: {len(body)} weights do not fit config.json, such as {body[0]}: type "
+            f"--model_name_or_path {name_or_path}: {len(body)} weights do not fit config.json, such as {body[0]}: use "
             f"the path of another {expected}"
         )
     if dtype in (torch.bfloat16, torch.float16):

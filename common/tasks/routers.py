@@ -12,7 +12,7 @@ from ..errors import UsageError
 def check_experts(number: int) -> None:
     """Raises UsageError for a single expert: a token takes two."""
     if number == 1:
-        raise UsageError("--num_experts 1: a token takes two experts: type 0, or 2 and more")
+        raise UsageError("--num_experts 1: a token takes two experts: use 0, or 2 and more")
 
 
 def experts_per_token(model: PreTrainedModel) -> int:

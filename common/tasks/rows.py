@@ -92,7 +92,7 @@ class Table:
         for flag, name in columns.items():
             if name not in self.column_names:
                 found = ", ".join(self.column_names)
-                raise UsageError(f"--data {self.name} has no column {name}: type {flag} with one of {found}")
+                raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}")
 
     def values(self, column: str) -> Iterable[Any]:
         """The cells of a column."""

@@ -123,7 +123,7 @@ def table_files(data: str, advice: str) -> Files | None:
     """The files with the rows that `--data` names; None if `datasets` must find them itself, in a Hub id whose files
     have types. Raises UsageError if there are none."""
     if weights_of(data) is not None:
-        raise UsageError(f"--data {data}: this recipe takes one source: type it without a weight")
+        raise UsageError(f"--data {data}: this recipe takes one source: use it without a weight")
     path = local_path(data)
     if path.is_dir():
         return _find_files(data, str(path), advice) if _has_card(path) else files_of_folder(data, path, TABLES, advice)
@@ -168,7 +168,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
         other = copies.setdefault(strip_packing(path), path) if is_of_kind else found[0]
         if other is not path:
             raise UsageError(
-                f"--data {data} holds {other.name} and {path.name}, which may be the same: type the path of one, or "
+                f"--data {data} holds {other.name} and {path.name}, which may be the same: use the path of one, or "
                 "move the other away"
             )
     splits: dict[str, list[Place]] = {}
@@ -249,7 +249,7 @@ def _find_files(data: str, name: str, advice: str) -> Files | None:
 def check_not_streamed(max_samples: int | None) -> None:
     """Raises UsageError if embedded data are to be read as a stream."""
     if max_samples is not None:
-        raise UsageError("--max_samples reads a data set of the Hub or a file: type --data, too")
+        raise UsageError("--max_samples reads a data set of the Hub or a file: use --data, too")
 
 
 def _names(data: str, splits: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ from .embedded import sklearn_file
 from .rows import Table
 from .sources import load_tables
 
-ADVICE = "type --data diabetes or synthetic, or the path of a .csv file"
+ADVICE = "use --data diabetes or synthetic, or the path of a .csv file"
 
 
 class TableDataset(InMemoryDataset):
@@ -73,18 +73,18 @@ def load_numbers(data: str, target: str | None) -> TableDataset:
     table, *others = load_tables(data, ADVICE)
     names = table.column_names
     if others:
-        raise UsageError(f"--data {data} has several splits, but all rows are fitted: type the path of one file")
+        raise UsageError(f"--data {data} has several splits, but all rows are fitted: use the path of one file")
     if target is None:
-        raise UsageError(f"--data {data} needs --target, the column to predict: type one of {', '.join(names)}")
+        raise UsageError(f"--data {data} needs --target, the column to predict: use one of {', '.join(names)}")
     if target not in names:
-        raise UsageError(f"--target {target}: no such column in {data}; type one of {', '.join(names)}")
+        raise UsageError(f"--target {target}: no such column in {data}; use one of {', '.join(names)}")
     if len(table) < 2 or len(names) < 2:
         raise UsageError(f"--data {data} has {len(table)} rows and {len(names)} columns: expected 2 or more")
     columns = [[_number(table, name, row, text) for row, text in enumerate(table.texts(name), 1)] for name in names]
     values = torch.tensor(columns, dtype=torch.float64).T
     position = names.index(target)
     if (values[:, position] == values[0, position]).all():
-        raise UsageError(f"--target {target} has the same value in each row of {data}: type another column")
+        raise UsageError(f"--target {target} has the same value in each row of {data}: use another column")
     features = torch.cat([values[:, :position], values[:, position + 1 :]], dim=1)
     return TableDataset(standardise(features), standardise(values[:, position]))
 

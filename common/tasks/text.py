@@ -28,7 +28,7 @@ CHARACTERS_PER_PIECE = 100_000
 CHARACTERS_PER_LINE = 50_000  # a piece ends within a line that is longer
 CHARACTERS_PER_BATCH = 1_000_000  # that are tokenised at one time
 TEXTS = dict.fromkeys((".txt", ".md", ".py"), "text")
-ADVICE = "type --data stdlib for the embedded text, or --data FILE.txt"
+ADVICE = "use --data stdlib for the embedded text, or --data FILE.txt"
 VERSION = 3  # of the files of tokens: another number makes new ones
 
 
@@ -120,7 +120,7 @@ def load_tokens(
     if len(train) <= context or len(evaluation) < 2:
         raise UsageError(
             f"--data {data} has {len(train)} training and {len(evaluation)} evaluation tokens: a block needs "
-            f"{context + 1}; type a smaller --context or use more text"
+            f"{context + 1}; use a smaller --context or use more text"
         )
     return TokenDataset(train, context, True, files[0]), TokenDataset(evaluation, context, False, files[1])
 
@@ -167,7 +167,7 @@ def _text_files(data: str) -> list[list[Place]] | None:
     found = {ending_of(file): file.name for file in walk(path)[0]}
     if tables := [name for ending, name in found.items() if ending in TABLES]:
         if ".txt" in found:
-            raise UsageError(f"--data {data} holds {found['.txt']} and {tables[0]}: type the path of one")
+            raise UsageError(f"--data {data} holds {found['.txt']} and {tables[0]}: use the path of one")
         return None  # .md and .py files beside tables are about them
     return [*files_of_folder(data, path, TEXTS, ADVICE).splits.values()]
 

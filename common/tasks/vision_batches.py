@@ -83,10 +83,10 @@ class VisionEncoder:
         whole, kept = found["input_ids"][0], slice(max_length)
         if max_length is not None and (whole[max_length:] == self.image_token).any():
             last = int((whole == self.image_token).nonzero()[-1]) + 1
-            raise UsageError(f"its images end at token {last}: type --max_length {last} or more, or smaller images")
+            raise UsageError(f"its images end at token {last}: use --max_length {last} or more, or smaller images")
         if max_length is not None and not trained[kept].any():
             first = int(trained.int().argmax()) + 1
-            advice = f"its first answer begins at token {first}: type --max_length {first} or more"
+            advice = f"its first answer begins at token {first}: use --max_length {first} or more"
             raise UsageError(advice if trained.any() else "it has no answer after its last image")
         tokens = whole[kept]
         labels = tokens.roll(-1).masked_fill(~trained[kept].roll(-1), IGNORED)
@@ -219,7 +219,7 @@ class VisionDataset(Dataset):
         num_trained = sum(sample["weight"] for sample in samples)
         if not num_trained:
             raise UsageError(
-                f"--data {self.chats.name}: no token of the first {len(samples)} conversations is trained: type a "
+                f"--data {self.chats.name}: no token of the first {len(samples)} conversations is trained: use a "
                 f"larger --max_length than {self.encoder.max_length}, or look for answers of the role assistant"
             )
         num_full = sum(length == self.encoder.max_length for length in lengths)

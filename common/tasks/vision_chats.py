@@ -22,7 +22,7 @@ Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} 
 Images = list[Image.Image]  # in RGB
 MARK = "<image>"  # an image in the text of a message
 PATHS = ("image", "path", "url")  # names under which a part of a message holds its image
-ADVICE = "type --data shapes for the embedded conversations, or the path of a .jsonl file"
+ADVICE = "use --data shapes for the embedded conversations, or the path of a .jsonl file"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Rows:
         if images not in table.column_names:
             if of_images := [name for name, kind in table.kinds.items() if holds_images(kind)]:
                 raise UsageError(
-                    f"--data {data} has no column {images}: type --images_column with one of {', '.join(of_images)}"
+                    f"--data {data} has no column {images}: use --images_column with one of {', '.join(of_images)}"
                 )
             say(f"--data {data} has no column {images}: it has no images but those in parts of its messages")
         return cls(table, path.parent if path.is_file() else path, messages, images, Opener())

@@ -75,8 +75,8 @@ def freeze_named(model: nn.Module, words: str) -> None:
         found = [name for name in weights if word in name]
         if not found:
             parts = dict.fromkeys(".".join(name.split(".")[:2]) for name in weights)
-            raise UsageError(f"--freeze {words}: no weight has {word} in its name; type a part of {', '.join(parts)}")
+            raise UsageError(f"--freeze {words}: no weight has {word} in its name; use a part of {', '.join(parts)}")
         for name in found:
             weights[name].requires_grad_(False)
     if not any(weight.requires_grad for weight in weights.values()):
-        raise UsageError(f"--freeze {words} leaves nothing to train: type fewer words")
+        raise UsageError(f"--freeze {words} leaves nothing to train: use fewer words")

@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("type torchrun --standalone --nproc_per_node 2 before the script, not python")
+        parser.error("run torchrun --standalone --nproc_per_node 2 before the script, not python")
     num_parts = int(os.environ["WORLD_SIZE"]) * arguments.accumulate
     if num_parts < 1 or BATCH_SIZE % num_parts:
         parser.error(f"processes x --accumulate is {num_parts}, which does not divide the batch of {BATCH_SIZE}")

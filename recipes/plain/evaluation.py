@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--mistake", choices=["padded_evaluation", "last_batch_mean"])
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("type torchrun --standalone --nproc_per_node 2 before the script, not python")
+        parser.error("run torchrun --standalone --nproc_per_node 2 before the script, not python")
     dist.init_process_group("gloo")
     train(arguments)
     dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--mistake", choices=["set_epoch", "learning_rate_per_process", "unsynchronised_start"])
     arguments = parser.parse_args()
     if arguments.processes < 1 or BATCH_SIZE % arguments.processes:
-        parser.error(f"--processes {arguments.processes} does not divide the batch of {BATCH_SIZE}: type 1, 2, 4 or 8")
+        parser.error(f"--processes {arguments.processes} does not divide the batch of {BATCH_SIZE}: use 1, 2, 4 or 8")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(work, (arguments, port), nprocs=arguments.processes)

@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--mistake", choices=["mean_of_means"])
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("type torchrun --standalone --nproc_per_node 2 before the script, not python")
+        parser.error("run torchrun --standalone --nproc_per_node 2 before the script, not python")
     size = int(os.environ["WORLD_SIZE"])
     if size > BATCH_SIZE:
         parser.error(f"{size} processes: a batch has only {BATCH_SIZE} samples")

@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mistake", choices=["bf16_weights", "clip_scaled"])
     arguments = parser.parse_args()
     if BATCH_SIZE % int(os.environ.get("WORLD_SIZE", BATCH_SIZE + 1)):
-        parser.error("type torchrun --standalone --nproc_per_node 2 (or 1, 4, 8, ...) before the script")
+        parser.error("run torchrun --standalone --nproc_per_node 2 (or 1, 4, 8, ...) before the script")
     arguments.on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     arguments.precision = arguments.precision or ("fp16" if arguments.on_gpu else "bf16")
     needed = {"clip_scaled": "fp16", "bf16_weights": "bf16"}.get(arguments.mistake, arguments.precision)

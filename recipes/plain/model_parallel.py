@@ -112,7 +112,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     size = 2 * arguments.data_parallel
     if int(os.environ.get("WORLD_SIZE", 0)) not in (size, size // 2):  # half as many: the whole net in each process
-        parser.error(f"--data_parallel {size // 2} needs {size} processes: type torchrun --nproc_per_node {size} first")
+        parser.error(f"--data_parallel {size // 2} needs {size} processes: run torchrun --nproc_per_node {size} first")
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo")

@@ -166,7 +166,7 @@ def main() -> None:
     args.accumulation, rest = divmod(args.batch_size, num_processes * args.micro_batch_size)
     if rest or args.accumulation < 1 or args.batch_size > len(train_set):
         factors = f"{num_processes} processes x --micro_batch_size {args.micro_batch_size}"
-        parser.error(f"--batch_size {args.batch_size}: type a multiple of {factors}, at most {len(train_set)}")
+        parser.error(f"--batch_size {args.batch_size}: use a multiple of {factors}, at most {len(train_set)}")
     accelerator = start(args)
     train(args, accelerator, train_set, eval_set)
     accelerator.free_memory()  # the accelerator holds the model, and the model gloo's threads

@@ -192,12 +192,12 @@ def main() -> None:
     args.accumulation, rest = divmod(args.batch_size, num_processes * args.micro_batch_size)
     if rest or args.accumulation < 1 or args.batch_size > len(train_set):
         factors = f"{num_processes} processes x --micro_batch_size {args.micro_batch_size}"
-        parser.error(f"--batch_size {args.batch_size}: type a multiple of {factors}, at most {len(train_set)}")
+        parser.error(f"--batch_size {args.batch_size}: use a multiple of {factors}, at most {len(train_set)}")
     if args.save_every and args.output_dir is None:
         parser.error("--save_every needs --output_dir")
     checkpoint = args.resume_from_checkpoint
     if checkpoint is not None and not (checkpoint.is_dir() and checkpoint.name.startswith("step_")):
-        parser.error(f"--resume_from_checkpoint {checkpoint}: type the path of a checkpoint, OUTPUT_DIR/step_N")
+        parser.error(f"--resume_from_checkpoint {checkpoint}: use the path of a checkpoint, OUTPUT_DIR/step_N")
     accelerator = start(args)
     train(args, accelerator, train_set, eval_set)
     accelerator.free_memory()  # the accelerator holds the model, and the model gloo's threads

@@ -116,9 +116,9 @@ def test_machine_that_ends_and_comes_again_is_not_counted_twice(tmp_path: Path, 
     ("launch", "expected"),
     [
         ("--config_file none.yaml recipes/mnist.py", "none.yaml: no such file on node0 in"),
-        (f"--num_processes 3 {ROOT}/{DISTURBED}", "--num_processes 3 is the total over all 2 machines: type a mul"),
-        (f"--num_processes=3 {ROOT}/{DISTURBED}", "--num_processes 3 is the total over all 2 machines: type a mul"),
-        (f"{ROOT}/{DISTURBED}", "--num_processes is missing: it is the total over all 2 machines: type a multiple of"),
+        (f"--num_processes 3 {ROOT}/{DISTURBED}", "--num_processes 3 is the total over all 2 machines: use a mul"),
+        (f"--num_processes=3 {ROOT}/{DISTURBED}", "--num_processes 3 is the total over all 2 machines: use a mul"),
+        (f"{ROOT}/{DISTURBED}", "--num_processes is missing: it is the total over all 2 machines: use a multiple of"),
         (f"--max_restarts 1 {LAUNCH}", "--max_restarts does not work on several machines: remove it"),
     ],
 )

@@ -223,7 +223,7 @@ def test_compiled_recipe(tmp_path: Path, reference: Callable, on_gpu: Env, recip
 def test_out_of_memory_names_the_next_size(tmp_path: Path, on_gpu: Env) -> None:
     flags = "--context 512 --batch_size 1024 --hidden_size 4096 --num_heads 32 --num_layers 4 --max_steps 2"
     run = start(tmp_path / "run", on_gpu, "single", TRANSFORMER, flags, succeeds=False)
-    assert re.search("out of memory with 1024 samples .*: type --micro_batch_size 512", refused(run))
+    assert re.search("out of memory with 1024 samples .*: use --micro_batch_size 512", refused(run))
 
 
 @pytest.mark.needs_gpu
@@ -240,7 +240,7 @@ def test_rehearsal_with_the_gpu_hidden(tmp_path: Path, config: str) -> None:
     command = [*ACCELERATE_LAUNCH, "--config_file", str(CONFIGS / f"{config}.yaml"), "--main_process_port", "0"]
     command += [str(ROOT / MNIST), "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
     run = execute(command, tmp_path, tmp_path / "run", CPU)
-    assert run.exit_code == 0 and "a rehearsal" in run.stdout, run.stderr
+    assert run.exit_code == 0 and "no GPU found" in run.stdout, run.stderr
 
 
 @pytest.mark.needs_gpu

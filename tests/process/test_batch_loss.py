@@ -85,7 +85,7 @@ def test_memory_grows_with_the_values_and_not_with_the_activations(tmp_path: Pat
         ("loss", "forward_step returns loss: with batch_loss, expected a dict of what that needs, such as vectors of"),
         ("mean", '"left" has shape (): expected a tensor of shape (8, ...); expand what all samples share'),
         ("detached", "left, right, scale: none has a gradient: compute them from the model output"),
-        ("scalar", '"loss" has shape (): expected (32,), one value per example; type reduction="none"'),
+        ("scalar", '"loss" has shape (): expected (32,), one value per example; use reduction="none"'),
         ("outside", "batch_loss uses a weight of shape (1,) that is not among its values: return it from the model"),
         ("noise", '"left" differs when forward_step is called again for the same batch, and batch_loss needs two'),
     ],
@@ -98,4 +98,4 @@ def test_mistake_is_named(tmp_path: Path, mistake: str, expected: str) -> None:
 def test_pipeline_is_refused(tmp_path: Path) -> None:
     flags = "--pipeline_stages 2 --micro_batch_size 8"
     line = refused(fork(tmp_path / "run", "pipeline_parallel", CONTRAST, flags, succeeds=False))
-    assert line.startswith("error: batch_loss needs two passes per step, which a pipeline does not have: type ")
+    assert line.startswith("error: batch_loss needs two passes per step, which a pipeline does not have: use ")

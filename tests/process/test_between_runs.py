@@ -106,7 +106,7 @@ def test_altered_model_is_not_evaluated(tmp_path: Path) -> None:
     save_file(weights, path, {"format": "pt"})
     for flags in ("--evaluate_only --model mlp", f"--predict {tmp_path / 'none.png'}"):
         line = refused(fork(run.output_dir, "single", MNIST, flags, succeeds=False))
-        assert "were altered after its run" in line or "type the path of an image" in line
+        assert "were altered after its run" in line or "use the path of an image" in line
     path.write_bytes(path.read_bytes()[:100])
     line = refused(fork(run.output_dir, "single", MNIST, "--evaluate_only --model mlp", succeeds=False))
     assert "no exported model in" in line

@@ -235,7 +235,7 @@ def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbe
     line = refused(
         fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} --resume_from_checkpoint {newest}", succeeds=False)
     )
-    assert "is not a complete checkpoint (shard_00001.safetensors was altered): type latest" in line
+    assert "is not a complete checkpoint (shard_00001.safetensors was altered): use latest" in line
     run = fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}")
     assert f"{newest} is not a complete checkpoint (shard_00001.safetensors was altered): taking the one" in run.stdout
     assert (newest.parent / f"damaged_{newest.name}").is_dir()
@@ -243,7 +243,7 @@ def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbe
     for path in run.output_dir.glob("checkpoints/step_*"):
         damage(path / "manifest.json")
     line = refused(fork(run.output_dir, "ddp", DISTURBED, f"{COURSE} {LATEST}", succeeds=False))
-    assert "no checkpoint in" in line and "is complete: type --overwrite_output_dir" in line
+    assert "no checkpoint in" in line and "is complete: use --overwrite_output_dir" in line
 
 
 def strip(checkpoint: Path, prefix: str) -> None:
@@ -316,8 +316,8 @@ def test_best_weights_are_kept_and_patience_ends_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--metric_for_best_model acc", "--metric_for_best_model acc: no such metric; type one of loss"),
-        ("--early_stopping_patience 2", "--early_stopping_patience needs a metric: type --metric_for_best_model loss"),
+        ("--metric_for_best_model acc", "--metric_for_best_model acc: no such metric; use one of loss"),
+        ("--early_stopping_patience 2", "--early_stopping_patience needs a metric: use --metric_for_best_model loss"),
     ],
 )
 def test_metric_that_is_not_there(tmp_path: Path, arguments: str, expected: str) -> None:

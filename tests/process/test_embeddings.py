@@ -70,9 +70,9 @@ def test_recall(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--num_heads 5", "--hidden_size 32 does not divide into 5 heads: type --hidden_size 30"),
+        ("--num_heads 5", "--hidden_size 32 does not divide into 5 heads: use --hidden_size 30"),
         ("--batch_size 1", "--batch_size 1: expected 2 or more"),
-        ("--query_column prompt", "has no column prompt: type --query_column with one of question, answer"),
+        ("--query_column prompt", "has no column prompt: use --query_column with one of question, answer"),
     ],
 )
 def test_wrong_flags(tmp_path: Path, flags: str, line: str) -> None:

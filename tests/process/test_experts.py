@@ -104,7 +104,7 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
             CONFIG,
             SCRIPT,
             f"{ARGUMENTS} --num_experts 3",
-            "has 3 experts, which 2 processes cannot share: type",
+            "has 3 experts, which 2 processes cannot share: use",
         ),
         (
             "ddp",
@@ -113,7 +113,7 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
         ),
         ("sequence_parallel", SCRIPT, f"{ARGUMENTS} --router_loss 0.2", "MixtralForCausalLM cannot divide sequences"),
         (CONFIG, *RECIPES["mnist cnn"], "ConvNet has no experts of transformers 5 to divide: remove --expert_parallel"),
-        ("ddp", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights: type --config_file acc"),
+        ("ddp", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights: use --config_file acc"),
         ("deepspeed_zero2", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
         ("fsdp2_sequence_parallel", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
         ("tensor_parallel", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
@@ -129,7 +129,7 @@ def test_what_is_refused(tmp_path: Path, config: str, script: str, flags: str, l
 
 def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", CONFIG, SCRIPT, f"{ARGUMENTS} --expert_parallel 2", 3, succeeds=False)
-    assert "--expert_parallel 2 does not divide 3 processes: type --num_processes 2 after accelerate" in refused(run)
+    assert "--expert_parallel 2 does not divide 3 processes: use --num_processes 2 after accelerate" in refused(run)
 
 
 @pytest.mark.full

@@ -79,8 +79,8 @@ def test_type_and_mistakes(tmp_path: Path, tool: Callable[..., Run]) -> None:
     shard = checkpoint / "shard_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     for path, folder, line in (
-        (tmp_path / "none", "new", "is no folder: type the folder of a checkpoint or of a run"),
-        (run.output_dir, "half", "is not empty: type the name of a new folder"),
+        (tmp_path / "none", "new", "is no folder: use the folder of a checkpoint or of a run"),
+        (run.output_dir, "half", "is not empty: use the name of a new folder"),
         (checkpoint, "new", "is not a complete checkpoint (shard_00000.safetensors has "),
     ):
         refused = tool(path, tmp_path / folder)

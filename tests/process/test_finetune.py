@@ -71,7 +71,7 @@ def test_other_optimizers(tmp_path: Path, reference: Callable[..., Run], optimiz
     else:
         line = refused(sharded)
         assert (
-            line.startswith("error: FSDP2 cannot train this: ") and "type --config_file accelerate_configs/ddp" in line
+            line.startswith("error: FSDP2 cannot train this: ") and "use --config_file accelerate_configs/ddp" in line
         )
 
 
@@ -171,14 +171,14 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, adapted: Run) -> N
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--max_samples 3", "--max_samples reads a data set of the Hub or a file: type --data, too"),
-        ("--lora_rank 4", "type --model_name_or_path, too"),
-        ("--merge", "type --lora_rank, too"),
+        ("--max_samples 3", "--max_samples reads a data set of the Hub or a file: use --data, too"),
+        ("--lora_rank 4", "use --model_name_or_path, too"),
+        ("--merge", "use --lora_rank, too"),
         (
             "--max_length 96 --lora_rank 4 --lora_targets q_proj,vproj --model_name_or_path BASE",
-            "no layer vproj (the head does not count); type all-linear, or some of down_proj,",
+            "no layer vproj (the head does not count); use all-linear, or some of down_proj,",
         ),
-        ("--model_name_or_path BASE", "--max_length 256 exceeds the model's 96 positions: type --max_length 96"),
+        ("--model_name_or_path BASE", "--max_length 256 exceeds the model's 96 positions: use --max_length 96"),
         ("--data nowhere.jsonl", "--data nowhere.jsonl: no such file"),
     ],
 )
@@ -222,7 +222,7 @@ def test_code_that_a_model_brings_runs_with_a_flag_alone(tmp_path: Path, base: P
     env = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     flags = f"{SHORT} --max_steps 1 --model_name_or_path {tmp_path}/custom --num_answers 1"
     run = fork(tmp_path / "refused", "ddp", FINETUNE, flags, env=env, succeeds=False)
-    assert "brings Python code of its own: read it, and type --trust_remote_code to run it" in refused(run)
+    assert "brings Python code of its own: read it, and use --trust_remote_code to run it" in refused(run)
     assert run.exit_code == 2 and "[y/N]" not in run.stdout + run.stderr
     run = fork(tmp_path / "run", "single", FINETUNE, f"{flags} --trust_remote_code", env=env)
     assert "of 1 held-out answers are right" in run.stdout

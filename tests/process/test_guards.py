@@ -18,7 +18,7 @@ from support.runs import ROOT, refused
 
 def test_report_of_the_launcher_ends_with_our_line(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "ddp", MNIST, "--batch_size 63", succeeds=False)
-    line = "--batch_size 63 is not divisible by 2 data-parallel ranks: type --batch_size 62 or 64"
+    line = "--batch_size 63 is not divisible by 2 data-parallel ranks: use --batch_size 62 or 64"
     assert refused(run) == f"error: {line}" and line in run.stderr.split("Root Cause")[1]
     assert not run.output_dir.exists()
 
@@ -34,11 +34,11 @@ def test_exit_code_of_a_mistake_is_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--batch_size 2000", "1438 training samples are fewer than --batch_size 2000: type --batch_size 1438 or less"),
+        ("--batch_size 2000", "1438 training samples are fewer than --batch_size 2000: use --batch_size 1438 or less"),
         ("--data some-owner/some-set", "--data digits for the embedded set, or --data FOLDER for MNIST's IDX files"),
-        ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no checkpoint there; type latest"),
-        ("--report_to aim", "--report_to aim needs aim: type pip install aim"),
-        ("--report_to paper", "--report_to paper: no such tracker; type one of aim, "),
+        ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no checkpoint there; use latest"),
+        ("--report_to aim", "--report_to aim needs aim: run pip install aim"),
+        ("--report_to paper", "--report_to paper: no such tracker; use one of aim, "),
     ],
 )
 def test_one_process_alone(tmp_path: Path, arguments: str, expected: str) -> None:
@@ -105,8 +105,8 @@ def test_fp16_without_a_gpu_says_so_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "arguments", "expected"),
     [
-        ("deepspeed", "", "type pip install deepspeed ninja"),
-        ("datasets", "--data ylecun/mnist", "this data needs datasets: type pip install datasets"),
+        ("deepspeed", "", "run pip install deepspeed ninja"),
+        ("datasets", "--data ylecun/mnist", "this data needs datasets: run pip install datasets"),
     ],
 )
 def test_missing_package(tmp_path: Path, package: str, arguments: str, expected: str) -> None:
@@ -132,7 +132,7 @@ def test_missing_compiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--case memory", "32 samples per forward pass, 4000000000000000 bytes more: type --micro_batch_size 16, or"),
+        ("--case memory", "32 samples per forward pass, 4000000000000000 bytes more: use --micro_batch_size 16, or"),
         ("--case memory --micro_batch_size 1", "1 sample per forward pass, 4000000000000000 bytes more: shard the"),
         ("--case put --deterministic", "--deterministic: put_ has no deterministic kernel"),
     ],
@@ -154,7 +154,7 @@ def test_deterministic_kernels_give_the_same_result(tmp_path: Path) -> None:
 def test_precision_that_is_not_tested(tmp_path: Path) -> None:
     env = {"ACCELERATE_MIXED_PRECISION": "fp8"}  # the launcher refuses it, unless a package for it is installed
     run = execute([sys.executable, MNIST, "--output_dir", str(tmp_path / "run")], ROOT, tmp_path / "run", env)
-    assert refused(run) == "error: mixed_precision: fp8 is not supported: type mixed_precision: bf16 there"
+    assert refused(run) == "error: mixed_precision: fp8 is not supported: use mixed_precision: bf16 there"
 
 
 def test_batch_norm_is_pointed_out(tmp_path: Path) -> None:

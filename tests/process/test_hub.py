@@ -105,7 +105,7 @@ def test_failed_upload_loses_nothing(
             assert any(behaviour["fails_at"] in request for request in hub.requests)
     assert time.monotonic() - started < 60
     (line,) = (line for line in run.stderr.splitlines() if line.startswith("not uploaded: "))
-    assert f"model did not get to me/line on the Hub ({reason}" in line and line.endswith("type the same command again")
+    assert f"model did not get to me/line on the Hub ({reason}" in line and line.endswith("run the same command again")
     assert run.exit_code == 1 and "Traceback" not in run.stderr and TOKEN not in run.stdout + run.stderr
     assert (trained.output_dir / "run.json").read_bytes() == before
     with FakeHub() as hub:
@@ -114,20 +114,20 @@ def test_failed_upload_loses_nothing(
 
 def test_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
     run = execute([*PUSH, str(tmp_path), "me/line"], tmp_path, tmp_path)
-    assert run.exit_code == 2 and run.stderr == f"{tmp_path} holds no run: type the --output_dir of one that is done\n"
+    assert run.exit_code == 2 and run.stderr == f"{tmp_path} holds no run: use the --output_dir of one that is done\n"
     (tmp_path / "run.json").write_text('{"status": "failed"}')
     run = execute([*PUSH, str(tmp_path), "me/line"], tmp_path, tmp_path)
-    assert run.exit_code == 2 and "is not done: type its command with --resume_from_checkpoint latest" in run.stderr
+    assert run.exit_code == 2 and "is not done: use its command with --resume_from_checkpoint latest" in run.stderr
 
 
 @pytest.mark.parametrize(
     ("name", "offline", "token", "expected"),
     [
-        ("a/b/c", False, "x", "a/b/c: no name of a repository: type your_name/model"),
+        ("a/b/c", False, "x", "a/b/c: no name of a repository: use your_name/model"),
         ("me/-model", False, "x", "me/-model: no name of a repository"),
         ("", False, "x", ": no name of a repository"),
         ("me/model", True, "x", "HF_HUB_OFFLINE forbids an upload: unset the variable"),
-        ("me/model", False, "", "needs a login on this machine: type hf auth login, or set HF_TOKEN"),
+        ("me/model", False, "", "needs a login on this machine: run hf auth login, or set HF_TOKEN"),
     ],
 )
 def test_upload_that_cannot_work_is_refused_at_the_start(

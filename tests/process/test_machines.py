@@ -43,8 +43,8 @@ def recipe(script: str, output_dir: Path, flags: str = "") -> list[str]:
 @pytest.mark.parametrize(
     ("options", "script", "line"),
     [
-        ("size=64k", MNIST, "cannot be written (No space left on device): type export HF_DATASETS_CACHE=FOLDER"),
-        ("ro", MNIST, "cannot be written (Read-only file system): type export HF_DATASETS_CACHE=FOLDER"),
+        ("size=64k", MNIST, "cannot be written (No space left on device): run export HF_DATASETS_CACHE=FOLDER"),
+        ("ro", MNIST, "cannot be written (Read-only file system): run export HF_DATASETS_CACHE=FOLDER"),
         pytest.param("ro", "recipes/finetune.py", "cannot be written (Read-only file", marks=pytest.mark.full),
         pytest.param("size=64k", "recipes/transformer.py", "(No space left on device)", marks=pytest.mark.full),
     ],
@@ -94,7 +94,7 @@ def test_errors_of_caches_are_told_from_those_of_data(tmp_path: Path, monkeypatc
             raise ValueError("the data cannot be read") from None
 
     cases: list[tuple[Callable[[], object], str | None]] = [
-        (lambda: makes_folder(f"{tmp_path}/a_file/a"), "a_file cannot be written (Not a directory): type export HF_DA"),
+        (lambda: makes_folder(f"{tmp_path}/a_file/a"), "a_file cannot be written (Not a directory): run export HF_DA"),
         (lambda: makes_folder("/sys/kernel/hub/x"), "the cache /sys/kernel/hub cannot be written (Operation not perm"),
         (lambda: makes_folder("/sys/elsewhere"), None),
         (lambda: Path("/dev/full").write_text("x" * 10_000), None),  # of no cache
@@ -164,7 +164,7 @@ def test_small_shared_memory_is_named(tmp_path: Path) -> None:
     command = recipe(WORKERS, tmp_path / "run", "--num_workers 2 --size 300000")
     env = {"PYTHONPATH": str(ROOT)}
     run = execute(mounted(Path("/dev/shm"), "size=4m", *command), tmp_path, tmp_path / "run", env)
-    assert run.exit_code == 2 and "/dev/shm of 4 MB" in refused(run) and "type --num_workers 0" in refused(run)
+    assert run.exit_code == 2 and "/dev/shm of 4 MB" in refused(run) and "use --num_workers 0" in refused(run)
 
 
 def on_another_file_system(folder: Path) -> Path | None:
@@ -210,4 +210,4 @@ def test_all_that_is_replaced_moves_or_nothing_does(tmp_path: Path) -> None:
 def test_output_dir_that_is_no_folder(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "run")
     run: Run = fork(tmp_path / "run", "single", LINEAR, succeeds=False)
-    assert f"--output_dir {tmp_path / 'run'} is no folder: type another" in refused(run) and run.exit_code == 2
+    assert f"--output_dir {tmp_path / 'run'} is no folder: use another" in refused(run) and run.exit_code == 2

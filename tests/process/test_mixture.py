@@ -127,8 +127,8 @@ def test_mistakes_get_one_line(tmp_path: Path, chats: str) -> None:
     (tmp_path / "inner.yaml").write_text("a.jsonl: 1\nb.jsonl: 1\n")
     cases = [
         (FINETUNE, chats.replace("long.jsonl", "lost.jsonl"), "lost.jsonl: no such file"),
-        (PREFERENCES, f"--data {nested}", "this recipe takes one source: type it without a weight"),
-        (LINEAR, "--data a.csv:1,b.csv:1", "this recipe takes one source: type it without a weight"),
+        (PREFERENCES, f"--data {nested}", "this recipe takes one source: use it without a weight"),
+        (LINEAR, "--data a.csv:1,b.csv:1", "this recipe takes one source: use it without a weight"),
         (TEXT_CLASSIFICATION, csv, "classes is ['0', '1', '2'] in two and ['0', '1'] in the first source"),
         (IMAGE_CLASSIFICATION, "--data shapes:1,nowhere:1", "--data nowhere: no such folder"),
     ]

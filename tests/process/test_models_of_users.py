@@ -24,13 +24,13 @@ def refused_before_training(folder: Path, config: str, arguments: str) -> str:
 @pytest.mark.parametrize(
     ("mistake", "expected"),
     [
-        ("step column", '"loss" has shape (2, 1): expected (2,), one value per example; type .squeeze(-1)'),
+        ("step column", '"loss" has shape (2, 1): expected (2,), one value per example; use .squeeze(-1)'),
         (
             "step square",
-            '"loss" has shape (2, 2): expected (2,), one value per example; type .squeeze(-1) on the model',
+            '"loss" has shape (2, 2): expected (2,), one value per example; use .squeeze(-1) on the model',
         ),
-        ("step mean", '"loss" has shape (): expected (2,), one value per example; type reduction="none"'),
-        ("step values_of_tokens", '"loss" has shape (2, 6): expected (2,), one value per example; type .flatten(1)'),
+        ("step mean", '"loss" has shape (): expected (2,), one value per example; use reduction="none"'),
+        ("step values_of_tokens", '"loss" has shape (2, 6): expected (2,), one value per example; use .flatten(1)'),
         ("step no_loss", 'forward_step returns error: expected a dict with "loss" of shape (2,)'),
         ("step no_dict", 'forward_step returns Tensor: expected a dict with "loss" of shape (2,)'),
         ("step metric", '"accuracy" has shape (): expected (2,)'),
@@ -52,7 +52,7 @@ def test_mistake_is_named(tmp_path: Path, mistake: str, expected: str) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_samples_of_several_lengths_are_named(tmp_path: Path, num_workers: int) -> None:
     line = refused_before_training(tmp_path, "single", f"--set unequal --num_workers {num_workers}")
-    problem = 'error: "x" has shape (15,) in one sample and (16,) in another: pad them to one shape, or type '
+    problem = 'error: "x" has shape (15,) in one sample and (16,) in another: pad them to one shape, or use '
     assert line == problem + "collate_fn=pad_to_longest() in the call of fit"
 
 

@@ -61,7 +61,7 @@ def test_folder_with_checkpoints_of_another_run_is_not_mixed(tmp_path: Path, fin
 def test_started_again_without_a_word_loses_nothing(finished: Run) -> None:
     card = finished.card
     line = refused(fork(finished.output_dir, "single", MNIST, STEPS, succeeds=False))
-    assert "type --resume_from_checkpoint latest to go on, --overwrite_output_dir to start over" in line
+    assert "use --resume_from_checkpoint latest to go on, --overwrite_output_dir to start over" in line
     assert Run(0, "", "", finished.output_dir).card == card
 
 
@@ -106,7 +106,7 @@ def test_model_of_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None
     first = fork(tmp_path / "run", "single", MNIST, "--max_steps 2")
     assert first.weights
     line = refused(fork(tmp_path / "run", "single", MNIST, "--max_steps 2", succeeds=False))
-    assert "holds the model of an earlier run: type --resume_from_checkpoint latest" in line
+    assert "holds the model of an earlier run: use --resume_from_checkpoint latest" in line
     assert Run(0, "", "", first.output_dir).card == first.card
     flags = "--max_steps 3 --overwrite_output_dir"
     killed = fork(tmp_path / "run", "single", MNIST, f"{flags} --learning_rate 1e30", succeeds=False)

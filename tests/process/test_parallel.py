@@ -19,7 +19,7 @@ from support.small_model import write_model
         ("tensor_parallel", MNIST, "", None, "ConvNet has no tp_plan"),
         ("tensor_parallel", LINEAR, "", None, "Linear has no tp_plan"),
         ("tensor_parallel", MNIST, "--model mlp", 4, "tp_size 2 = 2 processes, but there are 4"),
-        ("fsdp2_tensor_parallel", MNIST, "--model mlp", 2, "type --num_processes 4"),
+        ("fsdp2_tensor_parallel", MNIST, "--model mlp", 2, "use --num_processes 4"),
         ("hsdp", MNIST, "", 2, "dp_replicate_size 2 × dp_shard_size 2 = 4 processes, but there are 2"),
     ],
 )
@@ -34,9 +34,9 @@ def test_config_that_does_not_fit(
 @pytest.mark.parametrize(
     ("config", "before", "after", "expected"),
     [
-        ("fsdp2_tensor_parallel", "MULTI_GPU", "FSDP", "has a tp_size: type distributed_type: MULTI_GPU"),
-        ("hsdp", "distributed_type: FSDP", "distributed_type: MULTI_GPU", "type distributed_type: FSDP"),
-        ("tensor_parallel", "tp_size", "cp_size", "type sp_size instead, as in"),
+        ("fsdp2_tensor_parallel", "MULTI_GPU", "FSDP", "has a tp_size: use distributed_type: MULTI_GPU"),
+        ("hsdp", "distributed_type: FSDP", "distributed_type: MULTI_GPU", "use distributed_type: FSDP"),
+        ("tensor_parallel", "tp_size", "cp_size", "use sp_size instead, as in"),
     ],
 )
 def test_sizes_that_would_not_be_applied(tmp_path: Path, config: str, before: str, after: str, expected: str) -> None:

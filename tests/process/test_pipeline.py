@@ -58,13 +58,13 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("script", "arguments", "num_processes", "expected"),
     [
-        (SCRIPT, f"{ARGUMENTS} --pipeline_stages 3", 3, "2 layers are fewer than --pipeline_stages 3: type"),
-        (SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", 3, "--pipeline_stages 2 does not divide 3 processes: type"),
+        (SCRIPT, f"{ARGUMENTS} --pipeline_stages 3", 3, "2 layers are fewer than --pipeline_stages 3: use"),
+        (SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", 3, "--pipeline_stages 2 does not divide 3 processes: use"),
         (
             SCRIPT,
             f"{ARGUMENTS} --pipeline_stages 2 --micro_batch_size 16",
             2,
-            "1 micro-batches per step are too few to keep --pipeline_stages 2 busy: type --micro_batch_size 8",
+            "1 micro-batches per step are too few to keep --pipeline_stages 2 busy: use --micro_batch_size 8",
         ),
         (MNIST, "--pipeline_stages 2", 2, "ConvNet cannot be cut into stages: remove --pipeline_stages"),
         (LINEAR, "--pipeline_stages 2", 2, "Linear cannot be cut into stages"),
@@ -80,7 +80,7 @@ def test_pipeline_that_cannot_run(
 
 def test_pipeline_under_another_parallelism_is_refused(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "fsdp2", SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", succeeds=False)
-    assert "type --config_file accelerate_configs/pipeline_parallel.yaml" in refused(run)
+    assert "use --config_file accelerate_configs/pipeline_parallel.yaml" in refused(run)
 
 
 @pytest.mark.full  # six processes

@@ -163,7 +163,7 @@ def test_mnist_files(tmp_path: Path) -> None:
         ("local_sgd.py", "--sync_every 0", 2, "--sync_every must be at least 1"),
         ("compressed_gradients.py", "", 3, "a number of processes that divides 128 (now 3)"),
         ("compressed_gradients.py", "--powersgd_start 1", 2, "--powersgd_start at least 2"),
-        ("mixed_precision.py", "", 3, "type torchrun --standalone --nproc_per_node 2"),
+        ("mixed_precision.py", "", 3, "run torchrun --standalone --nproc_per_node 2"),
         ("mixed_precision.py", "--mistake clip_scaled", 1, "clip_scaled needs --precision"),
         ("model_parallel.py", "", 4, "--data_parallel 1 needs 2 processes"),
         ("model_parallel.py", "--data_parallel 2", 3, "--data_parallel 2 needs 4 processes"),

@@ -106,8 +106,8 @@ def test_result_of_the_docstring(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--lora_rank 4", "type --model_name_or_path, too"),
-        ("--max_samples 3", "--max_samples reads a data set of the Hub or a file: type --data, too"),
+        ("--lora_rank 4", "use --model_name_or_path, too"),
+        ("--max_samples 3", "--max_samples reads a data set of the Hub or a file: use --data, too"),
         ("--data nowhere.jsonl", "--data nowhere.jsonl: no such file"),
         ("--loss ppo", "--loss: invalid choice: 'ppo'"),
     ],

@@ -15,10 +15,10 @@ from support.runs import Run, assert_same_result, refused, weight_distance
 
 SCRIPT, ARGUMENTS = RECIPES["transformer"]
 REFUSED = {
-    "5 heads": "LlamaForCausalLM has 5 attention heads, which {} processes cannot share: type sp_size 5 in",
-    "eager": "attention eager cannot divide sequences: type --attention sdpa",
-    "mamba": "MambaForCausalLM has an attention of its own, which cannot divide sequences: type --config_file",
-    "bloom": "BloomForCausalLM has an attention of its own, which cannot divide sequences: type --config_file",
+    "5 heads": "LlamaForCausalLM has 5 attention heads, which {} processes cannot share: use sp_size 5 in",
+    "eager": "attention eager cannot divide sequences: use --attention sdpa",
+    "mamba": "MambaForCausalLM has an attention of its own, which cannot divide sequences: use --config_file",
+    "bloom": "BloomForCausalLM has an attention of its own, which cannot divide sequences: use --config_file",
 }
 
 
@@ -94,8 +94,8 @@ def test_layers_that_need_all_tokens_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "script", "flags", "options", "expected"),
     [
-        ("sequence_parallel", MNIST, "", "", "ConvNet cannot divide sequences: type --config_file accelerate_config"),
-        ("sequence_parallel", TRANSFORMER, f"{ARGUMENTS} --attention eager", "", "type --attention sdpa"),
+        ("sequence_parallel", MNIST, "", "", "ConvNet cannot divide sequences: use --config_file accelerate_config"),
+        ("sequence_parallel", TRANSFORMER, f"{ARGUMENTS} --attention eager", "", "use --attention sdpa"),
         ("sequence_parallel", TRANSFORMER, f"{ARGUMENTS} --pipeline_stages 2", "", "does not combine with pipeline"),
         ("tensor_parallel", TRANSFORMER, ARGUMENTS, "--parallelism_config_sp_size 2", "does not combine with TP"),
     ],
@@ -109,7 +109,7 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
     section = "parallelism_config:\n  parallelism_config_sp_size: 2\n"
     (tmp_path / "config.yaml").write_text((CONFIGS / "deepspeed_zero2.yaml").read_text() + section)
     run = fork(tmp_path / "run", tmp_path / "config.yaml", SCRIPT, ARGUMENTS, succeeds=False)
-    assert "sp_size does not combine with DeepSpeed: type --config_file" in refused(run)
+    assert "sp_size does not combine with DeepSpeed: use --config_file" in refused(run)
 
 
 def test_dropout_is_refused(tmp_path: Path) -> None:

@@ -144,15 +144,15 @@ def test_gloo_ends_with_the_script(tmp_path: Path, script: str) -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        ("linear_regression", "--batch_size 443", "--batch_size 443: type a multiple of 1 processes x "),
-        ("mnist", "--micro_batch_size 17", "--batch_size 64: type a multiple of 1 processes x --micro_batch_size 17"),
-        ("mnist", "--micro_batch_size -4", "--batch_size 64: type a multiple"),
-        ("mnist", "--batch_size 0", "--batch_size 0: type a multiple"),
+        ("linear_regression", "--batch_size 443", "--batch_size 443: use a multiple of 1 processes x "),
+        ("mnist", "--micro_batch_size 17", "--batch_size 64: use a multiple of 1 processes x --micro_batch_size 17"),
+        ("mnist", "--micro_batch_size -4", "--batch_size 64: use a multiple"),
+        ("mnist", "--batch_size 0", "--batch_size 0: use a multiple"),
         ("transformer", "--save_every 5", "--save_every needs --output_dir"),
         (
             "transformer",
             "--resume_from_checkpoint missing",
-            "missing: type the path of a checkpoint, OUTPUT_DIR/step_N",
+            "missing: use the path of a checkpoint, OUTPUT_DIR/step_N",
         ),
     ],
 )

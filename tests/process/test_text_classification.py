@@ -63,7 +63,7 @@ def test_accuracy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--num_heads 5", "--hidden_size 32 does not divide into 5 heads: type --hidden_size 30"),
+        ("--num_heads 5", "--hidden_size 32 does not divide into 5 heads: use --hidden_size 30"),
         ("--data nowhere.csv", "--data nowhere.csv: no such file"),
     ],
 )
@@ -86,4 +86,4 @@ def test_resume_on_other_data(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", SCRIPT, f"{latest} --data {moved} --max_steps 6", succeeds=False)
     line = refused(run)
     assert "the data are others than those of the checkpoint" in line and "of sample 0 differs" in line
-    assert "type --overwrite_output_dir to start over" in line and run.checkpoints == [2, 4]
+    assert "use --overwrite_output_dir to start over" in line and run.checkpoints == [2, 4]

@@ -119,7 +119,7 @@ def test_broken_images_of_a_column_of_images_are_named(tmp_path: Path) -> None:
     table.to_parquet(tmp_path / "chats.parquet")
     flags = f"{RECIPES['vision language'][1]} --data {tmp_path / 'chats.parquet'}"
     for more, line in (
-        ("", "has no column images: type --images_column with one of image"),
+        ("", "has no column images: use --images_column with one of image"),
         (" --images_column image", "conversation 1: an image cannot be read (no image that Pillow knows"),
     ):
         run = fork(tmp_path / "run", "single", VISION_LANGUAGE, flags + more, succeeds=False)
@@ -135,10 +135,10 @@ def row(content: Any, images: Any = ()) -> dict[str, Any]:
     [
         ([row("Why?", ["lost.png"])] * 12, "", "lost.png cannot be read (No such file or directory)"),
         ([{"messages": [{"role": "user", "content": "Why?"}]}] * 12, "", "no message has the role assistant"),
-        ([row("Why?", ["one.png"])] * 12, "--max_length 8", "type --max_length"),
-        ([row("Why?", ["one.png"])] * 12, "--messages_column chat", "has no column chat: type --messages_column"),
+        ([row("Why?", ["one.png"])] * 12, "--max_length 8", "use --max_length"),
+        ([row("Why?", ["one.png"])] * 12, "--messages_column chat", "has no column chat: use --messages_column"),
         ([row("Why?", ["one.png"])], "", "has one conversation: expected 2 or more"),
-        (None, "--lora_rank 4", "type --model_name_or_path, too"),
+        (None, "--lora_rank 4", "use --model_name_or_path, too"),
     ],
 )
 def test_bad_input(tmp_path: Path, rows: list | None, flags: str, line: str) -> None:

@@ -125,11 +125,11 @@ def test_copy_calls_its_own_layers() -> None:
 
 def test_flash_attention_needs_its_package_and_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     causal_lm.check_attention("sdpa")
-    with pytest.raises(UsageError, match="type pip install flash-attn, or --attention sdpa"):
+    with pytest.raises(UsageError, match="run pip install flash-attn, or --attention sdpa"):
         causal_lm.check_attention("flash_attention_2")
     monkeypatch.setattr(causal_lm, "find_spec", lambda name: name)  # as if it were installed
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    with pytest.raises(UsageError, match="type --mixed_precision bf16"):
+    with pytest.raises(UsageError, match="use --mixed_precision bf16"):
         causal_lm.check_attention("flash_attention_2")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     causal_lm.check_attention("flash_attention_2")

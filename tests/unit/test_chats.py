@@ -123,7 +123,7 @@ def write(path: Path, *rows: dict) -> str:
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"chat": [QUESTION, ANSWER]}, "has neither messages nor prompt and completion: type --messages_column with"),
+        ({"chat": [QUESTION, ANSWER]}, "has neither messages nor prompt and completion: use --messages_column with"),
         ({"messages": [{"role": "user"}]}, r"conversation 1: message 1 \(user\) has no content"),
         ({"messages": None}, "conversation 1: expected a list of messages"),
         ({"messages": [{"from": "robot", "value": "Why?"}]}, "conversation 1: a message is from robot: expected human"),

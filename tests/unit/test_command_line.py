@@ -32,7 +32,7 @@ from accelerate_recipes.common.schedule import Schedule
         ("--ema_decay 1", "--ema_decay 1.0: expected less than 1"),
         ("--seed 3000000000", "--seed 3000000000: expected less than 2147483648"),
         ("--batch_size 100000000000", "--batch_size 100000000000: expected less than 2147483648"),
-        ("--overwrite_output_dir --resume_from_checkpoint latest", "type one of them; in a job that may be restarted"),
+        ("--overwrite_output_dir --resume_from_checkpoint latest", "use one of them; in a job that may be restarted"),
         ("stray", "stray: no such flag; --help lists them"),
         ("--num_processes 4", "--num_processes belongs before the script: accelerate launch --num_processes ... "),
         ("--config-file=x.yaml", "--config_file belongs before the script: accelerate launch --config_file ... "),
@@ -97,9 +97,9 @@ def test_help_is_divided_and_shows_each_default(capsys: pytest.CaptureFixture) -
 
 def test_more_processes_than_gpus() -> None:
     check_num_gpus(Environment(local_world_size=2), num_gpus=8)
-    with pytest.raises(UsageError, match="2 processes but 1 GPU on this machine: type --num_processes 1"):
+    with pytest.raises(UsageError, match="2 processes but 1 GPU on this machine: use --num_processes 1"):
         check_num_gpus(Environment(local_world_size=2), num_gpus=1)
-    with pytest.raises(UsageError, match="4 processes but 2 GPUs on this machine: type --num_processes 2"):
+    with pytest.raises(UsageError, match="4 processes but 2 GPUs on this machine: use --num_processes 2"):
         check_num_gpus(Environment(local_world_size=4), num_gpus=2)
 
 
@@ -108,7 +108,7 @@ def test_default_that_is_no_choice_is_refused_before_training() -> None:
     class Config(RunConfig):
         lr_schedule: Schedule = "cosinus"  # type: ignore[assignment]
 
-    with pytest.raises(UsageError, match="--lr_schedule cosinus: no such choice; type one of constant, linear"):
+    with pytest.raises(UsageError, match="--lr_schedule cosinus: no such choice; use one of constant, linear"):
         parse(Config, [])
 
 

@@ -78,7 +78,7 @@ def test_words_of_deepspeed_are_translated() -> None:
             UsageError("zero_stage: 0", "type none", [Edit("zero_stage", "none", "deepspeed_config")], "or 1"),
             "zero_stage: none below deepspeed_config, or 1",
         ),
-        (UsageError("zero_stage: 0", "type 1, 2 or 3"), "1, 2 or 3"),
+        (UsageError("zero_stage: 0", "use 1, 2 or 3"), "1, 2 or 3"),
         (UsageError("a model's own: divide by 2"), "what the line says"),
     ],
 )

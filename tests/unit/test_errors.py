@@ -14,8 +14,8 @@ EDITS = [Edit("fsdp_version", 2, "fsdp_config")]
     [
         (UsageError("--epochs 0: expected 1 or more"), "--epochs 0: expected 1 or more"),
         (UsageError("--epochs 0", "expected 1 or more"), "--epochs 0: expected 1 or more"),
-        (UsageError("FSDP1", "type fsdp_version: 2", EDITS, "or see docs"), "FSDP1: type fsdp_version: 2, or see docs"),
-        (UsageError("nvme", edits=EDITS, instead="type cpu", beside="no disk"), "nvme: type cpu; no disk"),
+        (UsageError("FSDP1", "use fsdp_version: 2", EDITS, "or see docs"), "FSDP1: use fsdp_version: 2, or see docs"),
+        (UsageError("nvme", edits=EDITS, instead="use cpu", beside="no disk"), "nvme: use cpu; no disk"),
     ],
 )
 def test_refusal_survives_its_way_to_another_process(error: UsageError, line: str) -> None:

@@ -225,7 +225,7 @@ def test_checkpoint_that_its_run_removes(folder: Path, monkeypatch: pytest.Monke
     """A run keeps few checkpoints. An export reads one that it has verified to its end."""
     reader, check = Reader.open_verified(folder, CpuGroup()), Reader._check_file
     monkeypatch.setattr(Reader, "_check_file", lambda *arguments: remove(folder) or check(*arguments))
-    with pytest.raises(RunError, match=f"{folder} was removed while it was read: type the command again"):
+    with pytest.raises(RunError, match=f"{folder} was removed while it was read: run the command again"):
         Reader.open_verified(folder, CpuGroup())
     assert all(torch.equal(reader.tensor(name), expected) for name, expected in tensors().items())
 

@@ -31,9 +31,7 @@ def test_fsdp2_gathers_in_16_bits_and_sums_gradients_in_float32(precision: str, 
 )
 def test_memory_that_runs_out_beside_the_allocator_of_torch(text: str) -> None:
     plan = Plan.of(RunConfig(batch_size=8), Layout(), 100)
-    assert advice_for(RuntimeError(text), plan).startswith(
-        "out of memory with 8 samples per forward pass: type --micro"
-    )
+    assert advice_for(RuntimeError(text), plan).startswith("out of memory with 8 samples per forward pass: use --micro")
     assert advice_for(RuntimeError("CUDA error: an illegal memory access"), plan) is None
 
 

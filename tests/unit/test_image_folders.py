@@ -27,7 +27,7 @@ def write(folder: Path, *names: str) -> None:
 
 
 def load(folder: Path | str, max_samples: int | None = None) -> list[LabelledImages]:
-    return load_image_splits(str(folder), "type --data shapes", max_samples)
+    return load_image_splits(str(folder), "use --data shapes", max_samples)
 
 
 def found(part: LabelledImages) -> list[tuple[str, int]]:

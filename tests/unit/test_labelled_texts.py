@@ -42,8 +42,8 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "line"),
     [
-        (["review,label", "a,b"], "has no column text: type --text_column with one of review, label"),
-        (["text,stars", "a,b"], "has no column label: type --label_column with one of text, stars"),
+        (["review,label", "a,b"], "has no column text: use --text_column with one of review, label"),
+        (["text,stars", "a,b"], "has no column label: use --label_column with one of text, stars"),
         (
             ["text,label", *["a,b"] * 9],
             "8 training and 1 evaluation texts of 1 classes: expected both, and two or more",
@@ -75,7 +75,7 @@ def test_pretrained_encoders(tmp_path: Path) -> None:
     assert model.config.id2label == NAMES["id2label"] and tokenizer.pad_token_id == 0
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
     assert frozen == ["bert.encoder.layer.0.attention.self.key.bias"]
-    with pytest.raises(UsageError, match="--max_length 999 exceeds the model's 512 positions: type --max_length 512"):
+    with pytest.raises(UsageError, match="--max_length 999 exceeds the model's 512 positions: use --max_length 512"):
         load_encoder(AutoModelForSequenceClassification, str(tmp_path / "encoder"), 999, **NAMES)
     write_model(tmp_path / "causal", num_positions=64)
     with pytest.raises(UsageError, match="has no token for padding"):

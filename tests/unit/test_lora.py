@@ -66,11 +66,11 @@ def test_adapters_load_with_peft(tmp_path: Path, make: type, targets: str, numbe
     [
         (
             "c_attn,q_proj",
-            "no layer q_proj .the head.*; type all-linear, or some of c_attn,c_fc,c_proj,wpe,wte",
+            "no layer q_proj .the head.*; use all-linear, or some of c_attn,c_fc,c_proj,wpe,wte",
         ),
-        ("lm_head", "no layer lm_head .the head does not count.; type all-linear"),
-        ("", "type all-linear, or some of c_attn"),
-        ("c_attn,ln_1", "LayerNorm.* is not supported.*; type all-linear, or some of c_attn"),
+        ("lm_head", "no layer lm_head .the head does not count.; use all-linear"),
+        ("", "use all-linear, or some of c_attn"),
+        ("c_attn,ln_1", "LayerNorm.* is not supported.*; use all-linear, or some of c_attn"),
     ],
 )
 def test_layers_that_cannot_be_adapted(targets: str, line: str) -> None:

@@ -81,7 +81,7 @@ def test_a_mixture_for_training_has_weights_and_an_evaluation_the_same_names() -
     [
         ({"a": 1, "b": 1}, {"a": 3, "b": 0}, "b is empty: remove it from the mixture"),
         ({"a": 1, "b@5": 1}, {"a": 3, "b@5": 3}, "a source has the name b@5: leave out @ and /"),
-        ({"a": 1000, "b": 1}, {"a": 300, "b": 300}, "b has a share of less than one sample in an epoch: type a larger"),
+        ({"a": 1000, "b": 1}, {"a": 300, "b": 300}, "b has a share of less than one sample in an epoch: use a larger"),
     ],
 )
 def test_sources_that_cannot_be_mixed(weights: dict[str, float], sizes: dict[str, int], line: str) -> None:
@@ -93,7 +93,7 @@ def test_data_names_sources_and_weights(tmp_path: Path) -> None:
     assert weights_of("digits") is weights_of("org/name") is weights_of("a.jsonl") is weights_of("C:/a") is None
     assert weights_of("a.jsonl:3,path/b.csv:0.5") == {"a.jsonl": 3.0, "path/b.csv": 0.5}
     assert weights_of("a.jsonl:3, b.jsonl:1") == {"a.jsonl": 3.0, "b.jsonl": 1.0}
-    with pytest.raises(UsageError, match="has no weight: type a number after a colon"):
+    with pytest.raises(UsageError, match="has no weight: use a number after a colon"):
         weights_of("a.jsonl:3,b.jsonl")
     (tmp_path / "mix.yaml").write_text("a b, c.jsonl: 3\norg/name: 1\n")
     assert weights_of(str(tmp_path / "mix.yaml")) == {"a b, c.jsonl": 3.0, "org/name": 1.0}
@@ -104,9 +104,9 @@ def test_data_names_sources_and_weights(tmp_path: Path) -> None:
     [
         ("a.jsonl: 3\nb.jsonl: none\n", "b.jsonl has the weight none: expected a number above 0"),
         ("a.jsonl: 3\nb.jsonl: -1\n", "b.jsonl has the weight -1: expected a number above 0"),
-        ("a.jsonl: 3\n", "expected two sources or more: type a source and its weight a line"),
-        ("[1, 2", "cannot be read .no YAML.: type a source and its weight a line, such as chats.jsonl: 3"),
-        (None, "cannot be read .No such file or directory.: type a source"),
+        ("a.jsonl: 3\n", "expected two sources or more: use a source and its weight a line"),
+        ("[1, 2", "cannot be read .no YAML.: use a source and its weight a line, such as chats.jsonl: 3"),
+        (None, "cannot be read .No such file or directory.: use a source"),
     ],
 )
 def test_weights_that_are_none(tmp_path: Path, content: str | None, line: str) -> None:

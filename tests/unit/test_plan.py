@@ -38,7 +38,7 @@ def test_sizes_divide_or_the_line_names_sizes_that_do(ranks: int, stages: int) -
         try:
             size, accumulation = split_batch(RunConfig(batch_size=batch_size, micro_batch_size=micro), layout)
         except UsageError as error:
-            flag, number = re.search(r"type --(batch_size|micro_batch_size) (\d+)", str(error)).groups()
+            flag, number = re.search(r"use --(batch_size|micro_batch_size) (\d+)", str(error)).groups()
             sizes = {"batch_size": batch_size, "micro_batch_size": None, flag: int(number)}
             if stages == 1:  # with stages, some need a larger batch, too
                 split_batch(RunConfig(**sizes), layout)
@@ -49,8 +49,8 @@ def test_sizes_divide_or_the_line_names_sizes_that_do(ranks: int, stages: int) -
 @pytest.mark.parametrize(
     ("sizes", "advice"),
     [
-        ({"batch_size": 1}, "not divisible by 2 data-parallel ranks: type --batch_size 2"),
-        ({"batch_size": 64, "micro_batch_size": 24}, "type --micro_batch_size 16 or 32"),
+        ({"batch_size": 1}, "not divisible by 2 data-parallel ranks: use --batch_size 2"),
+        ({"batch_size": 64, "micro_batch_size": 24}, "use --micro_batch_size 16 or 32"),
     ],
 )
 def test_the_nearest_sizes_are_named(sizes: dict[str, int], advice: str) -> None:

@@ -128,13 +128,13 @@ def test_mistakes_get_one_line_and_write_nothing(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     page, nowhere = tmp_path / "page.html", tmp_path / "no" / "page.html"
     cases: list[tuple[list[Path], Path, str]] = [
-        ([tmp_path / "absent"], page, "no such folder; type the --output_dir of a run"),
-        ([empty], page, "has no metrics.jsonl: type the --output_dir of a run"),
-        ([tmp_path], page, f"has no metrics.jsonl: type {run}"),
-        ([run / "metrics.jsonl"], page, f"is not a folder: type {run}"),
-        ([refused], page, "failed before the first step (error: type less): type another run"),
-        ([run, run / ".." / "run"], page, "is given 2 times: type each run once"),
-        ([run], empty, "is a folder: type the name of a file in it"),
+        ([tmp_path / "absent"], page, "no such folder; use the --output_dir of a run"),
+        ([empty], page, "has no metrics.jsonl: use the --output_dir of a run"),
+        ([tmp_path], page, f"has no metrics.jsonl: use {run}"),
+        ([run / "metrics.jsonl"], page, f"is not a folder: use {run}"),
+        ([refused], page, "failed before the first step (error: type less): use another run"),
+        ([run, run / ".." / "run"], page, "is given 2 times: use each run once"),
+        ([run], empty, "is a folder: use the name of a file in it"),
         ([run], nowhere, f"there is no folder {nowhere.parent}"),
         ([run], Path("/dev/null"), "is not a file"),
     ]
@@ -148,7 +148,7 @@ def test_mistakes_get_one_line_and_write_nothing(tmp_path: Path) -> None:
 def test_without_plotly_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = saved(tmp_path)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(UsageError, match=r"type pip install 'accelerate-recipes\[report\]'$"):
+    with pytest.raises(UsageError, match=r"run pip install 'accelerate-recipes\[report\]'$"):
         write([run], tmp_path / "report.html", False)
 
 

@@ -91,7 +91,7 @@ def test_splits_are_whole_names(
 
 
 REFUSED = [
-    (["a.csv", "a.jsonl"], "holds a.csv and a.jsonl, which may be the same: type the path of one"),
+    (["a.csv", "a.jsonl"], "holds a.csv and a.jsonl, which may be the same: use the path of one"),
     (["a.csv", "a.csv.gz"], "a.csv.gz, which may be the same"),
     (["notes.txt"], "holds no .csv, .tsv, .json, .jsonl, .ndjson, .parquet file; type something else"),
     (["test.csv"], "expected a train split, found test"),

@@ -18,7 +18,7 @@ LinearConfig, load_table = recipe["Config"], recipe["load_table"]
 @pytest.mark.parametrize(
     ("content", "arguments", "expected"),
     [
-        ("a,b\n1,2\n3,4\n", "", "needs --target, the column to predict: type one of a, b"),
+        ("a,b\n1,2\n3,4\n", "", "needs --target, the column to predict: use one of a, b"),
         ("a,b\n1,2\n3,4\n", "--target c", "--target c: no such column in"),
         ("a,b\n1,2\n3,nan\n", "--target a", "column b, row 2 below the header: expected a number, got 'nan'"),
         ("a,b\n1,2\nred,4\n", "--target b", "column a, row 2 below the header: expected a number, got 'red'"),

@@ -12,7 +12,7 @@ from support.runs import ROOT
 
 def test_page_is_that_of_the_certificates() -> None:
     old, new = (text.replace("changed since", "that of today") for text in (PAGE.read_text(), catalogue(read())))
-    assert old == new, "type make verified"
+    assert old == new, "run make verified"
 
 
 def test_table_has_each_recipe_and_config() -> None:

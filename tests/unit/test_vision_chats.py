@@ -111,7 +111,7 @@ def test_tokens_are_cut_but_never_images() -> None:
     cut = encoder_of("gemma3", length - 10).sample(*CHATS[0])
     assert cut["tokens"].equal(whole["tokens"][:-10]) and cut["labels"][:-1].equal(whole["labels"][:-11])
     assert cut["labels"][-1] == IGNORED and len(cut["token_type_ids"]) == length - 10
-    with pytest.raises(UsageError, match=f"its images end at token {shown}: type --max_length {shown} or more"):
+    with pytest.raises(UsageError, match=f"its images end at token {shown}: use --max_length {shown} or more"):
         encoder_of("gemma3", shown - 1).sample(*CHATS[0])
 
 
@@ -121,7 +121,7 @@ def test_answers_beyond_the_limit_are_named() -> None:
     first = int((whole["labels"] != IGNORED).nonzero()[0]) + 2  # the number of the first trained token
     shown = int((whole["token_type_ids"] == 1).nonzero()[-1]) + 1
     assert shown < first - 1
-    with pytest.raises(UsageError, match=f"first answer begins at token {first}: type --max_length {first} or more"):
+    with pytest.raises(UsageError, match=f"first answer begins at token {first}: use --max_length {first} or more"):
         encoder_of("gemma3", first - 1).sample(*CHATS[0])
     assert encoder_of("gemma3", first).sample(*CHATS[0])["weight"] == 1
 
@@ -292,5 +292,5 @@ def test_frozen_weights() -> None:
     freeze_image_keys(model)
     freeze_unused(model)
     assert all(weight.requires_grad for weight in model.parameters())
-    with pytest.raises(UsageError, match="no weight has vision_model in its name; type a part of model"):
+    with pytest.raises(UsageError, match="no weight has vision_model in its name; use a part of model"):
         freeze_named(model, "lm_head, vision_model")

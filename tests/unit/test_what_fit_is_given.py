@@ -124,8 +124,8 @@ class Compiled(nn.Module):
         ),
         (lambda model: WrapperByName(sgd(model)), "WrapperByName lacks what each optimizer has"),
         (prepared, "AcceleratedOptimizer was prepared already, which fit does itself: remove accelerator.prepare"),
-        (lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1), "type --lr_schedule, or schedule="),
-        (lambda model: None, "the optimizer is None: expected a torch.optim.Optimizer: type, for example"),
+        (lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1), "use --lr_schedule, or schedule="),
+        (lambda model: None, "the optimizer is None: expected a torch.optim.Optimizer: use, for example"),
         (lambda model: torch.optim.SGD, "the optimizer is the class SGD: expected"),
     ],
 )
@@ -140,7 +140,7 @@ def test_what_is_no_optimizer(make: Callable[[nn.Module], Any], expected: str) -
         (None, "the model is None: expected one torch.nn.Module"),
         ([nn.Linear(2, 2)], "the model is of the type list"),
         (marked(), "Linear was prepared already"),
-        (Compiled(), "give fit the one before torch.compile, and type --compile"),
+        (Compiled(), "give fit the one before torch.compile, and use --compile"),
         (nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "Sequential was wrapped for several processes already"),
     ],
 )
@@ -152,7 +152,7 @@ def test_an_accelerator_that_start_did_not_make() -> None:
     from accelerate import Accelerator
 
     model, given = nn.Linear(2, 2), {"accelerator": Accelerator(cpu=True)}
-    assert "type accelerator = start(config)" in refusal(check_given, model, sgd(model), given)
+    assert "use accelerator = start(config)" in refusal(check_given, model, sgd(model), given)
 
 
 def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_weights_of_another_type_than_the_batch() -> None:
     with pytest.raises(RuntimeError) as caught:
         model(batch["x"])
     line = mixed_types(caught.value, model, batch)
-    assert line is not None and 'is bfloat16, "x" of the batch is float32: type batch["x"].to(torch.bfloat16)' in line
+    assert line is not None and 'is bfloat16, "x" of the batch is float32: use batch["x"].to(torch.bfloat16)' in line
     assert mixed_types(caught.value, nn.Linear(2, 2), batch) is None
     assert mixed_types(ValueError("a type"), model, batch) is None
 
@@ -264,7 +264,7 @@ def test_what_is_no_function(name: str) -> None:
     [
         ("summary", "fit has no option summary: did you mean summarize?"),
         ("collate", "fit has no option collate: did you mean collate_fn?"),
-        ("callbacks", "fit has no option callbacks: type one of summarize, tokens_per_sample, "),
+        ("callbacks", "fit has no option callbacks: use one of summarize, tokens_per_sample, "),
     ],
 )
 def test_unknown_options_of_fit(monkeypatch: pytest.MonkeyPatch, name: str, expected: str) -> None:
@@ -294,7 +294,7 @@ def test_weights_that_zero_would_train_in_float32() -> None:
     model = nn.Linear(2, 2).bfloat16()
     check_weights(model, sgd(model), Plan.of(RunConfig(), Layout(precision="bf16"), 99))
     line = refusal(check_weights, model, sgd(model), Plan.of(RunConfig(), Layout(), 99))
-    assert "weight is bfloat16, which DeepSpeed would cast: type --config_file accelerate_configs/ddp.yaml" in line
+    assert "weight is bfloat16, which DeepSpeed would cast: use --config_file accelerate_configs/ddp.yaml" in line
 
 
 ROWS = [{"x": torch.ones(index + 1), "boxes": torch.ones(index + 1, 4)} for index in range(2)]
@@ -325,7 +325,7 @@ def graph(size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("samples", "collate_fn", "expected"),
     [
-        (ROWS, None, "pad them to one shape, or type collate_fn=pad_to_longest()"),
+        (ROWS, None, "pad them to one shape, or use collate_fn=pad_to_longest()"),
         ([graph(3), graph(4)], None, '"edge_index" has shape (2, 9) in one sample and (2, 12) in another: pad them to'),
         ([graph(3), graph(4)], pad_to_longest(), "one shape in the dataset or in a collate_fn, with a mask"),
         (
@@ -369,12 +369,12 @@ def test_advice_to_pad_leads_to_a_batch() -> None:
         (
             "loss",
             (),
-            'type reduction="none", or leave out mean(); of a transformers model take the logits, not its .loss',
+            'use reduction="none", or leave out mean(); of a transformers model take the logits, not its .loss',
         ),
         ("loss", (2, 2), "made (batch, batch); else .flatten(1).mean(1); if some elements are ignored"),
         ("confusion", (2, 2), "else .flatten(1).mean(1); what has no value per example, such as a confusion matrix"),
         ("confusion", (3, 3), "keeps the batch dimension; what has no value per example"),
-        ("accuracy", (), 'type reduction="none", or leave out mean(); what has no value per example'),
+        ("accuracy", (), 'use reduction="none", or leave out mean(); what has no value per example'),
     ],
 )
 def test_advice_fits_the_value(name: str, shape: tuple[int, ...], expected: str) -> None:

@@ -95,7 +95,7 @@ def unknown_section_keys(config: Config) -> Iterator[Finding]:
                 f"{section} is {as_yaml(given)}, not a section with keys",
                 "accelerate launch ignores it",
                 Edit(section),
-                f"or type the keys below {section}:, each on a line of its own after two spaces",
+                f"or use the keys below {section}:, each on a line of its own after two spaces",
             )
         for key in config.section(section):
             if key not in keys and (key not in known().flags or section in PREFIXES):

@@ -134,7 +134,7 @@ def address(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"main_process_ip is {text or 'empty'}, which is no address",
             "accelerate launch refuses it, or the machines wait for each other and fail",
-            f"{advice}; or remove the key, and type --main_process_ip after accelerate launch",
+            f"{advice}; or remove the key, and use --main_process_ip after accelerate launch",
         )
     elif LOOPBACK.fullmatch(text):
         yield Finding(
