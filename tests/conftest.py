@@ -24,10 +24,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the unit tests as quick, because they start no processes."""
+    """Marks the unit tests as quick, because they start no processes. Those of the whole product may take an hour."""
     for item in items:
         if "unit" in item.path.parts:
             item.add_marker(pytest.mark.quick)
+        if any(item.get_closest_marker(name) for name in ("full", "large")):
+            item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.fixture(scope="session")

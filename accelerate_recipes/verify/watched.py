@@ -54,6 +54,7 @@ class Watcher:
         self.training_loaders: list[Any] = []
         self.states: list[Any] = []  # of the generators, when a loader gave the last batch
         self.read: list[tuple[Any, dict[str, Any]]] = []  # (loader, batch) since the last step
+        self.prepared: list[Any] = []  # what `prepare` returned
 
     def install(self) -> None:
         """Puts itself between the script and Accelerate."""
@@ -130,7 +131,11 @@ class Watcher:
         self.facts["comm_hook"] = getattr(handler, "comm_hook", None) not in (None, DDPCommunicationHookType.NO)
         self.facts["distributed_type"] = accelerator.distributed_type.name
         self.facts["num_processes"] = accelerator.num_processes
-        return original(accelerator, *objects, **options)
+        prepared = original(accelerator, *objects, **options)
+        # To the end of the process: DDP's reducer, freed after the process group, waits for gloo's thread and keeps
+        # Python's lock, for which that thread may wait (torch 2.13).
+        self.prepared.append(prepared)
+        return prepared
 
     def _backward(
         self, original: Callable[..., Any], accelerator: Accelerator, loss: torch.Tensor, **options: Any
