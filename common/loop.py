@@ -62,6 +62,7 @@ def fit(
     Raises:
         UsageError: flags, data, a model or an output_dir that the run cannot use.
         NonFiniteError: a loss or gradient norm is not finite; `model/` is not written.
+        DriftError: processes that hold the same weights no longer agree; `model/` is not written.
     """
     check_given(model, optimizer, locals())
     forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))

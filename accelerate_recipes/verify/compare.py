@@ -173,8 +173,9 @@ def _starts_alike(sizes: Mapping[Key, float]) -> bool:
 
 
 def relative(value: Any, expected: Any) -> float:
-    """The relative difference of two values; infinite if one is missing or not a number, and of unequal lists."""
-    if value == expected and value is not None:
+    """The relative difference of two values; infinite if one of the two is missing or not a number, and of unequal
+    lists. A metric that is not finite is None in the records: two of these are equal."""
+    if value == expected:
         return 0.0
     if value is None or expected is None or isinstance(expected, list):
         return math.inf

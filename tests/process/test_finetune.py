@@ -92,6 +92,7 @@ def test_adapters(tmp_path: Path, base: Path, adapted: Run, config: str) -> None
     path = adapted.output_dir / "checkpoints" / "step_00000003"
     for flags, first in (("", 0), (f" --resume_from_checkpoint {path}", 3)):
         run = fork(tmp_path / f"run{first}", config, FINETUNE, f"{LORA} --model_name_or_path {base}{flags}")
+        assert "trainable: " in run.stdout
         assert largest_difference(run.column("train/loss"), adapted.column("train/loss")[first:]) <= TOLERANCE
         ours, theirs = adapters(run), adapters(adapted)
         assert ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).abs().max() <= 1e-5 for name in ours)
@@ -129,7 +130,6 @@ def test_checkpoints_and_exports_hold_adapters_alone(tmp_path: Path, base: Path,
     size = (base / "model.safetensors").stat().st_size
     shard = adapted.output_dir / "checkpoints" / "step_00000006" / "shard_00000.safetensors"
     assert shard.stat().st_size < size / 4 and not (adapted.output_dir / "model" / "model.safetensors").exists()
-    assert "trainable: " in adapted.stdout
     tokens = torch.arange(40, 80).unsqueeze(0)
     with torch.no_grad():
         alone = AutoModelForCausalLM.from_pretrained(base)(tokens).logits
@@ -139,6 +139,7 @@ def test_checkpoints_and_exports_hold_adapters_alone(tmp_path: Path, base: Path,
         assert (alone - merged(tokens).logits).abs().max() > 1e-2
 
 
+@pytest.mark.full
 def test_equal_runs_write_equal_files(tmp_path: Path, base: Path, adapted: Run) -> None:
     """Python's sets, and Rust's in safetensors, have another order in each process."""
     arguments = f"{LORA} --model_name_or_path {base} --output_dir {tmp_path / 'run'}".split()

@@ -107,7 +107,7 @@ def test_process_reads_its_part_of_the_weights(tmp_path: Path, config: str, num_
 
     from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 
-    for name, hidden_size, vocab_size in (("model_small", 16, 256), ("model", 768, 16000)):
+    for name, hidden_size, vocab_size in (("model_small", 16, 256), ("model", 512, 16000)):
         shape = LlamaConfig(
             hidden_size=hidden_size,
             vocab_size=vocab_size,
@@ -119,7 +119,7 @@ def test_process_reads_its_part_of_the_weights(tmp_path: Path, config: str, num_
         model = LlamaForCausalLM(shape).bfloat16()
         model.save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
-    whole, largest = sum(weight.numel() * 4 for weight in model.parameters()), 768 * 16000 * 4
+    whole, largest = sum(weight.numel() * 4 for weight in model.parameters()), 512 * 16000 * 4
     stages = " --pipeline_stages 2" * (config == "pipeline_parallel")
     run = fork(tmp_path / "run", config, LOADED, f"--model {tmp_path / 'model'}{stages}", num_processes)
     paths = sorted(run.output_dir.glob("loaded_*.txt"))

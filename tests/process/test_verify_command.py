@@ -188,9 +188,6 @@ def test_a_record_names_the_step_the_weight_and_the_versions_that_differ(tmp_pat
     assert found["verdict"].startswith(
         f"DIFFERS from step {changed['step']}, in train/loss; after the last step in 3.weight, by "
     )
-    reference["floor"]["train/loss"], reference["floor"]["weights"] = 1e-3, 1.0  # rounding goes as far
-    (tmp_path / "then.json").write_text(json.dumps(content))
-    assert against(verify, ROOT / MNIST)[1]["verdict"] == "same, to rounding errors"
 
 
 @pytest.mark.full
