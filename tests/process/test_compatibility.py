@@ -1,6 +1,7 @@
 """Promise: a model and an optimizer have the result of one process under a config, or one line refuses them.
 
-`ZOO_TABLES=write pytest -m '' tests/process/test_zoo.py` runs all cells and writes the tables of docs/zoo.md.
+`COMPATIBILITY=write pytest -m '' tests/process/test_compatibility.py` runs all cells and writes the tables of
+docs/compatibility.md.
 """
 
 import os
@@ -17,11 +18,11 @@ from support.launching import fork
 from support.recipes import FLAGS, FLOAT32_CONFIGS, USERS
 from support.runs import ROOT, Run, assert_same_result, refused
 
-PAGE = ROOT / "docs" / "zoo.md"
+PAGE = ROOT / "docs" / "compatibility.md"
 NAMES = runpy.run_path(str(ROOT / USERS))
 MODELS, OPTIMIZERS = NAMES["ZOO_MODELS"], NAMES["ZOO_OPTIMIZERS"]
 # hsdp_tensor_parallel divides as hsdp and fsdp2_tensor_parallel do.
-OTHERS = ("single", "ddp_fp16", "hsdp_tensor_parallel", "fsdp2_expert_parallel")  # no model of the zoo has experts
+OTHERS = ("single", "ddp_fp16", "hsdp_tensor_parallel", "fsdp2_expert_parallel")  # no model of the table has experts
 CONFIGS = [name for name in FLOAT32_CONFIGS if name not in OTHERS]
 # In `make test`: each model, optimizer and config at least once.
 DRAWN = {
@@ -39,7 +40,7 @@ DRAWN = {
     ("tied", "amsgrad", "fsdp2_sequence_parallel"),
     ("dropout", "sgd", "hsdp"),
 }
-WRITES = os.environ.get("ZOO_TABLES") == "write"
+WRITES = os.environ.get("COMPATIBILITY") == "write"
 Cell = tuple[str, str, str]
 
 
