@@ -56,7 +56,7 @@ def test_script_stands_alone_and_is_short(script: str) -> None:
     [
         ("linear_regression", "ddp", "--micro_batch_size 16"),
         ("mnist", "fsdp2", "--micro_batch_size 8"),
-        ("transformer", "deepspeed_zero2", "--micro_batch_size 3"),
+        ("transformer", "fsdp2", "--micro_batch_size 3"),  # under DeepSpeed, torch would compile its extension once more
         *(
             pytest.param(script, config, "", marks=pytest.mark.full)
             for script in MOST_LINES
