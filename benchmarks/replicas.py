@@ -24,9 +24,9 @@ SECONDS: dict[str, list[float]] = {"step": [], "comparison": []}
 def timed(kind: str, function: Callable[..., Any]) -> Any:
     """The function; the seconds of each call go to SECONDS."""
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         started = time.perf_counter()
-        result = function(*arguments)
+        result = function(*arguments, **options)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         SECONDS[kind].append(time.perf_counter() - started)
