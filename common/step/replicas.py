@@ -2,13 +2,14 @@
 
 import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from ..weights.shards import shards_of
+from ..weights.shards import local, shards_of
 
 if TYPE_CHECKING:
     from .engine_state import EngineState
@@ -17,7 +18,7 @@ EXACT = (1 << 52) - 1  # a float64 holds each whole number up to this one
 MOST = 6  # sets of processes that share weights: all, those of a stage, of the same shard, of the same experts, ...
 # Processors of other kinds round differently: so far apart, relative to its norm, processes may hold a weight.
 ROUNDING = 1e-5
-Held = dict[tuple[str, tuple[int, ...]], Tensor]  # {(name of a weight, offsets): shard}
+Key = tuple[str, tuple[int, ...]]  # (name of a weight, offsets of a shard)
 
 
 class Replicas:
@@ -62,15 +63,21 @@ class Replicas:
         self.agreed = step
         return None
 
-    def _held(self) -> dict[Sequence[int], Held]:
-        """{ranks of the processes that hold them: shards of weights}"""
-        found: dict[Sequence[int], Held] = {}
+    @cached_property
+    def _shared(self) -> dict[Sequence[int], list[Key]]:
+        """{ranks of the processes that hold them: shards of weights, of which this process is not the only holder}"""
+        found: dict[Sequence[int], list[Key]] = {}
         for name, tensor in self._engine.saved_tensors().items():
             if isinstance(tensor, nn.Parameter):
                 for shard in shards_of(name, tensor, self._engine.holders(name)):
                     if len(shard.writers) > 1:
-                        found.setdefault(shard.writers, {})[name, shard.offsets] = shard.get().detach()
+                        found.setdefault(shard.writers, []).append((name, shard.offsets))
         return found
+
+    def _held(self) -> dict[Sequence[int], dict[Key, Tensor]]:
+        """The shards in `_shared` as they are now."""
+        tensors = self._engine.saved_tensors() if self._shared else {}
+        return {ranks: {key: local(tensors[key[0]]).detach() for key in keys} for ranks, keys in self._shared.items()}
 
     def _first_difference(self) -> str | None:
         """Compares weight by weight. A collective."""
