@@ -57,10 +57,10 @@ class UsageError(RunError):
     label = "error"
 
     def __str__(self) -> str:
-        return ": ".join(filter(None, (self.what, joined(self.instead, self.beside))))
+        return ": ".join(filter(None, (self.what, join_advice(self.instead, self.beside))))
 
 
-def joined(advice: str, beside: str) -> str:
+def join_advice(advice: str, beside: str) -> str:
     """An advice, and what comes beside it."""
     separator = ", " if beside.startswith(("or ", "and ", "then ", "as in ")) else "; "
     return separator.join(filter(None, (advice, beside)))

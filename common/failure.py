@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from .environment import Environment, rank
+from .environment import Environment
 from .errors import LOST_PEER, RunError, StoppedError, WorkerError, first_line, place_of
 
 
@@ -28,7 +28,8 @@ def line_of(error: BaseException) -> str:
     """An error of the recipe's own code in one line: what, where, and its notes, such as the samples."""
     if isinstance(error, WorkerError):
         return str(error)
-    process = f"process {rank()}" if Environment.read().world_size > 1 else None
+    environment = Environment.read()
+    process = f"process {environment.rank}" if environment.world_size > 1 else None
     details = [detail for detail in (place_of(error), process, *getattr(error, "__notes__", ())) if detail]
     return f"{type(error).__name__}: {first_line(error)}" + (f" ({', '.join(details)})" if details else "")
 

@@ -44,6 +44,13 @@ def norm_of(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0], dtype=torch.float64).float()
 
 
+def relative_distance(value: Tensor, expected: Tensor) -> float:
+    """‖value − expected‖ / ‖expected‖ of two tensors of one shape and any type, computed in 64 bits."""
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    value, expected = value.to(wide), expected.to(wide)
+    return float((value - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
 def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scales gradients so that their norm becomes `max_norm`, if it is larger. The factor is that of torch's
     `clip_grad_norm_`."""

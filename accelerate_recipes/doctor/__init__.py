@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from accelerate_recipes.catalog import find_config, find_recipe
-from accelerate_recipes.common.errors import UsageError, joined
+from accelerate_recipes.common.errors import UsageError, join_advice
 from accelerate_recipes.console import print_json, print_table
 from accelerate_recipes.doctor import machine, rules
 from accelerate_recipes.doctor.asked import Answer, ask
@@ -101,7 +101,9 @@ def of_config(
 def _of_the_loop(error: UsageError, config: Config) -> Finding:
     """A refusal of the loop as a finding, without edits that remove what the file lacks."""
     edits = [edit for edit in error.edits if edit.value is not None or edit.key in config.section(edit.section)]
-    by_hand = error.beside if edits else joined(error.instead, error.beside).removeprefix("use ").removeprefix("run ")
+    by_hand = (
+        error.beside if edits else join_advice(error.instead, error.beside).removeprefix("use ").removeprefix("run ")
+    )
     return Finding(error.what, "a run ends with this line", *edits, by_hand or "what the line says" * (not edits))
 
 

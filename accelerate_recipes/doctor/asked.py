@@ -143,7 +143,7 @@ def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, lis
         try:
             return launched(path, flags), refused
         except Exception as error:  # the launcher raises what it likes
-            refused.append((str(error) or type(error).__name__).splitlines()[0])
+            refused.append(first_line(error))
     return None, refused[:1]
 
 

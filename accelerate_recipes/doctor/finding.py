@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from accelerate_recipes.common.errors import Edit, joined
+from accelerate_recipes.common.errors import Edit, join_advice
 
 Rule = Callable[..., Iterator["Finding"]]
 
@@ -30,7 +30,7 @@ class Finding:
     @property
     def type(self) -> str:
         """What to type instead: a command, or lines of the config file."""
-        return joined("; ".join(words(self.edits)), self.by_hand)
+        return join_advice("; ".join(words(self.edits)), self.by_hand)
 
     def as_dict(self) -> dict[str, str]:
         return {"what": self.what, "why": self.why, "type": self.type}

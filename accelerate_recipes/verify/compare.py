@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accelerate_recipes.common.check.tolerances import BF16, FLOAT32, RECORD, TOLERANCE, TRAJECTORY_TIMES_FLOOR
+from accelerate_recipes.common.norms import relative_distance
 from accelerate_recipes.verify.trace import Trace
 
 Key = tuple[int | None, str]  # (step, name of a value), or (None, name of a tensor after the last step)
@@ -197,7 +198,5 @@ def _distance(weight: Tensor, expected: Tensor) -> float:
         return math.inf
     if torch.equal(weight, expected):
         return 0.0
-    wide = torch.complex128 if weight.is_complex() else torch.float64
-    weight, expected = weight.to(wide), expected.to(wide)
-    size = float((weight - expected).norm() / expected.norm().clamp(min=1e-30))
+    size = relative_distance(weight, expected)
     return math.inf if math.isnan(size) else max(size, sys.float_info.min)

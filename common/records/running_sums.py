@@ -59,11 +59,9 @@ class RunningSums:
             own[name] = _total([values[name] for values in self.metrics if name in values], device)
         zero = _total([], device)
         names = [*dict.fromkeys([*own, *self.earlier])]
-        rows = engine.replicas.rows()
-        values = torch.stack([own.get(name, zero) for name in names])
-        totals = accelerator.reduce(torch.cat([values, rows.flatten()]), "sum")
-        _check_replicas(engine, totals[len(names) :].view_as(rows).tolist(), step)
-        totals = totals[: len(names)].tolist()
+        values = [torch.stack([own.get(name, zero) for name in names]), engine.replicas.rows().flatten()]
+        totals = accelerator.reduce(torch.cat(values), "sum").tolist()
+        _check_replicas(engine, totals[len(names) :], step)
         # The processes that count a sample: of a pipeline, the last stage.
         copies = layout.model_parallel_size // layout.pp
         return {name: total / copies + self.earlier.get(name, 0.0) for name, total in zip(names, totals)}
@@ -78,7 +76,7 @@ class RunningSums:
         self.num_taken, self.seconds, self.earlier = content["num_taken"], content["seconds"], content["sums"]
 
 
-def _check_replicas(engine: Engine, rows: list[list[list[float]]], step: int) -> None:
+def _check_replicas(engine: Engine, rows: list[float], step: int) -> None:
     """Raises DriftError, with the newest checkpoint of weights that were equal, if processes disagree."""
     if (difference := engine.replicas.drift(rows, step)) is None:
         return

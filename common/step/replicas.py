@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from ..norms import relative_distance
 from ..weights.shards import local, shards_of
 
 if TYPE_CHECKING:
@@ -49,15 +50,15 @@ class Replicas:
                 rows[accelerator.process_index, column, 1] = _sum_of_bits([*held.values()])
         return rows
 
-    def drift(self, rows: list[list[list[float]]], step: int) -> str | None:
+    def drift(self, rows: Sequence[float], step: int) -> str | None:
         """Which process holds another weight than which; None if none does. The same in all processes, and a collective
         if bits differ.
 
         Args:
-            rows: the sum of what `rows` returned in all processes.
+            rows: the sum of what `rows` returned in all processes, flat.
             step: number of optimizer steps taken.
         """
-        pairs = {(which, bits) for row in rows for which, bits in row}
+        pairs = {*zip(rows[::2], rows[1::2])}
         if len(pairs) > len({which for which, _ in pairs}):
             return self._first_difference()
         self.agreed = step
@@ -88,7 +89,7 @@ class Replicas:
             first, *others = [number for number, own in enumerate(bits) if key in own]
             for other in [number for number in others if bits[number][key] != bits[first][key]]:
                 values = gather_object([held[key].cpu() if rank in (first, other) else None])
-                size = _distance(values[other], values[first])
+                size = relative_distance(values[other], values[first])
                 if not size <= ROUNDING:
                     return f"process {other} holds another {key[0]} than process {first}, by {size:.1e} of its size"
         self._compares = False
@@ -111,10 +112,3 @@ def _bits(tensor: Tensor) -> Tensor:
         flat = flat.clone()
     end = len(flat) // 8 * 8
     return flat[:end].view(torch.int64).sum() + flat[end:].sum(dtype=torch.int64)
-
-
-def _distance(value: Tensor, expected: Tensor) -> float:
-    """The distance of two tensors relative to the norm of the second."""
-    exact = torch.complex128 if value.is_complex() else torch.float64
-    value, expected = value.to(exact), expected.to(exact)
-    return float((value - expected).norm() / expected.norm().clamp(min=1e-30))
