@@ -57,6 +57,11 @@ class Layout:
         return self.num_processes // self.model_parallel_size
 
     @property
+    def averaging_size(self) -> int:
+        """The number of processes over which the mean of gradients is taken: with other samples, or other tokens."""
+        return self.num_processes // (self.tp * self.pp)
+
+    @property
     def data_parallel_rank(self) -> int:
         """This process's data-parallel rank."""
         return self.rank // self.model_parallel_size

@@ -20,8 +20,11 @@ from ..parallel.strategies import main_strategy
 from ..step.engine import Engine, StepResult
 from ..step.setup import Setup
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
+from .first_difference import FirstDifference
 from .first_pass import FirstPass
 from .kept import NotChecked
+from .modules import Key as PlaceInRow
+from .modules import ModuleTrace
 from .noise import without_noise
 from .reference import Reference, take_reference
 from .reference_run import ReferenceRun
@@ -61,6 +64,7 @@ class ParityCheck:
         self._reference: Reference | None = None  # only the main process has one
         self._error: str | None = None  # of one process
         self._rounding: dict[str, Sketch] = {}
+        self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
         self._seconds = 0.0  # that the check took
         is_cut = self.plan.micro_batch_size < config.batch_size
         self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(train_set))
@@ -101,7 +105,10 @@ class ParityCheck:
                 problem, text = Exception, line_of(error)
             if device.type != "cpu":
                 torch.get_device_module(device).empty_cache()
-        problem, text, self._first_pass = self.group.broadcast((problem, text, self._first_pass))
+        if self._reference is not None:
+            self._block_sizes = {number: step.modules.block_sizes for number, step in self._reference.steps.items()}
+        given = self.group.broadcast((problem, text, self._first_pass, self._block_sizes))
+        problem, text, self._first_pass, self._block_sizes = given
         if problem is UsageError:
             raise UsageError(text)
         if problem is NotChecked:
@@ -177,7 +184,7 @@ class ParityCheck:
         first_pass, compiles = self._first_pass, self.plan.config.compile
         layers = first_pass.watch_layers(engine.module, self.accelerator.device) if not compiles else nullcontext()
         with layers:
-            _, result = self._observer.step(engine, number, micro_batches, is_first=False)
+            _, result = self._observer.step(engine, number, micro_batches, is_first=False, modules=None)
         if first_pass.draws and self.layout.model_parallel_size > 1:
             raise UsageError(
                 f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
@@ -194,9 +201,12 @@ class ParityCheck:
         is_first = number == self.first
         if is_first and engine.rounds_weights:
             self._note_rounding(engine)
-        own, result = self._observer.step(engine, number, micro_batches, is_first)
+        sizes = self._block_sizes.get(number)
+        modules = None if self.plan.config.compile or sizes is None else ModuleTrace(block_sizes=sizes)
+        with gradients_of(engine) as gradients:
+            own, result = self._observer.step(engine, number, micro_batches, is_first, modules)
         with self._time():
-            self._compare(engine, number, own)
+            self._compare(engine, number, own, gradients)
         if number == self.numbers[-1]:
             self._finish()
         return result
@@ -208,7 +218,7 @@ class ParityCheck:
             if name in initial:
                 self._rounding[name] = Sketch.of(weight) - initial[name]
 
-    def _compare(self, engine: Engine, number: int, own: Step) -> None:
+    def _compare(self, engine: Engine, number: int, own: Step, gradients: dict[str, Tensor]) -> None:
         """Raises UsageError in all processes if step `number` is not that of one process."""
         if self._error is not None:
             raise UsageError(
@@ -216,21 +226,28 @@ class ParityCheck:
                 "and nothing that only a wrapped model or a group of processes has"
             )
         gaps, updates = self._weight_gaps(engine, number)
-        own.parts = fingerprints(engine)
+        own.parts, modules, own.modules = fingerprints(engine), own.modules, ModuleTrace()
         steps, reference = self.group.all_gather(own), self._reference
-        ends, lines = None, list[str]()
+        lines = list[str]()
         if reference is not None and math.isfinite(reference.steps[number].grad_norm):
             for rank, step in enumerate(steps):
                 others = step_gaps(step, reference.steps[number], self.plan, number, rank)
                 gaps |= {key: gap for key, gap in others.items() if gap.size > gaps.get(key, Gap(-1.0)).size}
             gaps |= replica_gaps(steps, updates)
             gaps, lines = without_noise(gaps, reference, self.plan, number)
-            ends = verdict(gaps, number, steps, reference, self._setup, self._first_pass) if gaps else None
-        ends = self.group.broadcast(ends)
+        else:
+            gaps = {}
         for line in lines:
             self.accelerator.print(line)
-        if ends is not None:
-            raise UsageError(ends)
+        if not self.group.broadcast(bool(gaps)):
+            return
+        traces = self.group.all_gather(modules.on_cpu())
+        found = {name: Sketch.of(gradient) for name, gradient in engine.each_whole(gradients)}
+        ends = ""
+        if reference is not None:
+            where = FirstDifference(reference, number, self.plan, traces, found, own.grad_norm)
+            ends = verdict(gaps, number, steps, reference, self._setup, self._first_pass, where.find)
+        raise UsageError(self.group.broadcast(ends))
 
     def _weight_gaps(self, engine: Engine, number: int) -> tuple[dict[Key, Gap], dict[str, float]]:
         """(the differences of the weights from those of one process, {name: size of its update}); empty in the other
@@ -257,6 +274,22 @@ class ParityCheck:
             steps = f"{len(self.numbers)} step{'s' * (len(self.numbers) > 1)}"
             self.accelerator.print(f"checked {steps} against one process in {self._seconds:.1f} s")
         self._reference = None  # frees its memory
+
+
+@contextmanager
+def gradients_of(engine: Engine) -> Iterator[dict[str, Tensor]]:
+    """{name: gradient that the optimizer gets in the `with` block}, as this process holds it; empty under ZeRO."""
+    gradients: dict[str, Tensor] = {}
+
+    def note(*args: Any) -> None:
+        of_weights = {name: weight.grad for name, weight in engine.saved_tensors().items()}
+        gradients.update((name, grad) for name, grad in of_weights.items() if grad is not None and not grad.is_sparse)
+
+    hook = engine._own_optimizer.register_step_pre_hook(note)
+    try:
+        yield gradients
+    finally:
+        hook.remove()
 
 
 def mixed_types(error: Exception, model: nn.Module, batch: Batch) -> str | None:

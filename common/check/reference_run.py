@@ -26,6 +26,7 @@ from ..stopping import signals
 from ..weights.shards import checkpoint_tensors
 from .first_pass import FirstPass
 from .kept import Changes, NotChecked, kept
+from .modules import ModuleTrace
 from .sketch import Sketch
 from .trace import Observer, Step
 from .world import one_process
@@ -86,9 +87,11 @@ class ReferenceRun:
                 engine.set_learning_rate(plan.factor_at(number - self.checkpoint.state.num_skipped))
                 micro_batches = list(islice(stream, plan.accumulation))
                 with _record_gradients(optimizer, model) as gradients:
-                    steps[number], _ = observer.step(engine, number, micro_batches, number == numbers[0])
+                    modules = ModuleTrace(parts=setup.plan.layout.tp * setup.plan.layout.sp)
+                    steps[number], _ = observer.step(engine, number, micro_batches, number == numbers[0], modules)
                 steps[number].weights, steps[number].gradients = sketches(model), gradients
-        self.is_low, self.changes = self.is_low or observer.is_low, self.changes or changes
+                self.is_low = self.is_low or modules.is_low
+        self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(
                 f"forward_step changes {name}, which the parity check cannot set back: let it have a third "

@@ -2,8 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,11 +14,9 @@ from ..data.sets import Batch, NumberedStep, as_numbered_step
 from ..step.engine import Engine, StepResult
 from ..step.guards import check_all_used
 from ..step.setup import Setup
-from ..weights.shards import is_divided
 from .first_pass import FirstPass, evaluate_batch
+from .modules import ModuleTrace
 from .sketch import Sketch
-
-Outputs = dict[str, tuple[tuple[int, ...], float]]  # {module: (shape, norm) of its output}
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Step:
         weights: {name: parameter or buffer after the step}; of one process alone.
         gradients: {name: gradient that the optimizer gets}; of one process alone.
         parts: {(name of a weight, range): (a sum, norm) of this process's part}; of several processes.
-        outputs: of the first micro-batch of the first step, in the main process.
+        modules: what each module gave.
     """
 
     values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -44,7 +42,7 @@ class Step:
     weights: dict[str, Sketch] = field(default_factory=dict)
     gradients: dict[str, Sketch] = field(default_factory=dict)
     parts: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    outputs: Outputs = field(default_factory=dict)
+    modules: ModuleTrace = field(default_factory=ModuleTrace)
 
 
 class Observer:
@@ -52,13 +50,10 @@ class Observer:
 
     Args:
         first_pass: filled by the first forward pass of a first step; None if something else has filled it.
-
-    Attributes:
-        is_low: whether a layer computed with fewer bits than float32.
     """
 
     def __init__(self, first_pass: FirstPass | None):
-        self.first_pass, self.is_low = first_pass, False
+        self.first_pass = first_pass
         self._own: Step | None = None  # what the step has done so far
 
     def watch(self, setup: Setup) -> Setup:
@@ -75,11 +70,11 @@ class Observer:
         return watched_values
 
     def step(
-        self, engine: Engine, number: int, micro_batches: Sequence[Batch], is_first: bool
+        self, engine: Engine, number: int, micro_batches: Sequence[Batch], is_first: bool, modules: ModuleTrace | None
     ) -> tuple[Step, StepResult]:
         """Lets the engine take a step. Of a first step it also notes what the evaluation of the first micro-batch
-        gives, and the outputs of the layers."""
-        own = Step()
+        gives; with `modules`, what each module gives."""
+        own = Step(modules=modules or ModuleTrace())
         with ExitStack() as hooks:
             if is_first:
                 values = evaluate_batch(engine.model, engine.forward_step, micro_batches[0], number)
@@ -87,8 +82,8 @@ class Observer:
                     own.evaluated[0] = on_cpu(values)
                 if self.first_pass is not None and engine.plan.micro_batch_size > 1:
                     self.first_pass.compare_half(values, engine.model, self._unchecked, micro_batches[0], number)
-                if engine.plan.layout.rank == 0 and not engine.plan.config.compile:
-                    hooks.enter_context(self._record_outputs(engine.module, own.outputs))
+            if modules is not None:
+                hooks.enter_context(modules.watch(engine))
             self._own, self._engine, self._micro_batches = own, engine, micro_batches
             try:
                 result = engine.step(number, micro_batches, wants_norm=True)
@@ -123,32 +118,6 @@ class Observer:
             names = ["loss"] if engine.batch_loss is None else list(values if share is None else share.gradients)
             check_all_used(engine.module, [values[name] for name in names], engine.accelerator.process_index)
         return values
-
-    @contextmanager
-    def _record_outputs(self, module: nn.Module, outputs: Outputs) -> Iterator[None]:
-        """Writes down shape and norm of the output of each layer in the `with` block, at its first call. Leaves out
-        layers that take no hooks, such as scripted ones, and outputs without values, as under `torch.func.vmap`."""
-
-        def record(name: str) -> Callable[..., None]:
-            def hook(layer: nn.Module, args: Any, output: Any) -> None:
-                value = output[0] if isinstance(output, tuple) and output else output
-                is_whole = isinstance(value, Tensor) and not is_divided(value)  # to gather others takes all processes
-                if not is_whole or not value.is_floating_point() or name in outputs:
-                    return
-                self.is_low = self.is_low or torch.finfo(value.dtype).bits < 32
-                if not torch._C._functorch.is_functorch_wrapped_tensor(value):
-                    outputs[name] = (tuple(value.shape), float(value.detach().double().norm()))
-
-            return hook
-
-        layers = [(name, layer) for name, layer in module.named_modules() if name]
-        takes_hooks = [(name, layer) for name, layer in layers if not isinstance(layer, torch.jit.ScriptModule)]
-        hooks = [layer.register_forward_hook(record(name)) for name, layer in takes_hooks]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,10 +1,6 @@
 """The lines that end a run whose first steps are not those of one process."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from torch import nn
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..layout import Layout
 from ..parallel.strategies import main_strategy, strategies_of
@@ -24,20 +20,20 @@ def verdict(
     reference: Reference,
     setup: Setup,
     first_pass: FirstPass,
+    find: Callable[[str], tuple[str, str]],
 ) -> str:
-    """Names the first of these differences, the first layer in which it shows, and its likely cause. `steps` are what
-    step `number` did in each process, the main process first."""
+    """Names the first of these differences, where it begins, and its likely cause. `steps` are what step `number` did
+    in each process, the main process first; `find` is that of a FirstDifference."""
     order, expected, plan = ("value", "eval", "norm", "weight", "replica"), reference.steps[number], setup.plan
     first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
     lines = [f"{plan.layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
-    layer = _first_other_layer(steps[0].outputs, expected.outputs, setup.model) if first[0] == "value" else None
-    if layer is not None:
-        lines.append(f"  the first layer whose output differs is {layer}")
+    where, line = find(first[0])
+    lines += [f"  {line}"] if line else []
     sample = _other_sample(steps, expected, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
-    values = any(what in ("value", "eval") for what, _ in gaps)
+    values = where == "forward" or any(what in ("value", "eval") for what, _ in gaps)
     seen = Symptoms(
         at_once=values and number == min(reference.steps),
-        only_weights=not values and ("norm", "") not in gaps,
+        only_weights=not values and not where and ("norm", "") not in gaps,
         draws=first_pass.draws,
         optimizer=type(setup.optimizer).__name__,
     )
@@ -45,15 +41,6 @@ def verdict(
     causes = _causes_in_the_recipe(sample, first_pass, reference.changes, asked, gaps)
     cause = next(causes, None) or _cause_in_the_layout(seen, plan.layout)
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
-
-
-def _first_other_layer(outputs: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module) -> str | None:
-    """The first layer whose output differs in the first micro-batch, with its class; None if none does."""
-    for name, (shape, norm) in expected.items():
-        other = outputs.get(name)
-        if other is not None and other[0] == shape and not math.isclose(other[1], norm, rel_tol=1e-3, abs_tol=1e-6):
-            return f"{name} ({type(model.get_submodule(name)).__name__})"
-    return None
 
 
 def _other_sample(steps: Sequence[Step], expected: Step, ids: list[list[int]]) -> str | None:

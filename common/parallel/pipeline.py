@@ -320,8 +320,8 @@ class PipelineEngine(Engine):
         everybody, stages = super().holders(name), self.pipeline.num_stages
         return everybody if name in self.pipeline.in_all_stages else everybody[self.pipeline.index :: stages]
 
-    def _tensors_to_export(self) -> Iterator[tuple[str, Tensor]]:
-        return self.pipeline.gathered(self.saved_tensors())
+    def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        return self.pipeline.gathered(tensors)
 
 
 PIPELINE = PipelineParallel()

@@ -54,10 +54,12 @@ class Engine(EngineState):
     Attributes:
         model: the model that `forward_step` calls.
         shares: of this process's micro-batches in the loss of the global batch; of the last step with a first pass.
+        row: of the micro-batch whose forward pass began last, among those of all processes.
         rounds_weights: whether the first step finds other weights than the model had, because they were rounded.
     """
 
     rounds_weights = False
+    row: int | None = None
 
     def __init__(self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer | torch.optim.Optimizer):
         self.accelerator, self.model, self.optimizer, self.plan = setup.accelerator, model, optimizer, setup.plan
@@ -159,7 +161,8 @@ class Engine(EngineState):
 
     def _seed(self, number: int, index: int) -> None:
         """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
-        seed_forward(self.plan.config.seed, number, self.plan.row(index), self.accelerator.device)
+        self.row = self.plan.row(index)
+        seed_forward(self.plan.config.seed, number, self.row, self.accelerator.device)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:

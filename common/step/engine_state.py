@@ -123,11 +123,15 @@ class EngineState:
 
         A collective: all processes must call it and take all.
         """
-        for name, tensor in self._tensors_to_export():
+        yield from self.each_whole(self.saved_tensors())
+
+    def each_whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The same for these tensors, which are divided as the weights of these names are."""
+        for name, tensor in self._of_all_stages(tensors):
             yield name, self._whole(tensor).detach()
 
-    def _tensors_to_export(self) -> Iterable[tuple[str, Tensor]]:
-        return self.saved_tensors().items()
+    def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        return tensors.items()
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if is_divided(tensor) else tensor

@@ -76,7 +76,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model padded_encoder --optimizer sgd", "ddp"): None,
     ("model padded_encoder --optimizer sgd", "tensor_parallel"): None,
     ("model padded_encoder --optimizer sgd", "deepspeed_zero3"): None,
-    ("model softmax_between", "tensor_parallel"): "the first layer whose output differs is blocks.0",
+    ("model softmax_between", "tensor_parallel"): "first difference: blocks.0",
     ("model noise_between", "tensor_parallel"): "something between two layers of the tp_plan draws random numbers",
     ("model gradients_clamped_by_hooks", "fsdp2"): "use no hooks on gradients",
     ("model transposed_weight", "fsdp2"): "FSDP does not support non-contiguous parameters",

@@ -1,0 +1,177 @@
+"""Names the first module whose output, or gradient, is not that of one process."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import list_samples
+from ..plan import Plan
+from .modules import ModuleTrace, Place, Sums, relative_distances
+from .reference import Reference
+from .sketch import Sketch
+from .tolerances import STEP_TIMES_FLOOR, TOLERANCE
+
+ONE_FACTOR = 0.01  # share of the difference of all gradients that one factor may leave
+
+
+@dataclass
+class FirstDifference:
+    """Looks for the first difference between a step of all processes and that of one.
+
+    Attributes:
+        reference: of one process.
+        number: of the step.
+        plan: of the run.
+        traces: of each process, the main process first.
+        gradients: {name of a weight: its gradient over all processes}; empty under ZeRO.
+        grad_norm: of all processes.
+    """
+
+    reference: Reference
+    number: int
+    plan: Plan
+    traces: Sequence[ModuleTrace]
+    gradients: Mapping[str, Sketch]
+    grad_norm: float
+
+    def find(self, kind: str) -> tuple[str, str]:
+        """(where it is: "forward", "step" for forward_step itself, "backward", "gradient" or "", the line that says so)
+
+        Args:
+            kind: of the difference, as in compare.Key. That of an evaluation is of another pass.
+        """
+        is_compared = kind != "eval" and any(trace.forward for trace in self.traces)
+        if not is_compared:
+            return "", ""
+        if (found := self._first_module([trace.forward for trace in self.traces], "forward", {1})) is not None:
+            _, place, extent = found
+            return "forward", f"first difference: {self._name(place)}, forward, {extent}"
+        if kind == "value":
+            return "step", "all modules agree: forward_step computes the difference"
+        # The processes take the mean of their gradients, so each has more than its part of the whole. Those that share
+        # the tokens of a sample have more of what belongs to tokens, and not of the loss.
+        factors = {self.plan.layout.data_parallel_size, self.plan.layout.averaging_size}
+        if (found := self._first_module([trace.backward for trace in self.traces], "backward", factors)) is not None:
+            before, place, extent = found
+            return "backward", f"first difference: {self._name_source(before, place)}, backward, {extent}"
+        if (line := self._first_gradient()) is not None:
+            return "gradient", line
+        return "", ""
+
+    def _first_module(self, traces: Sequence[Sums], direction: str, factors: set[int]) -> tuple[str, str, str] | None:
+        """(the module before it, the first module whose tensors, divided by one of the factors, are not those of one
+        process, how they differ)"""
+        expected: Sums = getattr(self.reference.steps[self.number].modules, direction)
+        perturbed = [getattr(other.steps[self.number].modules, direction) for other in self.reference.perturbed]
+        before: list[str] = []
+        for place in dict.fromkeys(place for _, place in expected):
+            floors = [float(gap.max()) for other in perturbed for _, gap in self._gaps(place, other, expected, {1})]
+            most = max([TOLERANCE, *(STEP_TIMES_FLOOR * floor for floor in floors)])
+            found = Extent(self.plan, self.number)
+            for rank, trace in enumerate(traces):
+                for row, gap in self._gaps(place, trace, expected, factors):
+                    found.add(rank, row, gap, ~(gap <= most))
+            if found.size is not None:
+                inner = [name for name in before if not place[0].startswith(f"{name}." if name else "")]
+                return (inner or [""])[-1], place[0], str(found)
+            before.append(place[0])
+        return None
+
+    def _gaps(self, place: Place, sums: Sums, expected: Sums, factors: set[int]) -> Iterator[tuple[int, Tensor]]:
+        """(row, difference of each sample relative to its size, or to a larger mean of all) of each micro-batch"""
+        for row in range(self.plan.of_one_process().accumulation):
+            own, whole = sums.get((row, place)), expected.get((row, place))
+            if own is not None and whole is not None:
+                gaps = [gap for factor in factors if (gap := relative_distances(own / factor, whole)) is not None]
+                if gaps:
+                    yield row, min(gaps, key=lambda gap: float(gap.sum()))
+
+    def _name(self, module: str) -> str:
+        return f"{module or 'the model'} ({self.reference.steps[self.number].modules.classes[module]})"
+
+    def _name_source(self, before: str, module: str) -> str:
+        """The gradient of what a module gives comes from the innermost modules that take it, or else from the module
+        whose gradient arrived before."""
+        followers = self.reference.steps[self.number].modules.followers.get(module, {})
+        inner = [name for name in followers if not any(other.startswith(f"{name}.") for other in followers if name)]
+        return " or ".join(self._name(name) for name in inner[:2] or [before])
+
+    def _first_gradient(self) -> str | None:
+        """The line for the weight whose gradient differs first, in the order of the backward pass."""
+        step, most_norm = self.reference.steps[self.number], self.plan.config.max_grad_norm
+        own = {name: unclipped(sketch, self.grad_norm, most_norm) for name, sketch in self.gradients.items()}
+        whole = {name: unclipped(sketch, step.grad_norm, most_norm) for name, sketch in step.gradients.items()}
+        gaps = {name: _relative(own[name], gradient) for name, gradient in whole.items() if name in own}
+        for other in self.reference.perturbed:
+            perturbed = other.steps[self.number]
+            for name in gaps.keys() & perturbed.gradients.keys():
+                gradient = unclipped(perturbed.gradients[name], perturbed.grad_norm, most_norm)
+                if gaps[name] <= max(TOLERANCE, STEP_TIMES_FLOOR * _relative(gradient, whole[name])):
+                    del gaps[name]
+        if not gaps:
+            return None
+        if (factor := _one_factor({name: (own[name], whole[name]) for name in own if name in whole})) is not None:
+            return f"first difference: each gradient is {factor:.4g} times that on one process"
+        order = {place[0]: position for position, (_, place) in enumerate(step.modules.forward)}
+        last = max(gaps, key=lambda name: order.get(name.rpartition(".")[0], -1))
+        return f"first difference: the gradient of {last}, {gaps[last]:.1e} of its size"
+
+
+@dataclass
+class Extent:
+    """How large a difference is, and in which samples of which process.
+
+    Attributes:
+        plan: of the run.
+        number: of the step.
+        size: relative, the largest of all samples; None: there is none.
+        samples: {process: ids of its samples that differ}; without samples that have no tensor of their own.
+    """
+
+    plan: Plan
+    number: int
+    size: float | None = None
+    samples: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, rank: int, row: int, gap: Tensor, differs: Tensor) -> None:
+        """Adds a micro-batch of a process.
+
+        Args:
+            rank: of the process.
+            row: of the micro-batch.
+            gap: of each sample, or of all at once.
+            differs: bool, of the same shape.
+        """
+        if not differs.any():
+            return
+        self.size = max(self.size or 0.0, float(gap.max()))
+        ids = list(self.plan.global_micro_batches(self.number))[row][1]
+        found = ids[differs] if len(differs) == len(ids) else ids
+        self.samples.setdefault(rank, []).extend(found.tolist())
+
+    def __str__(self) -> str:
+        rank, samples = next(iter(self.samples.items()))
+        own = self.plan.accumulation * self.plan.micro_batch_size
+        which = "all samples" if len(samples) == own > 1 else list_samples(sorted(samples))
+        others = " and in others" if len(self.samples) > 1 else ""
+        return f"{self.size:.1e} of its size, {which} of process {rank}{others}"
+
+
+def unclipped(gradient: Sketch, norm: float, max_norm: float) -> Sketch:
+    """A gradient as it was before clipping: `norm` is that of the whole model's. 0 does not clip."""
+    factor = (norm + 1e-6) / max_norm if max_norm and norm > max_norm else 1.0
+    return Sketch(gradient.sums * factor, gradient.rounding)
+
+
+def _one_factor(pairs: Mapping[str, tuple[Sketch, Sketch]]) -> float | None:
+    """The factor by which all these gradients differ; None if they differ in another way."""
+    own, whole = (torch.cat([pair[side].sums for pair in pairs.values()]) for side in (0, 1))
+    factor = float(own @ whole / (whole @ whole).clamp(min=1e-30))
+    return factor if (own - factor * whole).norm() < ONE_FACTOR * (own - whole).norm() else None
+
+
+def _relative(sketch: Sketch, expected: Sketch) -> float:
+    """The distance of two sketches, relative to the second."""
+    return (sketch - expected).norm / max(expected.norm, 1e-30)

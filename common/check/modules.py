@@ -1,0 +1,204 @@
+"""What each module of a model gives in a step, and the gradient that it gets back: sums, not the tensors."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel.stages import Absent
+from ..step.engine import Engine
+from ..weights.shards import is_divided
+
+MOST_BLOCKS = 16  # in which a sample's tensor is cut, before a config divides it
+Place = tuple[
+    str, int, int
+]  # (name of the module, number of its call in a forward pass, number of the tensor it gives)
+Key = tuple[int, Place]  # (row of the micro-batch, place)
+Sums = dict[Key, Tensor]  # of shape (samples, blocks, ...)
+
+
+@dataclass
+class ModuleTrace:
+    """What the modules gave in a step, in the order in which they gave it.
+
+    The tensor of a sample is cut into blocks, and each block is kept as the sum of its elements with random signs: the
+    distance of two tensors follows within 20 %. All blocks of a tensor have the same signs. So the blocks of a process
+    that holds some tokens, heads or features are among those of the whole.
+
+    Attributes:
+        parts: among how many processes a config may divide a tensor, in the process that decides the sizes of blocks;
+            in the others 0.
+        block_sizes: {key: sizes of a block}.
+        forward: of the tensors.
+        backward: of their gradients, in the order in which they arrive.
+        classes: {module: name of its class}.
+        followers: {module: modules that are called with a tensor that it gave, in their order}.
+        is_low: whether a module computed with fewer bits than float32.
+    """
+
+    parts: int = 0
+    block_sizes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    forward: Sums = field(default_factory=dict)
+    backward: Sums = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    followers: dict[str, dict[str, None]] = field(default_factory=dict)
+    is_low: bool = False
+
+    @contextmanager
+    def watch(self, engine: Engine) -> Iterator[None]:
+        """Notes the passes that have a gradient, in the step that the engine takes in the `with` block. Leaves out
+        modules that take no hooks, such as scripted ones, and those that another stage has a part of."""
+        hooks, recorder = [], Recorder(self, engine)
+        for name, module in engine.module.named_modules():
+            is_whole = not any(isinstance(each, Absent) for each in module.modules())
+            if is_whole and not isinstance(module, torch.jit.ScriptModule):
+                self.classes[name] = type(module).__name__
+                hooks.append(module.register_forward_pre_hook(partial(recorder.before, name), with_kwargs=True))
+                hooks.append(module.register_forward_hook(partial(recorder.after, name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def on_cpu(self) -> "ModuleTrace":
+        """The same trace, for another process."""
+        forward, backward = ({key: sums.cpu() for key, sums in each.items()} for each in (self.forward, self.backward))
+        return ModuleTrace(forward=forward, backward=backward)
+
+
+class Recorder:
+    """The hooks that fill a trace.
+
+    Args:
+        trace: to fill.
+        engine: whose model it watches.
+    """
+
+    def __init__(self, trace: ModuleTrace, engine: Engine):
+        self.trace, self.engine = trace, engine
+        self._calls: Counter[tuple[int, str]] = Counter()
+
+    def before(self, name: str, module: nn.Module, args: Any, named: Any) -> None:
+        """A module is called."""
+        for tensor in tensors_in((args, named)):
+            if (giver := getattr(tensor, "_module", None)) is not None:
+                self.trace.followers.setdefault(giver, {})[name] = None
+
+    def after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """A module returns."""
+        row = self.engine.row
+        is_again = torch._C._current_graph_task_id() != -1  # activation checkpointing, in the backward pass
+        if row is None or is_again or not torch.is_grad_enabled():
+            return
+        call = self._calls[row, name]
+        self._calls[row, name] += 1
+        for index, tensor in enumerate(tensors_in(output)):
+            key = (row, (name, call, index))
+            self.trace.is_low = self.trace.is_low or torch.finfo(tensor.dtype).bits < 32
+            self._note(self.trace.forward, key, tensor)
+            tensor._module = name  # type: ignore[attr-defined]
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._note, self.trace.backward, key))
+
+    @torch.no_grad()
+    def _note(self, sums: Sums, key: Key, tensor: Tensor) -> None:
+        if (own := own_values(tensor)) is None:
+            return
+        values = by_sample(own, self.engine.plan.micro_batch_size)
+        if self.trace.parts:
+            self.trace.block_sizes[key] = sizes_of_blocks(values.shape[1:], self.trace.parts)
+        sizes = self.trace.block_sizes.get(key)
+        if sizes is not None and (found := block_sums(values, sizes)) is not None:
+            sums[key] = found.detach().clone()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in what a module takes or gives."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def own_values(tensor: Tensor) -> Tensor | None:
+    """The plain tensor that this process holds; None if it has no values of the whole, as under `torch.func.vmap`."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    if is_divided(tensor):
+        return None if any(place.is_partial() for place in tensor.placements) else tensor.to_local()
+    return tensor
+
+
+def by_sample(tensor: Tensor, samples: int) -> Tensor:
+    """The tensor with the samples of the micro-batch as first dimension, of shape (samples, ...). Where there is no
+    such dimension, all is one sample."""
+    if not tensor.ndim or tensor.shape[0] % samples:
+        return tensor[None]
+    return tensor if tensor.shape[0] == samples else tensor.unflatten(0, (samples, -1))
+
+
+def sizes_of_blocks(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """The sizes of the blocks of a tensor of this shape. The first and the last dimension, tokens and features, are cut
+    most; each so that as many processes may divide it as share a model."""
+    most = MOST_BLOCKS if len(shape) == 1 else math.isqrt(MOST_BLOCKS)
+    sizes = []
+    for index, size in enumerate(shape):
+        shared = math.gcd(size, parts)
+        more = most // shared if index in (0, len(shape) - 1) else 1
+        sizes.append(size // (shared * max(n for n in range(1, max(more, 1) + 1) if size // shared % n == 0)))
+    return tuple(sizes)
+
+
+def block_sums(values: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
+    """The sum of each block, with random signs.
+
+    Args:
+        values: of shape (samples, ...).
+        sizes: of a block, in the dimensions after the first.
+
+    Returns:
+        sums of shape (samples, blocks, ...); None if the tensor does not consist of such blocks.
+    """
+    if values.ndim != len(sizes) + 1 or any(length % size for length, size in zip(values.shape[1:], sizes)):
+        return None
+    values = values if values.dtype == torch.float64 else values.float()
+    for dim, size in reversed(list(enumerate(sizes, start=1))):
+        blocks = values.unflatten(dim, (-1, size)).movedim(dim + 1, -1)
+        values = (blocks * _signs(size, dim, values.device)).sum(-1)  # a product of matrices might round to 16 bits
+    return values
+
+
+@lru_cache(64)
+def _signs(length: int, seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(2, (length,), generator=generator) * 2 - 1).to(device, torch.float32)
+
+
+def relative_distances(own: Tensor, whole: Tensor) -> Tensor | None:
+    """The distance of each sample from the nearest part of the whole, relative to the norm of that part, or to a larger
+    mean of all samples: float64 of shape (samples,). None if `own` is no part of the whole."""
+    if own.ndim != whole.ndim or len(own) != len(whole):
+        return None
+    lengths = list(zip(own.shape[1:], whole.shape[1:]))
+    if any(part > length or length % part for part, length in lengths):
+        return None
+    own, found = own.double().reshape(len(own), -1), []
+    for starts in product(*(range(0, length, part) for part, length in lengths)):
+        part = whole[(slice(None), *(slice(start, start + size) for start, (size, _) in zip(starts, lengths)))]
+        part = part.double().reshape(own.shape)
+        norms = part.norm(dim=1)
+        gaps = (own - part).norm(dim=1) / norms.clamp(min=max(float(norms.mean()), 1e-30))
+        found.append(gaps.nan_to_num(0.0, math.inf))
+    return min(found, key=lambda gaps: float(gaps.sum()))
