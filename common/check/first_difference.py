@@ -11,7 +11,7 @@ from ..plan import Plan
 from .modules import ModuleTrace, Place, Sums, relative_distances
 from .reference import Reference
 from .sketch import Sketch
-from .tolerances import STEP_TIMES_FLOOR, TOLERANCE
+from .tolerances import BF16, STEP_TIMES_FLOOR, TOLERANCE
 
 ONE_FACTOR = 0.01  # share of the difference of all gradients that one factor may leave
 
@@ -65,10 +65,11 @@ class FirstDifference:
         process, how they differ)"""
         expected: Sums = getattr(self.reference.steps[self.number].modules, direction)
         perturbed = [getattr(other.steps[self.number].modules, direction) for other in self.reference.perturbed]
-        before: list[str] = []
+        # A table of positions has no weights, and so no floor: 16 bits round it otherwise.
+        least, before = BF16[""] if self.reference.is_low else TOLERANCE, list[str]()
         for place in dict.fromkeys(place for _, place in expected):
             floors = [float(gap.max()) for other in perturbed for _, gap in self._gaps(place, other, expected, {1})]
-            most = max([TOLERANCE, *(STEP_TIMES_FLOOR * floor for floor in floors)])
+            most = max([least, *(STEP_TIMES_FLOOR * floor for floor in floors)])
             found = Extent(self.plan, self.number)
             for rank, trace in enumerate(traces):
                 for row, gap in self._gaps(place, trace, expected, factors):
@@ -81,12 +82,15 @@ class FirstDifference:
 
     def _gaps(self, place: Place, sums: Sums, expected: Sums, factors: set[int]) -> Iterator[tuple[int, Tensor]]:
         """(row, difference of each sample relative to its size, or to a larger mean of all) of each micro-batch"""
+        rows_of: dict[tuple[torch.Size, torch.Size], list[int]] = {}  # {shapes: rows}, which are compared at once
         for row in range(self.plan.of_one_process().accumulation):
-            own, whole = sums.get((row, place)), expected.get((row, place))
-            if own is not None and whole is not None:
-                gaps = [gap for factor in factors if (gap := relative_distances(own / factor, whole)) is not None]
-                if gaps:
-                    yield row, min(gaps, key=lambda gap: float(gap.sum()))
+            if (row, place) in sums and (row, place) in expected:
+                rows_of.setdefault((sums[row, place].shape, expected[row, place].shape), []).append(row)
+        for rows in rows_of.values():
+            own, whole = (torch.cat([each[row, place] for row in rows]) for each in (sums, expected))
+            gaps = [gap for factor in factors if (gap := relative_distances(own / factor, whole)) is not None]
+            if gaps:
+                yield from zip(rows, min(gaps, key=lambda gap: float(gap.sum())).chunk(len(rows)))
 
     def _name(self, module: str) -> str:
         return f"{module or 'the model'} ({self.reference.steps[self.number].modules.classes[module]})"
