@@ -1,5 +1,5 @@
-"""Promise: `accelerate-recipes verify --checkpoint` says whether a run still gives the result of one process, and lets it
-go on."""
+"""Promise: `accelerate-recipes verify --checkpoint` says whether a run still gives the result of one process, and lets
+the run go on."""
 
 import json
 import shutil
