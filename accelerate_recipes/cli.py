@@ -109,10 +109,14 @@ def data(
 def verify(
     script: Annotated[Path, typer.Argument(help="a recipe")],
     flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
-    steps: Annotated[int, typer.Option(help="optimizer steps of each run", min=4)] = 20,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps of each run (default: 20)", min=4)] = None,
     config: Annotated[
         list[str] | None,
         typer.Option(help="config by name or path; several times (default: all that this machine runs)"),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="folder of a checkpoint: check the next steps of that run, under its config, and no more"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="folder for certificate.json and certificate.md (default: verified/<script>)")
@@ -134,8 +138,13 @@ def verify(
     Example: accelerate-recipes verify recipes/mnist.py --config ddp --config fsdp2 -- --model mlp
     """
     from accelerate_recipes.verify import against as single
+    from accelerate_recipes.verify import checkpoint as of_run
     from accelerate_recipes.verify import run
 
+    if checkpoint is not None:
+        if accelerate or against or record or output or steps:
+            raise UsageError("--checkpoint takes --config, --json and flags of the recipe: remove the others")
+        sys.exit(of_run.run(script, flags or [], checkpoint, config, as_json))
     if against is not None:
         if accelerate or config or flags or output or record:
             raise UsageError("--against runs one process, with the flags of the record: remove all but --json")
@@ -143,8 +152,8 @@ def verify(
     if record is not None:
         if config or output:
             raise UsageError("--record runs one process: remove --config and --output")
-        sys.exit(single.record(script, flags or [], steps, record, accelerate, as_json))
-    sys.exit(run(script, flags or [], steps, config, output, accelerate, as_json))
+        sys.exit(single.record(script, flags or [], steps or 20, record, accelerate, as_json))
+    sys.exit(run(script, flags or [], steps or 20, config, output, accelerate, as_json))
 
 
 @app.command()

@@ -80,8 +80,8 @@ def fit(
         checkpoint.load_weights(model)
         check_same_start(model, train_set, eval_sets, group)
         check_trainable(setup)
-        freeze_what_is_not_trained(accelerator, model, optimizer)
         check = ParityCheck(setup, train_set, checkpoint, group)
+        check.facts |= freeze_what_is_not_trained(accelerator, model, optimizer)
         check.reference()
         with check.translate_errors():
             engine = prepare(check.watching(setup))

@@ -55,7 +55,7 @@ def run(
         return verify_watched(script, flags, steps, output, as_json)
     check_file(script, "", "use the path of a recipe")
     folder = output or Path("verified") / script.stem
-    chosen, table = _chosen(configs), Table(sys.stderr if as_json else sys.stdout)
+    chosen, table = chosen_configs(configs), Table(sys.stderr if as_json else sys.stdout)
     with TemporaryDirectory(prefix="verify_") as scratch:
         verification = _Verification(script, flags, steps, Path(scratch), table)
         verification.verify_all(chosen)
@@ -64,8 +64,8 @@ def run(
     return int(any(row.is_bad for row in table.rows))
 
 
-def _chosen(names: list[str] | None) -> list[Path]:
-    """The configs to verify under."""
+def chosen_configs(names: list[str] | None) -> list[Path]:
+    """The configs of these names or paths; None: all. Raises UsageError for one that is none."""
     if names:
         paths = [find_config(name) for name in names]
         for path in paths:
@@ -187,4 +187,4 @@ class _Verification:
         return difference.is_same
 
 
-__all__ = ["run"]
+__all__ = ["chosen_configs", "run"]

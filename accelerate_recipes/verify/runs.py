@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +18,6 @@ from typing import Any
 
 import psutil
 
-from accelerate_recipes.at_fit import environment
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.records.run_card import read_card
 from accelerate_recipes.verify.trace import Trace
@@ -36,19 +37,33 @@ class Finished:
     Attributes:
         folder: its output folder.
         refusal: the line with which the recipe refused to run; None if it did not refuse.
-        cause: the likely cause that the recipe named with its refusal.
         failure: the last lines of its output if it failed in another way; None if it is done.
+        output: what it printed.
     """
 
     folder: Path
     refusal: str | None = None
     failure: str | None = None
-    cause: str | None = None
+    output: str = ""
 
     @property
     def is_done(self) -> bool:
         """Whether the run trained to its end."""
         return self.refusal is None and self.failure is None
+
+    @property
+    def cause(self) -> str | None:
+        """The likely cause that the recipe named with its refusal."""
+        return self.output.partition("likely cause: ")[2].partition("\n")[0] or None
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last training record; 0 if there is none."""
+        try:
+            lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            return max((json.loads(line)["step"] for line in lines), default=0)
+        except (OSError, ValueError, KeyError):
+            return 0
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -76,6 +91,17 @@ class Launch:
             output = process.communicate()[0]
         return _finished(folder, process.returncode, output)
 
+    def run_until(self, is_enough: Callable[[Path], bool], folder: Path, *flags: str) -> Finished:
+        """Runs until what is in the output folder is enough, and kills the run then; or to its end, if that is first.
+        What is left in the folder is that of a run that is done."""
+        with self._start(folder, flags) as process, ThreadPoolExecutor(1) as reader:
+            output = reader.submit(process.communicate)  # meanwhile, as the pipe may fill
+            while not (stops := is_enough(folder)) and not output.done():
+                time.sleep(0.05)
+            _kill(_tree(process.pid))
+        text = output.result()[0]
+        return Finished(folder, output=text) if stops else _finished(folder, process.returncode, text)
+
     def run_killed(self, folder: Path, num_steps: int) -> tuple[int, Finished]:
         """Kills the run with SIGKILL after a drawn step, and resumes it.
 
@@ -93,20 +119,19 @@ class Launch:
                 while process.poll() is None and not read_card(folder):
                     time.sleep(0.01)
                 processes = _tree(process.pid)  # now, because the search takes longer than steps of a small model
-                while process.poll() is None and _last_step(folder) < after:
+                while process.poll() is None and Finished(folder).last_step < after:
                     time.sleep(0.001)
                 _kill(processes)
                 process.communicate()
-            if (killed := _last_step(folder)) and read_card(folder).get("status") == "running":
+            if (killed := Finished(folder).last_step) and read_card(folder).get("status") == "running":
                 return killed, self.run(folder, *saves, "--resume_from_checkpoint", "latest")
         raise UsageError("the run ended before it could be killed: use a larger --steps")
 
     def _start(self, folder: Path, flags: tuple[str, ...]) -> subprocess.Popen[str]:
         command = [*LAUNCH, "--config_file", str(self.config), *self.options, str(self.script), *self.flags, *flags]
-        variables = environment() if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else dict(os.environ)
         return subprocess.Popen(
             [*command, "--output_dir", str(folder)],
-            env=variables,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},  # a run that is killed has printed all
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
@@ -116,24 +141,14 @@ class Launch:
 
 def _finished(folder: Path, exit_code: int, output: str) -> Finished:
     if exit_code == 0 and read_card(folder).get("status", "done") == "done" and (folder / "metrics.jsonl").exists():
-        return Finished(folder)
+        return Finished(folder, output=output)
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     if lines and read_card(folder).get("exit_code", 2) == 2:
-        causes = [line.partition("likely cause: ")[2] for line in output.splitlines() if "likely cause: " in line]
-        return Finished(folder, refusal=lines[0].removeprefix("error: "), cause=next(iter(causes), None))
+        return Finished(folder, refusal=lines[0].removeprefix("error: "), output=output)
     if exit_code == 0:
         return Finished(folder, failure="it wrote no metrics.jsonl: verify needs a recipe that calls fit")
     traceback = [line for line in output.splitlines() if line.strip() and "Error" in line]
     return Finished(folder, failure=(lines or traceback or output.splitlines() or ["it printed nothing"])[0])
-
-
-def _last_step(folder: Path) -> int:
-    """The step of the last training record; 0 if there is none."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return max((json.loads(line)["step"] for line in lines), default=0)
-    except (OSError, ValueError, KeyError):
-        return 0
 
 
 def _tree(pid: int) -> list[psutil.Process]:

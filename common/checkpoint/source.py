@@ -4,6 +4,7 @@ import base64
 import io
 import shlex
 import zipfile
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from ..package import files_of_run, version
 from ..records.run_card import launch_command
 
+COMMAND, CONFIGS = "command.txt", "accelerate_configs"
 LONG_AGO = (1980, 1, 1, 0, 0, 0)  # one archive for one source
 
 
@@ -20,7 +22,7 @@ def source() -> str:
     the run, the version of this package and, unless that names its code, the package."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
-        opened.writestr(zipfile.ZipInfo("command.txt", LONG_AGO), launch_command() + "\n")
+        opened.writestr(zipfile.ZipInfo(COMMAND, LONG_AGO), launch_command() + "\n")
         opened.writestr(zipfile.ZipInfo("version.txt", LONG_AGO), f"accelerate-recipes {version()}\n")
         for name, path in sorted((files_of_run() | _config_file()).items()):
             with suppress(OSError):  # a recipe that was typed in, or a file that is gone
@@ -32,9 +34,14 @@ def source() -> str:
 
 def _config_file() -> dict[str, Path]:
     """{name in the archive: file}; empty without one."""
-    words = shlex.split(launch_command())
+    config = launch_option(shlex.split(launch_command()), "--config_file")
+    return {} if config is None else {f"{CONFIGS}/{Path(config).name}": Path(config)}
+
+
+def launch_option(words: Sequence[str], name: str) -> str | None:
+    """The value of an option of the launcher in the words of a command; None without it."""
     for word, following in zip(words, [*words[1:], ""]):
-        if word.startswith("--config_file"):
-            config = Path(word.partition("=")[2] or following)
-            return {f"accelerate_configs/{config.name}": config}
-    return {}
+        option, equals, value = word.partition("=")
+        if option.replace("-", "_") == name.replace("-", "_"):
+            return value if equals else following
+    return None

@@ -30,6 +30,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, setup: Setup, model: Any, optimizer: Any):
         super().__init__(setup, model, optimizer)
         self.rounds_weights = self.plan.layout.precision != "float32"  # in bf16, from the start
+        self._looks = False  # at the gradients of this step
         self._order, self._first_order = 0, None  # checksums of the order in which gradients arrive
         trained = [weight for weight in self.module.parameters() if weight.requires_grad]
         for number, weight in enumerate(trained):
@@ -37,6 +38,8 @@ class DeepSpeedEngine(Engine):
 
     def _arrived(self, number: bytes, weight: Tensor) -> None:
         self._order = zlib.crc32(number, self._order)
+        if self._looks and self.reached is not None:
+            self.reached.note(weight)
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
@@ -62,7 +65,9 @@ class DeepSpeedEngine(Engine):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        engine = self.model
+        engine, self._looks = self.model, wants_norm
+        if wants_norm and self.reached is not None:
+            self.reached.begin(number)
         scale, weight = self._loss_scale(micro_batches)
         self._first_pass(number, micro_batches)
         losses, metrics = [], []

@@ -308,6 +308,8 @@ class PipelineEngine(Engine):
         scale, weight = self._loss_scale(micro_batches)
         losses = self.pipeline.backward(self.forward_step, number, micro_batches, scale, partial(self._seed, number))
         grad_norm = self.pipeline.clip(max_norm or torch.inf) if max_norm or wants_norm else None
+        if wants_norm and self.reached is not None:
+            self.reached.look(number)
         seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
         step_if_finite(self._own_optimizer, grad_norm)
         for updated in self._updated_tensors():

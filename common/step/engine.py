@@ -107,6 +107,8 @@ class Engine(EngineState):
             grad_norm = norm_over_processes(gradients)
             if config.max_grad_norm:
                 clip([local(gradient) for gradient in gradients], grad_norm, config.max_grad_norm)
+        if wants_norm and self.reached is not None:
+            self.reached.look(number)
         seed_forward(config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
         follow_split_groups(self._own_optimizer)
         if scaler is None:  # Accelerate's wrapper only adds time to a step

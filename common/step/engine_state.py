@@ -16,6 +16,7 @@ from ..plan import Plan
 from ..weights.shards import Shard, TensorReader, checkpoint_tensors, is_divided, read_like, shards_of
 from .ema import EMA
 from .optimizer_state import Numbers, as_tensor
+from .reached import Reached
 from .replicas import Replicas
 
 
@@ -29,6 +30,7 @@ class EngineState:
         plan: of the run.
         ema: the moving average of the weights; None without `--ema_decay`.
         numbers: what the optimizer keeps beside tensors.
+        reached: finds weights that no gradient reaches; None: nobody asks.
     """
 
     accelerator: Accelerator
@@ -37,6 +39,7 @@ class EngineState:
     plan: Plan
     ema: EMA | None
     numbers: Numbers
+    reached: Reached | None = None
 
     @property
     def module(self) -> nn.Module:

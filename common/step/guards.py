@@ -15,18 +15,40 @@ from ..errors import UsageError
 from ..weights.on_disk import first_elements
 
 
-def freeze_what_is_not_trained(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def freeze_what_is_not_trained(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, int]:
     """Freezes the weights that the optimizer was not given: otherwise their gradients accumulate and count in the
-    clipping norm."""
+    clipping norm. Says what is frozen. Returns the numbers of weights, for the run card."""
     given = {weight for group in optimizer.param_groups for weight in group["params"]}
-    left = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad and weight not in given]
-    for _, weight in left:
+    weights = list(model.parameters())
+    frozen = {weight for weight in weights if not weight.requires_grad}
+    left = {weight for weight in weights if weight.requires_grad and weight not in given}
+    for weight in left:
         weight.requires_grad_(False)
-    if left:
-        accelerator.print(
-            f"{len(left)} of {len(list(model.parameters()))} weights are frozen, as the optimizer was not given them: "
-            f"{left[0][0]}{', ...' * (len(left) > 1)}"
-        )
+    total = sum(weight.numel() for weight in weights)
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    line = f"trainable: {trained:,} of {total:,} weights"
+    for what, those in (("frozen", frozen), ("frozen, as the optimizer was not given them", left)):
+        if those:
+            sizes = _sizes(model, those)
+            first, *others = sorted(sizes, key=lambda name: -sizes[name])
+            line += f"; {what}: {first} ({sizes[first]:,}){f' and {len(others)} more' * bool(others)}"
+    if trained < total:
+        accelerator.print(line)
+    return {"num_weights": total, "num_trained_weights": trained}
+
+
+def _sizes(module: nn.Module, weights: set[nn.Parameter], name: str = "") -> dict[str, int]:
+    """{name: number of elements} of the largest parts of a module that have only these weights."""
+    own = set(module.parameters())
+    if name and own and own <= weights:
+        return {name: sum(weight.numel() for weight in own)}
+    plain = [(key, weight) for key, weight in module.named_parameters(recurse=False) if weight in weights]
+    found = {f"{name}.{key}".lstrip("."): weight.numel() for key, weight in plain}
+    for key, part in module.named_children():
+        found |= _sizes(part, weights, f"{name}.{key}".lstrip("."))
+    return found
 
 
 def check_values(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> NumberedStep:

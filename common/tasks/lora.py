@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 
-from ..environment import print_once
 from ..errors import UsageError, first_line
 from ..weights.on_disk import origin_of, with_random_weights
 
@@ -97,9 +96,6 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
     settings.target_modules = sorted(settings.target_modules)  # PEFT writes a set in a random order
     settings.task_type = "CAUSAL_LM"  # not before: get_peft_model would give forward other arguments
     adapted.peft_adapter = Adapter(settings, digest)
-    num_weights = sum(weight.numel() for weight in adapted.parameters())
-    num_trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-    print_once(f"trainable: {num_trained:,} of {num_weights:,} weights ({100 * num_trained / num_weights:.2g} %)")
     return adapted
 
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.records.run_card import read_card
-from support.launching import accelerate, accelerate_forked, execute, fork
+from support.launching import ACCELERATE_LAUNCH, accelerate, accelerate_forked, execute, fork
 from support.recipes import LINEAR, MNIST
 from support.runs import ROOT
 from support.small_mnist import write_mnist
@@ -81,6 +81,12 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
         image.paste(0, (25, 10, 35, 70))
         image.save(tmp_path / "path" / "to" / "digit.png")
         fork(tmp_path / "outputs" / "mnist", "single", MNIST, "--max_steps 1")
+    if "--checkpoint" in command:
+        words = ["recipes/mnist.py", "--model", "mlp", "--max_steps", "50", "--save_every", "10"]
+        config = str(ROOT / "accelerate_configs" / "ddp.yaml")
+        execute([*ACCELERATE_LAUNCH, "--config_file", config, "--main_process_port", "0", *words], tmp_path, tmp_path)
+    if "--against mnist.json" in command:
+        execute(["accelerate-recipes", "verify", "recipes/mnist.py", "--record", "mnist.json"], tmp_path, tmp_path)
     if "path/to/encoder" in command:
         write_encoder(tmp_path / "path" / "to" / "encoder")
     elif "path/to/vision_model" in command:

@@ -1,4 +1,5 @@
-"""A recipe in which one process changes one element of a weight, before step `--at`."""
+"""A recipe in which one process changes one element of a weight, before step `--at`; or, from that step on, the loss is
+divided by the number of processes."""
 
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ class Config(RunConfig):
     at: int = flag(5, "number of the step, from 0")
     by: float = flag(0.1, "what the element grows by")
     weight: str = flag("norm.weight", "name of the weight")
+    divides: bool = flag(False, "divide the loss instead")
 
 
 class Net(nn.Module):
@@ -53,10 +55,12 @@ def main(config: Config) -> None:
     model = Net()
 
     def forward_step(given: nn.Module, batch: Batch, step: int) -> dict[str, Tensor]:
-        if step == config.at and accelerator.process_index == 1 and torch.is_grad_enabled():
+        changes = step == config.at and accelerator.process_index == 1 and not config.divides
+        if changes and torch.is_grad_enabled():
             with torch.no_grad():
                 local(model.get_parameter(config.weight)).view(-1)[0] += config.by
-        return {"loss": (given(batch["x"]) - batch["y"]) ** 2}
+        loss = (given(batch["x"]) - batch["y"]) ** 2
+        return {"loss": loss / accelerator.num_processes if config.divides and step >= config.at else loss}
 
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate)
     fit(accelerator, model, optimizer, forward_step, Numbers(), Numbers(), config)

@@ -1,0 +1,45 @@
+"""Promise: a run says what is frozen, and names weights that no gradient reaches, and no others."""
+
+from pathlib import Path
+
+import pytest
+
+from support.launching import fork
+from support.recipes import DIFFUSION, FINETUNE
+from support.small_model import write_model
+
+UNREACHED = "tests/scripts/unreached.py"
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        ("single", "--optimizer SGD"),
+        ("ddp", ""),
+        ("fsdp2", "--optimizer SGD"),
+        ("tensor_parallel", ""),
+        ("deepspeed_zero2", ""),
+        ("deepspeed_zero3", ""),
+    ],
+)
+def test_a_layer_without_gradient_is_named(tmp_path: Path, config: str, flags: str) -> None:
+    run = fork(tmp_path / "run", config, UNREACHED, flags)
+    frozen = "frozen: frozen (72); frozen, as the optimizer was not given them: left (72)"
+    assert run.stdout.count(f"trainable: 528 of 672 weights; {frozen}\n") == 1
+    line = "up to step 10 the gradient of rounded.weight, ... is zero in each record, so nothing trains it"
+    assert run.stdout.count("is zero in each record") == run.stdout.count(line) == 1
+    assert run.card["without_gradient"] == ["rounded.weight", "rounded.bias"]
+    assert (run.card["num_weights"], run.card["num_trained_weights"]) == (672, 528)
+
+
+def test_layers_that_start_at_zero_are_not_named(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "single", DIFFUSION, "--num_layers 1 --batch_size 8 --max_steps 12 --log_every 1")
+    assert "without_gradient" not in run.card and "trainable:" not in run.stdout
+
+
+def test_adapters_are_not_named_and_what_they_adapt_is_frozen(tmp_path: Path) -> None:
+    write_model(tmp_path / "base", num_positions=64)
+    flags = f"--model_name_or_path {tmp_path / 'base'} --lora_rank 2 --max_length 64 --batch_size 4"
+    run = fork(tmp_path / "run", "single", FINETUNE, f"{flags} --max_steps 12 --log_every 1")
+    assert "without_gradient" not in run.card and " weights; frozen: " in run.stdout
+    assert 0 < run.card["num_trained_weights"] < run.card["num_weights"]

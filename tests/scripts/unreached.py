@@ -1,0 +1,59 @@
+"""A recipe with a layer whose output is rounded, so that no gradient reaches it; layers that start at zero, so that
+others have no gradient in the first step; a frozen layer, and one that the optimizer is not given."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from accelerate_recipes import RunConfig, fit, flag, run, start
+from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.tasks.tables import TableDataset
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    batch_size: int = 8
+    max_steps: int | None = 12
+    log_every: int = 1
+    weight_decay: float = 0.1  # it moves weights without a gradient
+    optimizer: str = flag("AdamW", "or SGD, which has no state")
+
+
+class Net(nn.Module):
+    _no_split_modules = ["Linear"]
+    tp_plan = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.gate, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)  # as adaLN-zero
+        self.lora_a, self.lora_b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.rounded, self.frozen, self.left = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        for weight in (*self.gate.parameters(), *self.lora_b.parameters()):
+            nn.init.zeros_(weight)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.down(torch.tanh(self.up(x)))
+        hidden = hidden + self.gate(x) * self.inner(hidden) + self.lora_b(self.lora_a(x))
+        return (hidden + torch.round(self.rounded(x)) + self.frozen(x) + self.left(x)).mean(1)
+
+
+def main(config: Config) -> None:
+    accelerator = start(config)
+    generator = torch.Generator().manual_seed(0)
+    dataset = TableDataset(torch.rand(64, 8, generator=generator), torch.rand(64, generator=generator))
+    model = Net()
+
+    def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": (model(batch["features"]) - batch["target"]) ** 2}
+
+    given = [weight for name, weight in model.named_parameters() if not name.startswith("left")]
+    kind = getattr(torch.optim, config.optimizer)
+    optimizer = kind(given, config.learning_rate, weight_decay=config.weight_decay)
+    fit(accelerator, model, optimizer, forward_step, dataset, dataset, config)
+
+
+if __name__ == "__main__":
+    run(main, Config)
