@@ -1,0 +1,23 @@
+"""Promise: benchmarks/silent_errors/ plants errors that a run shows, and says what shows them."""
+
+import runpy
+from typing import Any
+
+import pytest
+
+from support.runs import ROOT
+
+RUN = runpy.run_path(str(ROOT / "benchmarks/silent_errors/run.py"))
+SHOWN = {  # {error: (found, place, cause)}
+    "wrapper_left_out": ("in step 1", "–", "true"),
+    "mask_of_the_embedding": ("in step 1", "named", ...),
+    "late_element": ("after step 6", "named", "true"),
+    "gradients_never_zeroed": ("harmless", "–", "–"),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_error_is_found_or_harmless(name: str) -> None:
+    outcome = RUN["outcome_of"](RUN["FAULTS"][name])
+    found: tuple[Any, ...] = (outcome.found, outcome.place, outcome.cause)
+    assert all(expected in (value, ...) for value, expected in zip(found, SHOWN[name])), outcome
