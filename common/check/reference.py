@@ -99,6 +99,8 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     low = [str(each).removeprefix("torch.") for each in types if each in (torch.bfloat16, torch.float16)]
     first_pass.low_weights = ", ".join(low)
     first_pass.has_low_layers = run.is_low and not low and setup.plan.layout.precision == "float32"
+    noted_layers = bool(steps[numbers[0]].outputs)
+    first_pass.has_no_low_layers = noted_layers and not run.is_low and setup.plan.layout.precision == "bf16"
     if run.changes.generators:  # half a micro-batch got other random numbers
         first_pass.mixes = []
     return Reference(initial, steps, perturbed, run.is_low, run.changes)
