@@ -281,16 +281,20 @@ def wrong_group(parts: Parts) -> None:
     Group.__init__ = wrong  # type: ignore[method-assign]
 
 
+def cast_gradients(kind: torch.dtype) -> None:
+    exchange_by(lambda bucket: total(bucket.buffer().to(kind).float()))
+
+
 @fault(TTRACE, "a wrong cast to FP8", "ddp", cause="cast|bits")
 def gradients_cast_to_8_bits(parts: Parts) -> None:
-    """Gradients are rounded to 8 bits on their way."""
-    exchange_by(lambda bucket: total(bucket.buffer().to(torch.float8_e5m2).float()))
+    """Gradients are cast to FP8 on their way, without a scale: small ones become zero."""
+    cast_gradients(torch.float8_e4m3fn)
 
 
 @fault(TTRACE, "a wrong cast to FP8", "ddp_bf16", cause="cast|bits")
 def gradients_cast_to_8_bits_in_bf16(parts: Parts) -> None:
     """The same in a run in bf16."""
-    exchange_by(lambda bucket: total(bucket.buffer().to(torch.float8_e5m2).float()))
+    cast_gradients(torch.float8_e4m3fn)
 
 
 @fault(TTRACE, "ZeRO: a failed update of parameters", "deepspeed_zero2", cause="gather")
@@ -410,6 +414,12 @@ def padding_that_is_trained(parts: Parts) -> None:
 def experts_not_averaged(parts: Parts) -> None:
     """The gradients of experts are sums over the tokens of a group, where others are means."""
     expert.ExpertGroup._average = lambda self, gradient: gradient  # type: ignore[method-assign]
+
+
+@fault(OURS, "a wrong cast to FP8", "ddp_bf16", cause="cast|bits")
+def gradients_with_2_bits_in_bf16(parts: Parts) -> None:
+    """Gradients in a run in bf16 keep 2 bits of their fraction on their way, and their exponent."""
+    cast_gradients(torch.float8_e5m2)
 
 
 @fault(OURS, "Megatron-LM 1503: a backward pass that is wrong everywhere", "ddp", names="q_proj", cause="gradient")

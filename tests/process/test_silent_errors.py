@@ -12,6 +12,9 @@ SHOWN = {  # {error: (found, place, cause)}
     "wrapper_left_out": ("in step 1", "–", "true"),
     "mask_of_the_embedding": ("in step 1", "named", ...),
     "late_element": ("after step 6", "named", "true"),
+    "autocast_not_applied": ("a line at the start", "–", "true"),
+    "dropout_in_evaluation": ("a line at the start", "–", "true"),
+    "stale_compiled_step": ("a line during the run", "–", "true"),
     "gradients_never_zeroed": ("harmless", "–", "–"),
 }
 
