@@ -36,7 +36,7 @@ from support.runs import Run  # noqa: E402
 RECIPE = "benchmarks/silent_errors/recipe.py"
 LARGE = " --hidden 768 --layers 12 --vocabulary 32000 --context 32 --max_steps 8 --hang_timeout 600"
 BEGIN, END = "<!-- Written by benchmarks/silent_errors/run.py -->\n", "<!-- End of the tables -->\n"
-NEVER, HARMLESS, CANNOT = "**never**", "harmless", "cannot occur"
+NEVER, HARMLESS, CANNOT, VERIFY = "**never**", "harmless", "cannot occur", "by verify, of as many steps"
 # Lines of each run: they tell of no error.
 USUAL = re.compile(r"step \d+/|done in|\d[\d,]* (training samples|process)|checked \d+ steps|$|\[rank|NOTE|W\d{4}")
 TITLES = {
@@ -49,14 +49,19 @@ HEADER = (
     "| --- | --- | --- | --- | --- | --- | --- | ---: |"
 )
 
+SUMS = (
+    "| | reports | of them cannot occur, or harmless | found, of the others | planted | by verify alone | never "
+    "| place named | cause true, not true, none |\n"
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+)
+
 
 @dataclass(frozen=True)
 class Outcome:
     """What a run with an error showed.
 
     Attributes:
-        found: when: "before training", "in step 1", "after step 6", "a line at the start", ...; or NEVER, HARMLESS,
-            CANNOT.
+        found: when: "before training", "in step 1", "after step 6", "a line at the start", ...; or one of those above.
         text: of the lines that tell of it.
         place: whether they name a module or weight in which the error is; "–" if it is in no single one.
         cause: whether they give the true cause; "–" if they give none.
@@ -71,7 +76,7 @@ class Outcome:
 
     @property
     def is_found(self) -> bool:
-        return self.found not in (NEVER, HARMLESS, CANNOT)
+        return self.found not in (NEVER, HARMLESS, CANNOT, VERIFY)
 
 
 def launched(config: str, flags: str, folder: Path) -> Run:
@@ -144,7 +149,7 @@ def compared(fault: Fault, run: Run, folder: Path) -> str:
         other = launched("single", fault.without, folder)
         return HARMLESS if compare(run.trace, other.trace).is_same else NEVER
     other = launched("single", f"--fault {fault.name} {fault.flags}", folder)
-    return NEVER if compare(run.trace, other.trace).is_same else "by verify, of as many steps"
+    return NEVER if compare(run.trace, other.trace).is_same else VERIFY
 
 
 def row(fault: Fault, outcome: Outcome) -> str:
@@ -166,29 +171,38 @@ def row(fault: Fault, outcome: Outcome) -> str:
 def tables(names: list[str], more_flags: str) -> Iterator[str]:
     """The lines of the tables of errors, and of what they add up to."""
     counts = []
+    clean_lines("ddp", more_flags)  # the server imports torch, which is no part of a run's time
     for list_name, title in TITLES.items():
         faults = [fault for name, fault in FAULTS.items() if fault.list == list_name and name in names]
         if not faults:
             continue
         yield from ("", f"### {title}", "", HEADER)
-        outcomes = []
+        outcomes: dict[str, list[Outcome]] = {}
         for fault in faults:
-            outcomes.append(outcome_of(fault, more_flags))
-            yield row(fault, outcomes[-1])
-        found = [outcome for outcome in outcomes if outcome.is_found]
-        never = sum(outcome.found == NEVER for outcome in outcomes)
-        placed = [outcome for outcome in found if outcome.place != "–"]
-        counts.append(
-            f"| {title} | {len(outcomes)} | {len(outcomes) - len(found) - never} | {len(found)} | {never} "
-            f"| {sum(each.place == 'named' for each in placed)} of {len(placed)} "
-            f"| {sum(each.cause == 'true' for each in found)}, {sum(each.cause == 'not true' for each in found)} |"
-        )
-    yield from (
-        "",
-        "| | planted | cannot occur, or harmless | found | never | place named | cause true, not true |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *counts,
-    )
+            outcomes.setdefault(fault.source, []).append(outcome := outcome_of(fault, more_flags))
+            yield row(fault, outcome)
+        counts.append(f"| {title} | {' | '.join(sums(outcomes))} |")
+    yield from ("", SUMS, *counts)
+
+
+def sums(outcomes: dict[str, list[Outcome]]) -> list[str]:
+    """The columns of SUMS after the first, from {report: what its variants showed}."""
+    each = [outcome for variants in outcomes.values() for outcome in variants]
+    found = [outcome for outcome in each if outcome.is_found]
+    reports = [any(outcome.is_found for outcome in variants) for variants in outcomes.values()]
+    none = [all(outcome.found in (HARMLESS, CANNOT) for outcome in variants) for variants in outcomes.values()]
+    placed = [outcome.place for outcome in found if outcome.place != "–"]
+    causes = Counter(outcome.cause for outcome in found)
+    return [
+        f"{len(reports)}",
+        f"{sum(none)}",
+        f"{sum(reports)} of {len(reports) - sum(none)}",
+        f"{len(each)}",
+        f"{sum(outcome.found == VERIFY for outcome in each)}",
+        f"{sum(outcome.found == NEVER for outcome in each)}",
+        f"{placed.count('named')} of {len(placed)}",
+        f"{causes['true']}, {causes['not true']}, {causes['–']}",
+    ]
 
 
 def clean() -> Iterator[str]:
