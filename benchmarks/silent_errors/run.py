@@ -39,6 +39,8 @@ BEGIN, END = "<!-- Written by benchmarks/silent_errors/run.py -->\n", "<!-- End 
 NEVER, HARMLESS, CANNOT, VERIFY = "**never**", "harmless", "cannot occur", "by verify, of as many steps"
 # Lines of each run: they tell of no error.
 USUAL = re.compile(r"step \d+/|done in|\d[\d,]* (training samples|process)|checked \d+ steps|$|\[rank|NOTE|W\d{4}")
+# Lines of a run that goes on, which a run without an error must not print.
+ALARMS = re.compile("no weight has moved|no layer computes in 16 bits|draws random numbers in evaluation, too")
 TITLES = {
     TRAINCHECK: "Errors of TrainCheck",
     TTRACE: "Errors of TTrace's kinds",
@@ -205,13 +207,13 @@ def sums(outcomes: dict[str, list[Outcome]]) -> list[str]:
     ]
 
 
-def clean() -> Iterator[str]:
-    """The lines of the table of runs without an error: all recipes under all configs, a few steps longer than the
+def clean(configs: list[str]) -> Iterator[str]:
+    """The lines of the table of runs without an error: all recipes under these configs, a few steps longer than the
     check."""
     yield from ("", "### Runs without an error", "", "| config | recipes | alarms | seconds of the check |")
     yield "| --- | ---: | ---: | ---: |"
     alarms, number, said = [], 0, Counter[str]()
-    for config in [*FLOAT32_CONFIGS, *BF16_CONFIGS]:
+    for config in configs:
         seconds, num_alarms, runs = [], 0, 0
         for name, (recipe, flags) in RECIPES.items():
             if cell(name, config).result != "same":
@@ -221,10 +223,11 @@ def clean() -> Iterator[str]:
                 run = fork(Path(folder) / "run", config, recipe, flags, succeeds=False)
                 runs += 1
                 said.update({re.sub(r"[\d.]+", "N", line) for line in lines_of(run.stdout)})
-                if run.exit_code:
-                    num_alarms += 1
-                    alarms.append(f"{name} under {config}: {ending(run)[1].splitlines()[0]}")
-                else:
+                told = [line for line in lines_of(run.stdout) if ALARMS.search(line)]
+                told += [ending(run)[1].splitlines()[0]] if run.exit_code else []
+                num_alarms += bool(told)
+                alarms += [f"{name} under {config}: {line}" for line in told]
+                if run.exit_code == 0:
                     card = json.loads((Path(folder) / "run" / "run.json").read_text())
                     seconds.append(card.get("check_seconds", 0.0))
         number += runs
@@ -237,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=[*FAULTS], help="an error; may be given several times")
     parser.add_argument("--clean", action="store_true", help="the runs without an error alone")
+    parser.add_argument("--config", action="append", help="of the runs without an error; may be given several times")
     parser.add_argument("--large", action="store_true", help="134 million weights: for a few errors")
     parser.add_argument("--output", type=Path, help="a page to write the tables into")
     options = parser.parse_args()
@@ -246,7 +250,7 @@ def main() -> None:
             lines.append(line)
             print(line, flush=True)
     if options.clean or not (options.only or options.large):
-        for line in clean():
+        for line in clean(options.config or [*FLOAT32_CONFIGS, *BF16_CONFIGS]):
             lines.append(line)
             print(line, flush=True)
     if options.output:
