@@ -63,7 +63,8 @@ class Outcome:
     """What a run with an error showed.
 
     Attributes:
-        found: when: "before training", "in step 1", "after step 6", "a line at the start", ...; or one of those above.
+        found: when: "before training", "in step 1", "after step 6", "a line at the start", ...; or one of those above;
+            after "unchecked, " if the first steps were not compared with one process.
         text: of the lines that tell of it.
         place: whether they name a module or weight in which the error is; "–" if it is in no single one.
         cause: whether they give the true cause; "–" if they give none.
@@ -78,7 +79,7 @@ class Outcome:
 
     @property
     def is_found(self) -> bool:
-        return self.found not in (NEVER, HARMLESS, CANNOT, VERIFY)
+        return self.found.removeprefix("unchecked, ") not in (NEVER, HARMLESS, CANNOT, VERIFY)
 
 
 def launched(config: str, flags: str, folder: Path) -> Run:
@@ -108,6 +109,7 @@ def outcome_of(fault: Fault, more_flags: str = "") -> Outcome:
         run = launched(fault.config, f"--fault {fault.name} {flags}", Path(folder) / "run")
         seconds = time.monotonic() - started
         lines = lines_of(run.stdout)
+        unchecked = "unchecked, " * any("are not checked against one process" in line for line in lines)
         if run.exit_code == 0:
             told = [line for line in lines if line not in clean_lines(fault.config, flags)]
             text = "\n".join(line for line in told if re.search(fault.cause or "$^", line))
@@ -116,6 +118,7 @@ def outcome_of(fault: Fault, more_flags: str = "") -> Outcome:
             found = found if text else compared(fault, run, Path(folder) / "other")
         else:
             found, text = ending(run)
+    found = unchecked + found
     if not text:
         return Outcome(found, fault.why, seconds=seconds)
     place = "–" if not fault.names else "named" if any(name in text for name in fault.names) else "not named"
@@ -125,7 +128,7 @@ def outcome_of(fault: Fault, more_flags: str = "") -> Outcome:
 def ending(run: Run) -> tuple[str, str]:
     """(when a run ended, the lines with which it did)"""
     lines = f"{run.stdout}\n{run.stderr}".splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith(("error: ", "stopped: after"))]
+    starts = [number for number, line in enumerate(lines) if re.match("error: |stopped: (?!another)", line)]
     if not starts:
         return "a crash", next((line for line in lines if "Error" in line or "what()" in line), lines[-1])
     text = lines[starts[0]]
@@ -133,7 +136,7 @@ def ending(run: Run) -> tuple[str, str]:
         if not line.startswith("  ") or "--check_steps 0" in line:
             break
         text += "\n" + line
-    step = re.search(r"(in|after) step \d+", text.splitlines()[0])
+    step = re.search(r"(in|at|after) step \d+", text.splitlines()[0])
     return step[0] if step else "before training", text
 
 

@@ -1,10 +1,13 @@
 """Promise: benchmarks/silent_errors/ plants errors that a run shows, and says what shows them."""
 
 import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.launching import fork
+from support.recipes import RECIPES
 from support.runs import ROOT
 
 RUN = runpy.run_path(str(ROOT / "benchmarks/silent_errors/run.py"))
@@ -24,3 +27,8 @@ def test_error_is_found_or_harmless(name: str) -> None:
     outcome = RUN["outcome_of"](RUN["FAULTS"][name])
     found: tuple[Any, ...] = (outcome.found, outcome.place, outcome.cause)
     assert all(expected in (value, ...) for value, expected in zip(found, SHOWN[name])), outcome
+
+
+def test_model_that_is_one_layer_rounds_to_16_bits_too(tmp_path: Path) -> None:
+    recipe, flags = RECIPES["linear regression"]
+    fork(tmp_path / "run", "deepspeed_zero2_bf16", recipe, f"{flags} --max_steps 5")  # its second step was refused
