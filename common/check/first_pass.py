@@ -27,6 +27,8 @@ class FirstPass:
         mixes: names of the values of `forward_step` that depend on the other samples of the micro-batch.
         low_weights: the type of weights with fewer bits than float32; "" if there are none.
         has_low_layers: whether a layer computes with fewer bits than float32, in a float32 config.
+        has_no_low_layers: whether none does, in a bf16 config.
+        draws_in_evaluation: whether it draws from a generator in evaluation mode, too.
         keeps: names of variables and numbers that `forward_step` or a layer changes at each call.
     """
 
@@ -36,6 +38,8 @@ class FirstPass:
     mixes: list[str] = field(default_factory=list)
     low_weights: str = ""
     has_low_layers: bool = False
+    has_no_low_layers: bool = False
+    draws_in_evaluation: bool = False
     keeps: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -111,7 +115,8 @@ class FirstPass:
             half = evaluate_batch(model, noted, {name: value[:size] for name, value in batch.items()}, number)
         except Exception:  # a model that cannot take half a batch
             return
-        if states[0] != states[1]:  # noise belongs to the micro-batch, which another line says
+        if states[0] != states[1]:  # noise belongs to the micro-batch
+            self.draws_in_evaluation = True
             return
         for name, value in half.items():
             if not torch.allclose(whole[name][:size].double(), value.double(), 1e-3, 1e-6, equal_nan=True):
@@ -126,6 +131,16 @@ class FirstPass:
             )
         if self.has_low_layers:
             say("a layer computes in 16 bits: the result depends on how the config divides it, by 1 % of the loss")
+        if self.has_no_low_layers:
+            say(
+                "the config asks for bf16, but no layer computes in 16 bits, as where autocast is off: the run takes "
+                "the time and the memory of float32"
+            )
+        if self.draws_in_evaluation:
+            say(
+                "the forward pass draws random numbers in evaluation, too, as dropout that is always on does: use "
+                "self.training, unless that is meant"
+            )
         size = plan.micro_batch_size
         if size == plan.config.batch_size:
             return

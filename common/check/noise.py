@@ -6,7 +6,7 @@ from ..plan import Plan
 from .compare import Gap, Key, step_gaps, weight_gap
 from .reference import Perturbed, Reference
 from .sketch import Sketch
-from .tolerances import STEP_TIMES_FLOOR, TOLERANCE
+from .tolerances import METRIC_TIMES_FLOOR, STEP_TIMES_FLOOR, TOLERANCE
 
 MOST_LOSS = 0.01  # by which rounding errors in the weights change a loss in float32
 # An optimizer such as Adam that looks at the sign of a gradient moves an element by its own size if rounding changes
@@ -27,7 +27,8 @@ def without_noise(
         floors = _floors(reference, other, plan, number)
         for key, gap in list(gaps.items()):
             floor = floors[key].size
-            if not gap.size <= STEP_TIMES_FLOOR * floor:
+            is_metric = key[0] in ("value", "eval") and key[1] != "loss"
+            if not gap.size <= (METRIC_TIMES_FLOOR if is_metric else STEP_TIMES_FLOOR) * floor:
                 continue
             if key[0] in ("weight", "replica") and not _is_explained(floor, *_gradients(reference, other, number, key)):
                 if floor >= 1:  # nothing but a gradient of zero lets a weight move by its own size

@@ -89,6 +89,9 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
         with with_full_weights(setup.model):
             initial = sketches(setup.model)
             steps = run.steps(numbers, first_pass)
+            is_bf16 = setup.plan.layout.precision == "bf16"
+            has_layers = any(module for _, (module, _, _) in steps[numbers[0]].modules.forward)
+            run.is_low = run.is_low or (is_bf16 and not has_layers)  # a model that is one layer shows none
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
     except (torch.OutOfMemoryError, MemoryError):
@@ -99,6 +102,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     low = [str(each).removeprefix("torch.") for each in types if each in (torch.bfloat16, torch.float16)]
     first_pass.low_weights = ", ".join(low)
     first_pass.has_low_layers = run.is_low and not low and setup.plan.layout.precision == "float32"
+    first_pass.has_no_low_layers = is_bf16 and not run.is_low
     if run.changes.generators:  # half a micro-batch got other random numbers
         first_pass.mixes = []
     return Reference(initial, steps, perturbed, run.is_low, run.changes)

@@ -10,6 +10,7 @@ import math
 
 TOLERANCE = 1e-5  # float32
 STEP_TIMES_FLOOR = 4
+METRIC_TIMES_FLOOR = 10  # of what is not trained on: a reward is the small difference of two long sums (measured: 4.1)
 TRAJECTORY_TIMES_FLOOR = 10
 # {name of a value, or "weights": tolerance}; "" is all others. A learning rate is computed, not measured.
 FLOAT32 = {"": TOLERANCE, "grad_norm": 10 * TOLERANCE, "learning_rate": 0.0, "samples": 0.0, "gathered": 0.0}

@@ -60,7 +60,8 @@ class RunningSums:
         zero = _total([], device)
         names = [*dict.fromkeys([*own, *self.earlier])]
         values = [torch.stack([own.get(name, zero) for name in names]), engine.replicas.rows().flatten()]
-        totals = accelerator.reduce(torch.cat(values), "sum").tolist()
+        *totals, num_moved = accelerator.reduce(torch.cat([*values, engine.movement.moved()[None]]), "sum").tolist()
+        engine.movement.note(num_moved, step)
         _check_replicas(engine, totals[len(names) :], step)
         # The processes that count a sample: of a pipeline, the last stage.
         copies = layout.model_parallel_size // layout.pp

@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..plan import Plan
 from ..weights.shards import Shard, TensorReader, checkpoint_tensors, is_divided, read_like, shards_of
 from .ema import EMA
+from .movement import Movement
 from .optimizer_state import Numbers, as_tensor
 from .reached import Reached
 from .replicas import Replicas
@@ -51,6 +52,11 @@ class EngineState:
     def replicas(self) -> Replicas:
         """The comparison of what several processes hold of the same weights."""
         return Replicas(self)
+
+    @cached_property
+    def movement(self) -> Movement:
+        """Whether the steps move the weights."""
+        return Movement(self)
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
