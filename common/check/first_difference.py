@@ -37,7 +37,8 @@ class FirstDifference:
     grad_norm: float
 
     def find(self, kind: str) -> tuple[str, str]:
-        """(where it is: "forward", "step" for forward_step itself, "backward", "gradient" or "", the line that says so)
+        """(where it is, the line that says so): "forward", "step" for forward_step itself, "backward", "gradient" of a
+        weight, "factor" of all gradients, "norm" of them, or "".
 
         Args:
             kind: of the difference, as in compare.Key. That of an evaluation is of another pass.
@@ -56,9 +57,10 @@ class FirstDifference:
         if (found := self._first_module([trace.backward for trace in self.traces], "backward", factors)) is not None:
             before, place, extent = found
             return "backward", f"first difference: {self._name_source(before, place)}, backward, {extent}"
-        if (line := self._first_gradient()) is not None:
-            return "gradient", line
-        return "", ""
+        where, line = self._first_gradient()
+        if kind == "norm" and not where and self.gradients:
+            return "norm", "all gradients agree: their norm does not, and clipping with it"
+        return where, line
 
     def _first_module(self, traces: Sequence[Sums], direction: str, factors: set[int]) -> tuple[str, str, str] | None:
         """(the module before it, the first module whose tensors, divided by one of the factors, are not those of one
@@ -102,7 +104,7 @@ class FirstDifference:
         inner = [name for name in followers if not any(other.startswith(f"{name}.") for other in followers if name)]
         return " or ".join(self._name(name) for name in inner[:2] or [before])
 
-    def _first_gradient(self) -> str | None:
+    def _first_gradient(self) -> tuple[str, str]:
         """The line for the weight whose gradient differs first, in the order of the backward pass."""
         step, most_norm = self.reference.steps[self.number], self.plan.config.max_grad_norm
         own = {name: unclipped(sketch, self.grad_norm, most_norm) for name, sketch in self.gradients.items()}
@@ -115,12 +117,12 @@ class FirstDifference:
                 if gaps[name] <= max(TOLERANCE, STEP_TIMES_FLOOR * _relative(gradient, whole[name])):
                     del gaps[name]
         if not gaps:
-            return None
+            return "", ""
         if (factor := _one_factor({name: (own[name], whole[name]) for name in own if name in whole})) is not None:
-            return f"first difference: each gradient is {factor:.4g} times that on one process"
+            return "factor", f"first difference: each gradient is {factor:.4g} times that on one process"
         order = {place[0]: position for position, (_, place) in enumerate(step.modules.forward)}
         last = max(gaps, key=lambda name: order.get(name.rpartition(".")[0], -1))
-        return f"first difference: the gradient of {last}, {gaps[last]:.1e} of its size"
+        return "gradient", f"first difference: the gradient of {last}, {gaps[last]:.1e} of its size"
 
 
 @dataclass

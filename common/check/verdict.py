@@ -12,6 +12,13 @@ from .kept import Changes
 from .reference import Reference
 from .trace import Step
 
+# Where a difference begins, and what may do that: the recipe, or the framework under it.
+CAUSES = {
+    "backward": "a hook or an autograd function depends on the process, or {layout} divides this module wrongly",
+    "factor": "a hook, or {layout}, multiplies the gradients by a number of processes or of micro-batches",
+    "norm": "{layout} counts some weights more or less than once",
+}
+
 
 def verdict(
     gaps: Mapping[Key, Gap],
@@ -39,7 +46,7 @@ def verdict(
     )
     asked = getattr(setup.accelerator, "asked", {})
     causes = _causes_in_the_recipe(sample, first_pass, reference.changes, asked, gaps)
-    cause = next(causes, None) or _cause_in_the_layout(seen, plan.layout)
+    cause = next(causes, None) or _cause_in_the_layout(seen, where, plan.layout)
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
 
 
@@ -95,8 +102,8 @@ def _causes_in_the_recipe(
         yield f"the weights are {first.low_weights}, and each update is rounded to few bits: make them float32"
 
 
-def _cause_in_the_layout(seen: Symptoms, layout: Layout) -> str:
-    """What the differences point to, and what to type."""
+def _cause_in_the_layout(seen: Symptoms, where: str, layout: Layout) -> str:
+    """What the differences point to, and what to type. An error of the framework shows like one of the recipe."""
     for strategy in strategies_of(layout):
         if cause := strategy.likely_cause(seen):
             return cause
@@ -110,12 +117,16 @@ def _cause_in_the_layout(seen: Symptoms, layout: Layout) -> str:
             "forward_step or the model depends on the process, on the number of processes, or on what it did before: "
             "make it a function of the model's weights and the batch"
         )
+    instead = f"use {main_strategy(layout).fallback}"
+    if where in ("backward", "factor", "norm"):
+        return f"{CAUSES[where].format(layout=layout)}: {instead}"
     if not seen.only_weights:
         return (
             "not all gradients pass through the model that forward_step is given: call model(...), not model.module, "
-            "one of its layers or a model from outside; and use no hooks on gradients"
+            "one of its layers or a model from outside; and use no hooks on gradients; if the recipe does neither, "
+            f"{layout} adds them up wrongly: {instead}"
         )
     return (
         f"{seen.optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or "
-        f"forward_step takes gradients itself, as a penalty does: use {main_strategy(layout).fallback}"
+        f"forward_step takes gradients itself, as a penalty does: {instead}"
     )

@@ -55,6 +55,8 @@ class SequenceParallel(Strategy):
         divider_of(setup.model, layout.sp).divide(SequenceGroup(layout, setup.accelerator.device))
 
     def likely_cause(self, seen: Symptoms) -> str | None:
+        if not seen.at_once:
+            return None
         return (
             f"a layer beside attention {'draws random numbers, or ' * seen.draws}needs all tokens of a sample, as "
             "convolutions do: use --config_file accelerate_configs/fsdp2.yaml"

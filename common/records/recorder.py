@@ -147,6 +147,12 @@ class Recorder:
                 f"up to step {state.step} the gradient of {names[0]}{', ...' * (len(names) > 1)} is zero in each "
                 "record, so nothing trains it: look for detach(), .data, round() or a mask after it, or freeze it"
             )
+        if names := self._reached.unmoved(state.step):
+            self.facts["not_moved"] = names
+            self.accelerator.print(
+                f"no step has moved {names[0]}{', ...' * (len(names) > 1)}, up to step {state.step}: the optimizer "
+                "leaves it out, its learning rate is 0, or its updates are smaller than what its type holds"
+            )
         self._count_seconds()
         samples_per_second = steps.num_taken * self.plan.config.batch_size / steps.seconds
         record = {

@@ -47,7 +47,7 @@ class Replicas:
         if self._compares:
             for column, held in enumerate([*self._held().values()][:MOST]):
                 rows[accelerator.process_index, column, 0] = zlib.crc32(repr([*held]).encode())
-                rows[accelerator.process_index, column, 1] = _sum_of_bits([*held.values()])
+                rows[accelerator.process_index, column, 1] = _sum_of_all([*held.values()])
         return rows
 
     def drift(self, rows: Sequence[float], step: int) -> str | None:
@@ -84,7 +84,7 @@ class Replicas:
         """Compares weight by weight. A collective."""
         rank = self._engine.accelerator.process_index
         held = {key: shard for shards in self._held().values() for key, shard in shards.items()}
-        bits = gather_object([{key: int(_bits(shard)) for key, shard in held.items()}])
+        bits = gather_object([{key: int(sum_of_bits(shard)) for key, shard in held.items()}])
         for key in dict.fromkeys(key for own in bits for key in own):
             first, *others = [number for number, own in enumerate(bits) if key in own]
             for other in [number for number in others if bits[number][key] != bits[first][key]]:
@@ -99,13 +99,13 @@ class Replicas:
         return None
 
 
-def _sum_of_bits(shards: list[Tensor]) -> Tensor:
+def _sum_of_all(shards: list[Tensor]) -> Tensor:
     """A number below 2^52 that changes with a bit of one of these tensors, 0-dim."""
-    sums = torch.stack([_bits(shard) for shard in shards])
+    sums = torch.stack([sum_of_bits(shard) for shard in shards])
     return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum() & EXACT
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def sum_of_bits(tensor: Tensor) -> Tensor:
     """The bits of a tensor, added up as int64, 0-dim. A sum of whole numbers does not depend on the order."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:  # a view as int64 starts at a multiple of 8 bytes

@@ -28,18 +28,25 @@ def test_a_layer_without_gradient_is_named(tmp_path: Path, config: str, flags: s
     assert run.stdout.count(f"trainable: 528 of 672 weights; {frozen}\n") == 1
     line = "up to step 10 the gradient of rounded.weight, ... is zero in each record, so nothing trains it"
     assert run.stdout.count("is zero in each record") == run.stdout.count(line) == 1
-    assert run.card["without_gradient"] == ["rounded.weight", "rounded.bias"]
+    assert run.card["without_gradient"] == ["rounded.weight", "rounded.bias"] and "not_moved" not in run.card
     assert (run.card["num_weights"], run.card["num_trained_weights"]) == (672, 528)
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero3"])
+def test_a_layer_that_no_step_moves_is_named(tmp_path: Path, config: str) -> None:
+    run = fork(tmp_path / "run", config, UNREACHED, "--left_out")
+    assert run.stdout.count("no step has moved inner.weight, ..., up to step 11: the optimizer leaves it out") == 1
+    assert run.card["not_moved"] == ["inner.weight", "inner.bias"]
 
 
 def test_layers_that_start_at_zero_are_not_named(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "single", DIFFUSION, "--num_layers 1 --batch_size 8 --max_steps 12 --log_every 1")
-    assert "without_gradient" not in run.card and "trainable:" not in run.stdout
+    assert not {"without_gradient", "not_moved"} & run.card.keys() and "trainable:" not in run.stdout
 
 
 def test_adapters_are_not_named_and_what_they_adapt_is_frozen(tmp_path: Path) -> None:
     write_model(tmp_path / "base", num_positions=64)
     flags = f"--model_name_or_path {tmp_path / 'base'} --lora_rank 2 --max_length 64 --batch_size 4"
     run = fork(tmp_path / "run", "single", FINETUNE, f"{flags} --max_steps 12 --log_every 1")
-    assert "without_gradient" not in run.card and " weights; frozen: " in run.stdout
+    assert not {"without_gradient", "not_moved"} & run.card.keys() and " weights; frozen: " in run.stdout
     assert 0 < run.card["num_trained_weights"] < run.card["num_weights"]

@@ -1,5 +1,6 @@
 """A recipe with a layer whose output is rounded, so that no gradient reaches it; layers that start at zero, so that
-others have no gradient in the first step; a frozen layer, and one that the optimizer is not given."""
+others have no gradient in the first step; a frozen layer, and one that the optimizer is not given. With `--left_out`, a
+layer whose weights each step of the optimizer leaves out."""
 
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ class Config(RunConfig):
     log_every: int = 1
     weight_decay: float = 0.1  # it moves weights without a gradient
     optimizer: str = flag("AdamW", "or SGD, which has no state")
+    left_out: bool = flag(False, "the layer inner is in a group with a learning rate of 0")
 
 
 class Net(nn.Module):
@@ -49,9 +51,11 @@ def main(config: Config) -> None:
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         return {"loss": (model(batch["features"]) - batch["target"]) ** 2}
 
-    given = [weight for name, weight in model.named_parameters() if not name.startswith("left")]
+    given = [weight for name, weight in model.named_parameters() if not name.startswith(("left", "inner"))]
+    rate = 0.0 if config.left_out else config.learning_rate
+    groups = [{"params": given}, {"params": [*model.inner.parameters()], "lr": rate}]
     kind = getattr(torch.optim, config.optimizer)
-    optimizer = kind(given, config.learning_rate, weight_decay=config.weight_decay)
+    optimizer = kind(groups, config.learning_rate, weight_decay=config.weight_decay)
     fit(accelerator, model, optimizer, forward_step, dataset, dataset, config)
 
 
