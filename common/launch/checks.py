@@ -89,7 +89,7 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
             "as in accelerate_configs/sequence_parallel.yaml",
         )
     by_fsdp = environment.uses("fsdp")
-    if layout.tp == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
+    if layout.tp * layout.pp == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
         raise UsageError(
             "parallelism_config has a dp_shard_size",
             "use distributed_type: FSDP in the config file",
@@ -105,7 +105,7 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
             _other_size("dp_shard_size", "dp_replicate_size", sizes),
             "or --config_file accelerate_configs/ddp.yaml",
         )
-    used = {name: size for name, size in sizes.items() if size > 1}
+    used = {name: size for name, size in (*sizes.items(), ("--pipeline_stages", layout.pp)) if size > 1}
     product = math.prod(used.values())
     if product != layout.num_processes:
         factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"

@@ -16,7 +16,7 @@ from ..environment import Environment
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from ..step.setup import Setup
+from .grid import Grid, Part
 from .strategy import Strategy, Symptoms
 
 
@@ -50,9 +50,8 @@ class SequenceParallel(Strategy):
     def title(self, layout: Layout) -> str:
         return f"SP {layout.sp}"
 
-    def divide(self, setup: Setup) -> None:
-        layout = setup.plan.layout
-        divider_of(setup.model, layout.sp).divide(SequenceGroup(layout, setup.accelerator.device))
+    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
+        divider_of(part.model, grid.layout.sp).divide(SequenceGroup(grid.mesh["sp"]))
 
     def likely_cause(self, seen: Symptoms) -> str | None:
         return (
@@ -70,11 +69,8 @@ class SequenceGroup:
         rank: of this process among them; it holds slice `rank` of the tokens.
     """
 
-    def __init__(self, layout: Layout, device: torch.device):
-        from torch.distributed.device_mesh import init_device_mesh  # the import takes a second
-
-        mesh = init_device_mesh(device.type, (layout.data_parallel_size, layout.sp), mesh_dim_names=("data", "sp"))
-        self.size, self.rank, self._group = layout.sp, mesh.get_local_rank("sp"), mesh.get_group("sp")
+    def __init__(self, mesh: Any):
+        self.size, self.rank, self._group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
 
     def padded_length(self, length: int) -> int:
         """The length of all slices together: `length`, rounded up to a multiple of the size."""

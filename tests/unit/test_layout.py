@@ -62,6 +62,7 @@ def test_the_launcher_s_variables_are_read_in_one_module() -> None:
         "environment.py",
         "parallel/deepspeed.py",
         "parallel/fsdp2.py",
+        "parallel/sharding.py",
         "parallel/strategy.py",
         "launch/start.py",
     }
