@@ -96,7 +96,8 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
             [Edit("distributed_type", "FSDP")],
             "as in accelerate_configs/hsdp.yaml",
         )
-    is_divided = sizes["dp_shard_size"] > 1 or (by_fsdp and layout.sp > 1)  # FSDP2 shards over sp_size, too
+    # FSDP2 shards over sp_size, too, and joins tensor parallelism there.
+    is_divided = sizes["dp_shard_size"] > 1 or (layout.sp > 1 and (by_fsdp or layout.tp > 1))
     if sizes["dp_replicate_size"] > 1 and not is_divided and (by_fsdp or layout.tp > 1):
         raise UsageError(
             f"parallelism_config has a dp_replicate_size of {sizes['dp_replicate_size']} and no dp_shard_size, which "

@@ -32,15 +32,15 @@ NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in
 def check_config(layout: Layout, config: RunConfig) -> None:
     """Experts without FSDP2 or beside a strategy that divides layers, or a group that does not divide the processes."""
     # Accelerate refuses divided weights under DDP.
-    if not layout.environment.uses("fsdp") or layout.model_parallel_size > 1:
+    if not layout.environment.uses("fsdp") or layout.tp > 1:
         raise UsageError(
             f"--expert_parallel {layout.ep} needs FSDP2 for the other weights",
             "use --config_file accelerate_configs/fsdp2_expert_parallel.yaml",
         )
-    if layout.num_processes % layout.ep:
+    if (num_processes := layout.num_processes // layout.pp) % layout.ep:
         raise UsageError(
-            f"--expert_parallel {layout.ep} does not divide {layout.num_processes} processes",
-            f"use --num_processes {layout.ep} after accelerate launch",
+            f"--expert_parallel {layout.ep} does not divide {num_processes} processes{' of a stage' * (layout.pp > 1)}",
+            f"use --num_processes {layout.ep * layout.pp} after accelerate launch",
         )
     for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading"):
         if layout.environment.is_true(key):
@@ -205,8 +205,7 @@ def _sum_and_divide(values: Tensor, group: Any, size: int) -> Tensor:
 
 def _group_on_cpu(mesh: Any) -> Any:
     """The group of this process's experts, with a backend for the CPU."""
-    groups = [dist.new_group(ranks.tolist(), backend="gloo") for ranks in mesh.mesh]
-    return groups[mesh.get_local_rank("replicas")]
+    return dist.new_group(mesh["experts"].mesh.tolist(), backend="gloo", use_local_synchronization=True)
 
 
 @contextmanager

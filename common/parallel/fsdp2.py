@@ -96,7 +96,9 @@ class Fsdp2(Strategy):
     model_checks = (check_weights, check_layers)
 
     def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        return environment.uses("fsdp") or environment.mesh_size("dp_shard") > 1
+        size = environment.mesh_size
+        # Beside tensor parallelism, it also sums the gradients of those that share the tokens of a sample.
+        return environment.uses("fsdp") or size("dp_shard") > 1 or (size("tp") > 1 and size("sp") > 1)
 
     def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
         replicas = environment.mesh_size("dp_replicate")
@@ -106,7 +108,8 @@ class Fsdp2(Strategy):
     def title(self, layout: Layout) -> str:
         if layout.dp_replicate > 1:
             return f"HSDP {layout.dp_replicate} × {layout.dp_shard}"
-        return f"{self.name} {layout.dp_shard}" if layout.tp * layout.pp > 1 else self.name
+        shards = layout.dp_shard // layout.sp
+        return f"{self.name} {shards}" if layout.tp * layout.pp > 1 and shards > 1 else self.name
 
     def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"

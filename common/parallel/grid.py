@@ -86,7 +86,7 @@ class Part:
 class Divides(Protocol):
     """What divides a model: strategies do."""
 
-    def plan(self, model: nn.Module, layout: Layout) -> Any:
+    def plan(self, setup: Setup) -> Any:
         """What `divide` needs to know of the whole model."""
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
@@ -105,10 +105,9 @@ class Division:
     """
 
     def __init__(self, setup: Setup, strategies: Sequence[Divides]):
-        model, layout = setup.model, setup.plan.layout
-        self.grid, self._optimizer = Grid(layout, setup.accelerator.device), setup.optimizer
-        self._plans = [(strategy, strategy.plan(model, layout)) for strategy in strategies]
-        self._whole = dict(model.named_parameters(remove_duplicate=False))
+        self.grid, self._optimizer = Grid(setup.plan.layout, setup.accelerator.device), setup.optimizer
+        self._plans = [(strategy, strategy.plan(setup)) for strategy in strategies]
+        self._whole = dict(setup.model.named_parameters(remove_duplicate=False))
 
     def apply(self, part: Part, reads: bool = True) -> None:
         """Divides a part, moves it to the device, and gives the optimizer its weights in place of those of the whole

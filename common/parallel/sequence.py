@@ -23,7 +23,7 @@ from .strategy import Strategy, Symptoms
 def check_config(layout: Layout, config: RunConfig) -> None:
     """An sp_size beside a strategy that divides more than weights."""
     wrapper = next(name for name in layout.strategies if name != SequenceParallel.name)
-    if wrapper not in ("DDP", "FSDP2"):
+    if wrapper not in ("DDP", "FSDP2", "TP"):
         raise UsageError(
             f"sp_size does not combine with {wrapper}",
             "use --config_file accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml",
@@ -31,8 +31,13 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A model that cannot divide samples, or not by this number."""
-    divider_of(model, plan.layout.sp)
+    """A model that cannot divide samples, or not by this number. Tensor parallelism leaves each process some heads."""
+    divider = divider_of(model, plan.layout.sp)
+    if plan.layout.tp > 1:
+        try:
+            divider.check(plan.layout.sp * plan.layout.tp)
+        except UsageError as error:
+            raise UsageError(error.what, "use a smaller sp_size or tp_size in the config file") from None
 
 
 class SequenceParallel(Strategy):

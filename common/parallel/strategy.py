@@ -98,7 +98,7 @@ class Strategy:
     def refuse_batch_loss(self) -> None:
         """Raises UsageError if this strategy cannot take a `batch_loss`."""
 
-    def plan(self, model: nn.Module, layout: Layout) -> Any:
+    def plan(self, setup: Setup) -> Any:
         """What `divide` needs to know of the whole model."""
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:

@@ -62,8 +62,8 @@ class TensorParallel(Strategy):
     def title(self, layout: Layout) -> str:
         return f"TP {layout.tp}"
 
-    def plan(self, model: nn.Module, layout: Layout) -> dict[str, str]:
-        return check_plan(model, layout.tp)
+    def plan(self, setup: Setup) -> dict[str, str]:
+        return check_plan(setup.model, setup.plan.layout.tp)
 
     def divide(self, part: Part, plan: dict[str, str], grid: Grid) -> None:
         parallelize(part.model, plan, grid.mesh["tp"])

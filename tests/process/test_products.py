@@ -22,6 +22,12 @@ STAGES = "--pipeline_stages 2"
         ("fsdp2", 4, STAGES, "--fsdp_reshard_after_forward false", "FSDP2 2 × pipeline of 2 stages"),
         ("tensor_parallel", 4, f"{STAGES} --activation_checkpointing", "", "TP 2 × pipeline of 2 stages"),
         ("fsdp2_tensor_parallel", 8, STAGES, "", "FSDP2 2 × TP 2 × pipeline of 2 stages"),
+        ("tensor_parallel", 4, "", "--parallelism_config_sp_size 2", "FSDP2 × TP 2 × SP 2"),
+        pytest.param(
+            *("fsdp2_tensor_parallel", 8, "--micro_batch_size 4", "--parallelism_config_sp_size 2"),
+            "FSDP2 2 × TP 2 × SP 2",
+            marks=pytest.mark.full,
+        ),
         pytest.param("hsdp", 8, STAGES, "", "HSDP 2 × 2 × pipeline of 2 stages", marks=pytest.mark.full),
         pytest.param("fsdp2", 4, f"{STAGES} --compile", "", "FSDP2 2 × pipeline of 2 stages", marks=pytest.mark.full),
     ],
@@ -40,6 +46,20 @@ def test_the_result_of_one_process(
     expected_run = reference(SCRIPT, CLIPS)
     assert min(expected_run.column("grad_norm")) > 0.5  # it does clip
     assert_same_result(run, expected_run)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "expected"),
+    [
+        ("fsdp2", STAGES, "FSDP2 2 × pipeline of 2 stages × EP 2"),
+        ("fsdp2_sequence_parallel", "--micro_batch_size 4", "FSDP2 × SP 2 × EP 2"),
+    ],
+)
+def test_experts(tmp_path: Path, reference: Callable[..., Run], config: str, flags: str, expected: str) -> None:
+    arguments = f"{CLIPS} --num_experts 4"
+    run = fork(tmp_path / "run", config, SCRIPT, f"{arguments} {flags} --expert_parallel 2", 4)
+    assert run.card["parallelism"] == expected and run.card["checked_steps"] > 0
+    assert_same_result(run, reference(SCRIPT, arguments))
 
 
 def test_untied_embeddings_and_averaged_weights(tmp_path: Path) -> None:
@@ -86,6 +106,15 @@ def test_checkpoints_cross_between_layouts(tmp_path: Path) -> None:
         (
             *("fsdp2", 4, STAGES, "--fsdp_cpu_ram_efficient_loading true"),
             "--pipeline_stages does not work with fsdp_cpu_ram_efficient_loading: use false there in the config file",
+        ),
+        ("fsdp2_sequence_parallel", 8, STAGES, "", "sp_size does not combine with pipeline: use --config_file"),
+        (
+            *("fsdp2", 6, f"{STAGES} --num_experts 4 --expert_parallel 2", ""),
+            "--expert_parallel 2 does not divide 3 processes of a stage: use --num_processes 4 after accelerate launch",
+        ),
+        (
+            *("tensor_parallel", 8, "", "--parallelism_config_sp_size 4"),
+            "4 attention heads, which 8 processes cannot share: use a smaller sp_size or tp_size in the config file",
         ),
     ],
 )
