@@ -108,11 +108,14 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
         )
     used = {name: size for name, size in (*sizes.items(), ("--pipeline_stages", layout.pp)) if size > 1}
     product = math.prod(used.values())
+    stages, rest = divmod(layout.num_processes, product)
     if product != layout.num_processes:
         factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
         raise UsageError(
             f"parallelism_config has {factors} = {product} processes, but there are {layout.num_processes}",
             f"use --num_processes {product}, or change the sizes in the config file",
+            beside=f"or add --pipeline_stages {stages} after the recipe"
+            * (layout.pp == 1 and rest == 0 and stages > 1),
         )
 
 

@@ -36,7 +36,7 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
     if layout.environment.uses("deepspeed"):
         raise UsageError(
             "--pipeline_stages does not combine with DeepSpeed",
-            "use --config_file accelerate_configs/pipeline_parallel.yaml",
+            "use --config_file accelerate_configs/fsdp2_pipeline.yaml",
         )
     if layout.environment.uses("fsdp") and layout.dp_shard == 1:
         raise UsageError(

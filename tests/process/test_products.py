@@ -18,10 +18,10 @@ STAGES = "--pipeline_stages 2"
 @pytest.mark.parametrize(
     ("config", "num_processes", "flags", "options", "expected"),
     [
-        ("fsdp2", 4, f"{STAGES} --micro_batch_size 2", "", "FSDP2 2 × pipeline of 2 stages"),
-        ("fsdp2", 4, STAGES, "--fsdp_reshard_after_forward false", "FSDP2 2 × pipeline of 2 stages"),
+        ("fsdp2_pipeline", 4, f"{STAGES} --micro_batch_size 2", "", "FSDP2 2 × pipeline of 2 stages"),
+        ("fsdp2_pipeline", 4, STAGES, "--fsdp_reshard_after_forward false", "FSDP2 2 × pipeline of 2 stages"),
         ("tensor_parallel", 4, f"{STAGES} --activation_checkpointing", "", "TP 2 × pipeline of 2 stages"),
-        ("fsdp2_tensor_parallel", 8, STAGES, "", "FSDP2 2 × TP 2 × pipeline of 2 stages"),
+        ("fsdp2_tensor_pipeline", 8, STAGES, "", "FSDP2 2 × TP 2 × pipeline of 2 stages"),
         ("tensor_parallel", 4, "", "--parallelism_config_sp_size 2", "FSDP2 × TP 2 × SP 2"),
         pytest.param(
             *("fsdp2_tensor_parallel", 8, "--micro_batch_size 4", "--parallelism_config_sp_size 2"),
