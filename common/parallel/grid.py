@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,8 +14,10 @@ from ..step.setup import Setup, exchange_weights
 from ..weights.on_disk import materialized
 from ..weights.shards import is_divided
 
-if TYPE_CHECKING:  # the import takes 0.7 s
+if TYPE_CHECKING:  # the first import takes 0.7 s
     from torch.distributed.device_mesh import DeviceMesh
+
+    from .strategy import Strategy
 
 
 class Grid:
@@ -83,16 +85,6 @@ class Part:
     root: nn.Module
 
 
-class Divides(Protocol):
-    """What divides a model: strategies do."""
-
-    def plan(self, setup: Setup) -> Any:
-        """What `divide` needs to know of the whole model."""
-
-    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        """Divides a part of the model in place."""
-
-
 class Division:
     """Divides a model, in the order of the strategies.
 
@@ -104,7 +96,7 @@ class Division:
         grid: of the run.
     """
 
-    def __init__(self, setup: Setup, strategies: Sequence[Divides]):
+    def __init__(self, setup: Setup, strategies: Sequence["Strategy"]):
         self.grid, self._optimizer = Grid(setup.plan.layout, setup.accelerator.device), setup.optimizer
         self._plans = [(strategy, strategy.plan(setup)) for strategy in strategies]
         self._whole = dict(setup.model.named_parameters(remove_duplicate=False))

@@ -21,7 +21,7 @@ from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
 from ..weights.shards import local, norm_over_processes, whole
 from .grid import Division, Part
 from .sharding import gathers_again, sharded_layers
-from .stages import Stage, Unseen, check_pipeline, keep_stage
+from .stages import Stage, check_pipeline, keep_stage
 from .strategy import Strategy, Symptoms
 
 
@@ -168,8 +168,9 @@ class Pipeline(nn.Module):
         compile_if_asked(self.stage, plan, sharded_layers(model, layout) if is_sharded else ())
         division.apply(Part(model, self.stage))
         self.data_group = None if is_sharded or layout.data_parallel_size == 1 else mesh.get_group("dp_replicate")
-        # A schedule that sees FSDP2 gathers a stage once for all micro-batches, and holds its whole gradients.
-        runs = Unseen(self.stage) if is_sharded and gathers_again(layout) else self.stage
+        # A schedule that sees FSDP2 gathers a stage once for all micro-batches, and holds its whole gradients. Hidden
+        # in another module, FSDP2 gathers a layer at a time, and sums the gradients of each micro-batch.
+        runs = nn.Sequential(self.stage) if is_sharded and gathers_again(layout) else self.stage
         stage: Any = PipelineStage(runs, self.index, self.num_stages, self.device, group=self.group)
         stage.forward_one_chunk = partial(self._forward_one, stage.forward_one_chunk)
         stage.backward_one_chunk = partial(self._backward_one, stage.backward_one_chunk)

@@ -34,18 +34,6 @@ class Stage(nn.Module):
         return self.model.get_output_embeddings()(hidden) if self.is_last else hidden
 
 
-class Unseen(nn.Module):
-    """Hides from a schedule that FSDP2 divides a stage. Then FSDP2 gathers a layer at a time, and sums the gradients of
-    each micro-batch."""
-
-    def __init__(self, stage: Stage):
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, given: Tensor) -> Tensor:
-        return self.stage(given)
-
-
 def layer_bounds(num_layers: int, num_stages: int) -> list[int]:
     """Cuts a chain of layers into stages of about equal length; the last stage, which has the head, gets no extra one.
 
