@@ -14,7 +14,9 @@ RECIPES = (
 # Those that one machine compares with one process, which single.yaml is.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
 # Sizes that are no settings of a config file, but flags of all recipes: {config: [flag, size]}.
-SIZES = {"pipeline_parallel": ["--pipeline_stages", "2"], "fsdp2_expert_parallel": ["--expert_parallel", "2"]}
+PIPELINES = ("pipeline_parallel", "fsdp2_pipeline", "fsdp2_tensor_pipeline")
+SIZES = {config: ["--pipeline_stages", "2"] for config in PIPELINES}
+SIZES |= {"fsdp2_expert_parallel": ["--expert_parallel", "2"]}
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,15 @@ class Cell:
 
 _CAUSAL = ("transformer", EXPERTS, "finetune", "preferences")
 _NOT_CAUSAL = [recipe for recipe in RECIPES if recipe not in _CAUSAL]
-_TENSOR = ("tensor_parallel", "fsdp2_tensor_parallel", "hsdp_tensor_parallel")
+_TENSOR = ("tensor_parallel", "fsdp2_tensor_parallel", "hsdp_tensor_parallel", "fsdp2_tensor_pipeline")
 _SEQUENCE = ("sequence_parallel", "fsdp2_sequence_parallel")
 # (words of a run's line, configs, recipes that they do not support); of two rows for a pair, the later one counts.
 _NOT_SUPPORTED = (
     ("has no tp_plan", _TENSOR, ["mnist", "linear_regression"]),
     ("packed_colwise: expected one of", _TENSOR, [EXPERTS]),
     ("cannot divide sequences", _SEQUENCE, _NOT_CAUSAL),
-    ("cannot be cut into stages", ["pipeline_parallel"], _NOT_CAUSAL),
-    ("batch_loss needs two passes per step", ["pipeline_parallel"], ["embeddings"]),
+    ("cannot be cut into stages", PIPELINES, _NOT_CAUSAL),
+    ("batch_loss needs two passes per step", PIPELINES, ["embeddings"]),
     ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
 )
 # DeepSpeed's bf16 rounds at other places than autocast. For all but one, the parity check ends the run.

@@ -16,6 +16,7 @@ from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.common.errors import UsageError, first_line
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.launched import launched, remove_variables
+from accelerate_recipes.matrix import PIPELINES
 
 
 class Answer(TypedDict):
@@ -85,7 +86,7 @@ def refusals(
     from accelerate_recipes.common.step.checks import check_given
 
     path, has_gpu, likely = json.loads(os.environ[QUESTION])
-    flags = config or RunConfig()
+    flags = config or RunConfig(pipeline_stages=2 if Path(path).stem in PIPELINES else 1)
     found: list[UsageError] = []
     if config is not None:
         try:

@@ -9,6 +9,7 @@ from accelerate_recipes import bundle
 from accelerate_recipes.catalog import find_config, find_recipe
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
+from accelerate_recipes.matrix import PIPELINES
 from accelerate_recipes.paths import check_file, check_number, is_path
 from accelerate_recipes.plan import plot, show
 from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scale_up
@@ -57,7 +58,7 @@ def plan(
     changes = dict(_setting(text) for text in settings)
     paths = [find_config(name) for name in configs] or _of_one_machine()
     cases = [
-        Case(path, num_processes, num_machines, changes, max(stages, 2 if path.stem == "pipeline_parallel" else 1))
+        Case(path, num_processes, num_machines, changes, max(stages, 2 if path.stem in PIPELINES else 1))
         for path in paths
     ]
     found = plans(script, flags, cases, gpu)

@@ -50,7 +50,7 @@ class Case:
         machines = self.num_machines or content.get("num_machines") or 1
         if number % machines:
             raise UsageError(f"{number} processes do not divide into {machines} machines: use another --num_processes")
-        sizes = _sizes(content.get("parallelism_config") or {}, self.settings, number, machines)
+        sizes = _sizes(content.get("parallelism_config") or {}, self.settings, number // self.stages, machines)
         content |= {"num_processes": number, "num_machines": machines, "machine_rank": 0}
         if machines > 1:
             content |= {"main_process_ip": "127.0.0.1", "main_process_port": 29500}
@@ -64,8 +64,8 @@ class Case:
 
 
 def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int, machines: int) -> dict[str, int]:
-    """The sizes of a parallelism_config that the number of processes changes. Replicas are machines; then the shards
-    grow, else the processes that share a layer; those that share a sample's tokens get replicas."""
+    """The sizes of a parallelism_config that the number of processes of a stage changes. Replicas are machines; then
+    the shards grow, else the processes that share a layer; those that share a sample's tokens get replicas."""
     prefix = "parallelism_config_"
     sizes = {
         key.removeprefix(prefix).removesuffix("_size"): int(value)

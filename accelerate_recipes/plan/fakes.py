@@ -104,7 +104,8 @@ def pipeline_with_shapes(tokens: Tensor) -> Iterator[None]:
     def stage(model: Any, index: int, number: int, device: torch.device, group: Any) -> Any:
         given = torch.empty(tokens.shape, dtype=tokens.dtype)
         if index > 0:
-            given = torch.empty(*tokens.shape, model.model.config.hidden_size, requires_grad=True)
+            config: Any = next(module.config for module in model.modules() if hasattr(module, "config"))
+            given = torch.empty(*tokens.shape, config.hidden_size, requires_grad=True)
         return kind(model, index, number, torch.device("cpu"), given, model(given), group=group)
 
     with patch.object(pipelining, "PipelineStage", stage):

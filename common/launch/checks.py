@@ -89,14 +89,15 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
             "as in accelerate_configs/sequence_parallel.yaml",
         )
     by_fsdp = environment.uses("fsdp")
-    if layout.tp == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
+    if layout.tp * layout.pp == 1 and sizes["dp_shard_size"] > 1 and not by_fsdp:
         raise UsageError(
             "parallelism_config has a dp_shard_size",
             "use distributed_type: FSDP in the config file",
             [Edit("distributed_type", "FSDP")],
             "as in accelerate_configs/hsdp.yaml",
         )
-    is_divided = sizes["dp_shard_size"] > 1 or (by_fsdp and layout.sp > 1)  # FSDP2 shards over sp_size, too
+    # FSDP2 shards over sp_size, too, and joins tensor parallelism there.
+    is_divided = sizes["dp_shard_size"] > 1 or (layout.sp > 1 and (by_fsdp or layout.tp > 1))
     if sizes["dp_replicate_size"] > 1 and not is_divided and (by_fsdp or layout.tp > 1):
         raise UsageError(
             f"parallelism_config has a dp_replicate_size of {sizes['dp_replicate_size']} and no dp_shard_size, which "
@@ -105,13 +106,16 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
             _other_size("dp_shard_size", "dp_replicate_size", sizes),
             "or --config_file accelerate_configs/ddp.yaml",
         )
-    used = {name: size for name, size in sizes.items() if size > 1}
+    used = {name: size for name, size in (*sizes.items(), ("--pipeline_stages", layout.pp)) if size > 1}
     product = math.prod(used.values())
+    stages, rest = divmod(layout.num_processes, product)
     if product != layout.num_processes:
         factors = " × ".join(f"{name} {size}" for name, size in used.items()) or "no size above 1"
         raise UsageError(
             f"parallelism_config has {factors} = {product} processes, but there are {layout.num_processes}",
             f"use --num_processes {product}, or change the sizes in the config file",
+            beside=f"or add --pipeline_stages {stages} after the recipe"
+            * (layout.pp == 1 and rest == 0 and stages > 1),
         )
 
 

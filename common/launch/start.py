@@ -92,11 +92,12 @@ def start(config: RunConfig) -> ObservedAccelerator:
 
 @contextlib.contextmanager
 def mesh_of_accelerate(layout: Layout) -> Iterator[None]:
-    """Sets what Accelerate reads in the `with` block. It divides sequences under DeepSpeed alone: to it, processes that
-    share the tokens of a sample are data-parallel, too, as each has gradients of its own."""
+    """Sets what Accelerate reads in the `with` block instead of what the config file says."""
     variables, before = main_strategy(layout).variables(layout), dict(os.environ)
-    os.environ.update(variables if layout.environment.uses("parallelism_config") else {})
+    os.environ.update(variables)
     yield
+    for name in variables:
+        os.environ.pop(name)
     os.environ.update({name: before[name] for name in variables if name in before})
 
 

@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..layout import Layout
 from ..step.engine import Engine
 from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
-from ..weights.on_disk import materialize
+from .grid import Division, Part
 from .strategy import Strategy, Symptoms
 
 
@@ -22,11 +22,8 @@ class Ddp(Strategy):
             return f"DDP {layout.data_parallel_size}" if layout.data_parallel_size > 1 else ""
         return self.name if layout.num_processes > 1 else "no parallelism"
 
-    def variables(self, layout: Layout) -> dict[str, str]:
-        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}  # DDP needs no mesh
-
-    def wrap(self, setup: Setup) -> Engine:
-        materialize(setup.model)
+    def wrap(self, setup: Setup, division: Division) -> Engine:
+        division.apply(Part(setup.model, setup.model))
         compile_if_asked(setup.model, setup.plan)
         _let_ddp_send_state_alone(setup.model)
         model, optimizer = setup.accelerator.prepare(setup.model, setup.optimizer)

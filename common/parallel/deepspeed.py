@@ -28,6 +28,7 @@ from ..step.setup import Setup, cast, compile_if_asked, float32_outputs, say_wha
 from ..weights.on_disk import materialize
 from .deepspeed_engine import DeepSpeedEngine
 from .extensions import load_extensions
+from .grid import Division
 from .strategy import Strategy
 
 
@@ -192,7 +193,7 @@ class DeepSpeed(Strategy):
     def after_start(self) -> None:
         load_models_whole()
 
-    def wrap(self, setup: Setup) -> DeepSpeedEngine:
+    def wrap(self, setup: Setup, division: Division) -> DeepSpeedEngine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
         materialize(model)
         configure(accelerator, model, setup.optimizer, plan)

@@ -21,9 +21,9 @@ from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..step.checks import sizes_that_divide
-from ..step.setup import Setup, exchange_weights
 from ..weights.on_disk import materialized
 from ..weights.shards import local
+from .grid import Grid, Part
 from .strategy import Strategy
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in transformers
@@ -32,15 +32,15 @@ NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in
 def check_config(layout: Layout, config: RunConfig) -> None:
     """Experts without FSDP2 or beside a strategy that divides layers, or a group that does not divide the processes."""
     # Accelerate refuses divided weights under DDP.
-    if not layout.environment.uses("fsdp") or layout.model_parallel_size > 1:
+    if not layout.environment.uses("fsdp") or layout.tp > 1:
         raise UsageError(
             f"--expert_parallel {layout.ep} needs FSDP2 for the other weights",
             "use --config_file accelerate_configs/fsdp2_expert_parallel.yaml",
         )
-    if layout.num_processes % layout.ep:
+    if (num_processes := layout.num_processes // layout.pp) % layout.ep:
         raise UsageError(
-            f"--expert_parallel {layout.ep} does not divide {layout.num_processes} processes",
-            f"use --num_processes {layout.ep} after accelerate launch",
+            f"--expert_parallel {layout.ep} does not divide {num_processes} processes{' of a stage' * (layout.pp > 1)}",
+            f"use --num_processes {layout.ep * layout.pp} after accelerate launch",
         )
     for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading"):
         if layout.environment.is_true(key):
@@ -83,23 +83,18 @@ class ExpertParallel(Strategy):
     def title(self, layout: Layout) -> str:
         return f"EP {layout.ep}"
 
-    def divide(self, setup: Setup) -> None:
-        from torch.distributed.device_mesh import init_device_mesh  # these imports take a second
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # the import takes a second
 
-        layout, device = setup.plan.layout, setup.accelerator.device
-        shape = (layout.num_processes // layout.ep, layout.ep)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "experts"))
-        group, replaced = ExpertGroup(mesh, layout), dict[nn.Parameter, nn.Parameter]()
-        for experts in experts_of(setup.model).values():
-            with materialized(experts, device):
+        group = ExpertGroup(grid.experts)
+        for experts in experts_of(part.model).values():
+            with materialized(experts, grid.device):
                 for name, weight in list(experts.named_parameters()):
-                    own = weight.detach().chunk(group.size)[group.rank].to(weight.device if weight.is_meta else device)
-                    shard = DTensor.from_local(own.clone(), mesh, [Replicate(), Shard(0)], run_check=False)
-                    replaced[weight] = nn.Parameter(shard, requires_grad=weight.requires_grad)
-                    setattr(experts, name, replaced[weight])
+                    own = weight.detach().chunk(group.size)[group.rank]
+                    own = own.to(weight.device if weight.is_meta else grid.device).clone()
+                    shard = DTensor.from_local(own, grid.experts, [Replicate(), Shard(0)], run_check=False)
+                    setattr(experts, name, nn.Parameter(shard, requires_grad=weight.requires_grad))
             group.take_over(experts)
-        exchange_weights(setup.optimizer, replaced)
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
@@ -119,10 +114,10 @@ class ExpertGroup:
         rank: of this process among them; it holds the experts from `rank` × (experts / size) on.
     """
 
-    def __init__(self, mesh: Any, layout: Layout):
-        self.size, self.rank = layout.ep, mesh.get_local_rank("experts")
+    def __init__(self, mesh: Any):
+        self.size, self.rank = mesh["experts"].size(), mesh.get_local_rank("experts")
         self._group, self._replicas = mesh.get_group("experts"), mesh.get_group("replicas")
-        self._num_replicas, self._num_processes = layout.num_processes // layout.ep, layout.num_processes
+        self._num_replicas, self._num_processes = mesh["replicas"].size(), mesh.size()
         # The numbers of tokens, which the CPU must know.
         self._counts = self._group if mesh.device_type == "cpu" else _group_on_cpu(mesh)
 
@@ -210,8 +205,7 @@ def _sum_and_divide(values: Tensor, group: Any, size: int) -> Tensor:
 
 def _group_on_cpu(mesh: Any) -> Any:
     """The group of this process's experts, with a backend for the CPU."""
-    groups = [dist.new_group(ranks.tolist(), backend="gloo") for ranks in mesh.mesh]
-    return groups[mesh.get_local_rank("replicas")]
+    return dist.new_group(mesh["experts"].mesh.tolist(), backend="gloo", use_local_synchronization=True)
 
 
 @contextmanager

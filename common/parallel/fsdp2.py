@@ -1,11 +1,13 @@
 """FSDP2: divides each weight among processes, and gathers a layer at a time."""
 
-from collections.abc import Container, Iterator
+import os
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -27,7 +29,9 @@ from ..step.setup import (
 )
 from ..weights.on_disk import materialized
 from ..weights.shards import is_divided
-from .strategy import Strategy, rehearse_on_gloo
+from .grid import Division, Grid, Part
+from .sharding import classes_in_the_file, gathers_again, named_classes, places_of, sharded_layers
+from .strategy import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -92,21 +96,48 @@ class Fsdp2(Strategy):
     model_checks = (check_weights, check_layers)
 
     def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        return environment.uses("fsdp") or (environment.mesh_size("tp") > 1 and environment.mesh_size("dp_shard") > 1)
+        size = environment.mesh_size
+        # Beside tensor parallelism, it also sums the gradients of those that share the tokens of a sample.
+        return environment.uses("fsdp") or size("dp_shard") > 1 or (size("tp") > 1 and size("sp") > 1)
 
     def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        size, replicas = environment.mesh_size, environment.mesh_size("dp_replicate")
-        shards = size("dp_shard") if size("tp") > 1 else environment.world_size // replicas
-        return {"dp_replicate": replicas, "dp_shard": shards}
+        replicas = environment.mesh_size("dp_replicate")
+        others = replicas * environment.mesh_size("tp") * config.pipeline_stages
+        return {"dp_replicate": replicas, "dp_shard": environment.world_size // others}
 
     def title(self, layout: Layout) -> str:
-        return f"HSDP {layout.dp_replicate} × {layout.dp_shard}" if layout.dp_replicate > 1 else self.name
+        if layout.dp_replicate > 1:
+            return f"HSDP {layout.dp_replicate} × {layout.dp_shard}"
+        shards = layout.dp_shard // layout.sp
+        return f"{self.name} {shards}" if layout.tp * layout.pp > 1 and shards > 1 else self.name
 
     def rehearse(self, layout: Layout, timeout: timedelta) -> None:
-        rehearse_on_gloo(timeout)
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU  # as on GPUs
 
-    def wrap(self, setup: Setup) -> Engine:
+    def variables(self, layout: Layout) -> dict[str, str]:
+        # Accelerate divides sequences under DeepSpeed alone: to it, processes that share the tokens of a sample are
+        # data-parallel, too, as each has gradients of its own.
+        return {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.dp_shard)}
+
+    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
+        from torch.distributed.fsdp import fully_shard  # the import takes a second
+
+        layout, model = grid.layout, part.model
+        scalars, experts = scalars_of(model), [weight for weight in model.parameters() if is_of_experts(weight)]
+        options: dict[str, Any] = {
+            "mesh": grid.shards,
+            "mp_policy": mixed_precision_policy(layout.precision),
+            "reshard_after_forward": None if gathers_again(layout) else False,
+            "ignored_params": {*scalars, *experts},
+        }
+        for module in (*sharded_layers(model, layout), part.root):  # the root is what runs: it gathers the rest
+            fully_shard(module, **options)
+        average_scalars(model, grid.shards.get_all_groups())
+
+    def wrap(self, setup: Setup, division: Division) -> Engine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
+        division.apply(Part(model, model), reads=False)
         plugin, classes = accelerator.state.fsdp_plugin, wrapped_classes(model, plan.layout)
         plugin.transformer_cls_names_to_wrap = classes
         plugin.mixed_precision_policy = mixed_precision_policy(plan.layout.precision)
@@ -122,7 +153,9 @@ class Fsdp2(Strategy):
         device = torch.device("cpu") if offloads else accelerator.device
         with materialized(model, device), _found_by_name(model, setup.optimizer), _ends_of_accelerate(model, classes):
             model, optimizer = accelerator.prepare(model, setup.optimizer)
-        average_scalars(model, accelerator.device)
+        for weight in scalars_of(model):
+            weight.data = weight.data.to(accelerator.device)
+        average_scalars(model, [None])
         split_groups_by_mesh(setup.optimizer)
         choose_fused_kernels(accelerator, setup.optimizer)
         return Engine(setup, model, optimizer)
@@ -156,62 +189,28 @@ def scalars_of(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in model.parameters() if weight.ndim == 0]
 
 
-def average_scalars(model: nn.Module, device: torch.device) -> None:
-    """Moves the weights without dimensions to a device, and lets all processes average their gradients, as FSDP2 does
-    for the others. Processes that share each layer have the same gradients, so that they may take part."""
+def average_scalars(model: nn.Module, groups: Sequence[Any]) -> None:
+    """Lets processes average the gradients of the weights without dimensions, as FSDP2 does for the others.
+
+    Args:
+        model: with such weights.
+        groups: of the processes, along each dimension of their mesh; None: all.
+    """
 
     def mean(gradient: Tensor) -> Tensor:
-        whole = gradient / dist.get_world_size()  # not in place: autograd may need the gradient elsewhere
-        dist.all_reduce(whole)
-        return whole
+        for group in groups:
+            gradient = gradient / dist.get_world_size(group)  # not in place: autograd may need the gradient elsewhere
+            dist.all_reduce(gradient, group=group)
+        return gradient
 
     for weight in scalars_of(model):
-        weight.data = weight.data.to(device)
         if weight.requires_grad:
             weight.register_hook(mean)
 
 
-def sharded_layers(model: nn.Module, layout: Layout) -> list[nn.Module]:
-    """The layers that FSDP gathers one at a time: their classes are those that the config file names, else those in
-    `_no_split_modules`. A class of which a layer shares a weight with what is outside it is left out: its weights stay
-    with the rest of the model. A layer comes after those inside it, as torch's `fully_shard` needs."""
-    classes = named_classes(model, layout)
-    while apart := {
-        type(layer).__name__
-        for places in _places(model, classes).values()
-        if len({layer for _, layer in places}) > 1
-        for _, layer in places
-        if layer is not model
-    }:
-        classes -= apart
-    return [module for module in model.modules() if type(module).__name__ in classes][::-1]
-
-
-def classes_in_the_file(layout: Layout) -> list[str]:
-    """The classes of layers that the config file names."""
-    named = layout.environment.settings.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    return named.split(",") if named else []
-
-
-def named_classes(model: nn.Module, layout: Layout) -> set[str]:
-    """The classes of layers that the config file names, else those in `_no_split_modules`."""
-    return set(classes_in_the_file(layout) or getattr(model, "_no_split_modules", None) or [])
-
-
-def _places(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]]:
-    """{weight: (module that has it, innermost layer of these classes around that, or the model)}"""
-    waiting, seen = [(model, model)], set[tuple[nn.Module, nn.Module]]()
-    while waiting:
-        module, layer = waiting.pop()
-        layer = module if type(module).__name__ in classes else layer
-        if (module, layer) not in seen:
-            seen.add((module, layer))
-            waiting += [(child, layer) for child in module.children()]
-    places: dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]] = {}
-    for module, layer in seen:
-        for weight in module.parameters(recurse=False):
-            places.setdefault(weight, set()).add((module, layer))
-    return places
+def is_of_experts(weight: Tensor) -> bool:
+    """Whether expert parallelism has divided a weight: FSDP2 leaves it."""
+    return is_divided(weight) and "experts" in (weight.device_mesh.mesh_dim_names or ())
 
 
 def wrapped_classes(model: nn.Module, layout: Layout) -> list[str]:
@@ -252,7 +251,7 @@ def _ends_of_accelerate(model: nn.Module, classes: Container[str]) -> Iterator[N
     asks a model of transformers for, separately. If the rest of the model has shared weights, other than those of two
     tied embeddings, they stay together."""
     ends = {end: embedding_of(model, end) for end in ("input", "output")}
-    owners = [{module for module, layer in places if layer is model} for places in _places(model, classes).values()]
+    owners = [{module for module, layer in places if layer is model} for places in places_of(model, classes).values()]
     together = any(len(modules) > 1 and not modules <= {*ends.values()} for modules in owners)
     hidden: dict[str, Any] = {
         f"get_{end}_embeddings": lambda: None  # some models raise an error instead

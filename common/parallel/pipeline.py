@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -14,31 +13,40 @@ from ..data.sets import Batch, NumberedStep
 from ..environment import Environment
 from ..errors import Edit, UsageError
 from ..layout import Layout
-from ..norms import clip, norm_of
+from ..norms import clip
 from ..plan import Plan
 from ..seeds import UPDATE, seed_forward
 from ..step.engine import Engine, StepResult, step_if_finite, weighted_sum
 from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
-from ..weights.on_disk import materialize
+from ..weights.shards import local, norm_over_processes, whole
+from .grid import Division, Part
+from .sharding import gathers_again, sharded_layers
 from .stages import Stage, check_pipeline, keep_stage
 from .strategy import Strategy, Symptoms
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
-    """A config that divides the model, too, or stages that do not divide the processes."""
-    if layout.num_processes % layout.pp:
+    """A config whose processes the stages do not divide, or one of DeepSpeed."""
+    others = layout.dp_replicate * layout.sp * layout.tp
+    if layout.num_processes % (layout.pp * others):
         raise UsageError(
             f"--pipeline_stages {layout.pp} does not divide {layout.num_processes} processes",
-            f"use --num_processes {layout.pp} after accelerate launch",
+            f"use --num_processes {layout.pp * others} after accelerate launch",
         )
-    if any(map(layout.environment.uses, ("deepspeed", "fsdp", "parallelism_config"))):
+    if layout.environment.uses("deepspeed"):
         raise UsageError(
-            "--pipeline_stages needs a config without sharding",
-            "use --config_file accelerate_configs/pipeline_parallel.yaml",
+            "--pipeline_stages does not combine with DeepSpeed",
+            "use --config_file accelerate_configs/fsdp2_pipeline.yaml",
         )
+    if layout.environment.uses("fsdp") and layout.dp_shard == 1:
+        raise UsageError(
+            f"--pipeline_stages {layout.pp} of {layout.num_processes} processes leave FSDP2 nothing to divide",
+            f"use --num_processes {2 * layout.pp} after accelerate launch, or --config_file accelerate_configs/"
+            "pipeline_parallel.yaml",
+        )
+    for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"):
+        if layout.environment.is_true(key):
+            raise UsageError(f"--pipeline_stages does not work with {key}", "use false there in the config file")
     if layout.precision == "fp16":
         raise UsageError(
             "fp16 does not work with a pipeline",
@@ -65,15 +73,17 @@ class PipelineParallel(Strategy):
         return {"pp": config.pipeline_stages}
 
     def title(self, layout: Layout) -> str:
-        pipelines = f"DDP {layout.data_parallel_size} × " if layout.data_parallel_size > 1 else ""
-        return f"{pipelines}pipeline of {layout.pp} stages"
+        replicas = layout.data_parallel_size if layout.dp_shard == 1 else 1
+        return f"DDP {replicas} × " * (replicas > 1) + f"pipeline of {layout.pp} stages"
+
+    def variables(self, layout: Layout) -> dict[str, str]:
+        return super().variables(layout) | {"ACCELERATE_USE_FSDP": "false"}
 
     def refuse_batch_loss(self) -> None:
         raise UsageError("batch_loss needs two passes per step, which a pipeline does not have", f"use {self.fallback}")
 
-    def wrap(self, setup: Setup) -> "PipelineEngine":
-        pipeline = Pipeline(setup.accelerator, setup.model, setup.optimizer, setup.plan)
-        compile_if_asked(pipeline.stage, setup.plan)
+    def wrap(self, setup: Setup, division: Division) -> "PipelineEngine":
+        pipeline = Pipeline(setup, division)
         optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
         choose_fused_kernels(setup.accelerator, setup.optimizer)
         return PipelineEngine(setup, pipeline, optimizer)
@@ -134,41 +144,44 @@ class Pipeline(nn.Module):
     processes of the pipeline. Training uses `backward` and `clip`.
 
     Args:
-        accelerator: from `start(config)`.
-        model: whole transformers model from `with_losses`; the layers of other stages are removed from it.
-        optimizer: over the model's parameters; the parameters of other stages are removed from it.
-        plan: of the run.
+        setup: of the run, with a whole transformers model from `with_losses`. The layers of other stages are removed
+            from it, and their weights from the optimizer.
+        division: of the model.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, plan: Plan
-    ):
+    def __init__(self, setup: Setup, division: Division):
         super().__init__()
-        # Imported here, because the imports take a second.
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # the import takes a second
 
-        layout, self.device = plan.layout, accelerator.device
-        self.num_stages = layout.pp
-        mesh = init_device_mesh(
-            self.device.type, (layout.data_parallel_size, self.num_stages), mesh_dim_names=("data", "pipe")
-        )
-        self.group, self.index = mesh.get_group("pipe"), mesh.get_local_rank("pipe")
+        plan, layout, mesh = setup.plan, setup.plan.layout, division.grid.mesh
+        self.device, self.num_stages, self.autocast = division.grid.device, layout.pp, setup.accelerator.autocast
+        self.group, self.index = mesh.get_group("pp"), mesh.get_local_rank("pp")
         self.is_first, self.is_last = self.index == 0, self.index == self.num_stages - 1
-        embedding = model.get_input_embeddings().weight
-        is_tied = model.get_output_embeddings().weight is embedding
-        self.tied = embedding if is_tied and (self.is_first or self.is_last) else None
+        model: Any = setup.model
+        self.model, self.is_tied = model, model.get_output_embeddings().weight is model.get_input_embeddings().weight
         self.in_all_stages = keep_stage(model, self.index, self.num_stages)
-        materialize(model, self.device)
-        self.model, self.autocast = model.to(self.device), accelerator.autocast
         kept = set(model.parameters())
-        for group in optimizer.param_groups:
+        for group in setup.optimizer.param_groups:
             group["params"] = [weight for weight in group["params"] if weight in kept]
         self.stage = Stage(model, self.is_first, self.is_last)
-        self.data_group = mesh.get_group("data") if layout.data_parallel_size > 1 else None
-        stage = PipelineStage(self.stage, self.index, self.num_stages, self.device, group=self.group)
-        stage.forward_one_chunk = partial(self._forward_one, stage.forward_one_chunk)  # type: ignore[method-assign]
+        is_sharded = layout.dp_shard > 1
+        compile_if_asked(self.stage, plan, sharded_layers(model, layout) if is_sharded else ())
+        division.apply(Part(model, self.stage))
+        self.data_group = None if is_sharded or layout.data_parallel_size == 1 else mesh.get_group("dp_replicate")
+        # A schedule that sees FSDP2 gathers a stage once for all micro-batches, and holds its whole gradients. Hidden
+        # in another module, FSDP2 gathers a layer at a time, and sums the gradients of each micro-batch.
+        runs = nn.Sequential(self.stage) if is_sharded and gathers_again(layout) else self.stage
+        stage: Any = PipelineStage(runs, self.index, self.num_stages, self.device, group=self.group)
+        stage.forward_one_chunk = partial(self._forward_one, stage.forward_one_chunk)
+        stage.backward_one_chunk = partial(self._backward_one, stage.backward_one_chunk)
         self.schedule = Schedule1F1B(stage, plan.accumulation, loss_fn=self._loss, scale_grads=False)
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """This process's copy of an embedding that is tied to the head, in the first and in the last stage."""
+        if not self.is_tied or not (self.is_first or self.is_last):
+            return None
+        return (self.model.get_input_embeddings() if self.is_first else self.model.get_output_embeddings()).weight
 
     def forward(self, *args: Tensor, **named: Any) -> Tensor:
         """The losses of the model for these arguments, without a graph."""
@@ -220,19 +233,20 @@ class Pipeline(nn.Module):
             self.schedule.step(*inputs, target=target, losses=[], return_outputs=False)
         if self.data_group is not None:
             self._average_over_pipelines()
-        if self.tied is not None:  # last: a + b and b + a are equal to the last bit, so the two copies stay equal
-            self._add_gradient_of_the_other_end(self.tied.grad)
+        if (copy := self.tied) is not None and copy.grad is not None:
+            # Last: a + b and b + a are equal to the last bit, so the two copies stay equal.
+            self._add_gradient_of_the_other_end(local(copy.grad))
         return self._sums
 
     def clip(self, max_norm: float) -> Tensor:
         """Clips the gradient of the whole model to `max_norm`; returns the norm before clipping."""
-        weights = [weight for weight in self.model.parameters() if weight.grad is not None]
-        counted = [weight.grad for weight in weights if not (self.is_last and weight is self.tied)]
-        own = norm_of(counted) if counted else torch.zeros((), device=self.device)
+        weights, copy = [each for each in self.model.parameters() if each.grad is not None], self.tied
+        counted = [weight.grad for weight in weights if not (self.is_last and weight is copy)]
+        own = norm_over_processes(counted) if counted else torch.zeros((), device=self.device)
         norms = [torch.empty_like(own) for _ in range(self.num_stages)]
         dist.all_gather(norms, own, group=self.group)  # not a sum: its order might differ between pipelines
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        clip([weight.grad for weight in weights], norm, max_norm)
+        clip([local(weight.grad) for weight in weights], norm, max_norm)
         return norm
 
     def gathered(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -245,7 +259,7 @@ class Pipeline(nn.Module):
             if self.index == stage == 0:
                 yield name, tensors[name]
             elif self.index == stage:
-                dist.send(tensors[name].detach().contiguous(), group_dst=0, group=self.group)
+                dist.send(whole(tensors[name]).detach().contiguous(), group_dst=0, group=self.group)
             elif self.is_first:
                 shape, dtype = shapes[stage][name]
                 received = torch.empty(shape, dtype=dtype, device=self.device)
@@ -261,6 +275,12 @@ class Pipeline(nn.Module):
             if isinstance(error.__cause__, UsageError):  # torch wraps it
                 raise error.__cause__ from None
             raise
+
+    def _backward_one(self, backward: Callable[..., Any], index: int, *args: Any, **options: Any) -> Any:
+        """The stage's backward pass for micro-batch `index`. Replicas of shards sum their gradients after the last."""
+        if sum_over_replicas := getattr(self.stage, "set_requires_all_reduce", None):  # of FSDP2
+            sum_over_replicas(index == len(self._micro_batches) - 1)
+        return backward(index, *args, **options)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         number = int(target)
@@ -318,9 +338,12 @@ class PipelineEngine(Engine):
             self.ema.update()
         return StepResult(losses, weight if self.pipeline.is_last else 0.0, grad_norm)
 
-    def holders(self, name: str) -> range:
-        everybody, stages = super().holders(name), self.pipeline.num_stages
-        return everybody if name in self.pipeline.in_all_stages else everybody[self.pipeline.index :: stages]
+    def holders(self, name: str) -> Sequence[int]:
+        everybody, layout = super().holders(name), self.plan.layout
+        if name in self.pipeline.in_all_stages:
+            return everybody
+        consecutive = layout.sp * layout.tp  # processes of the same stage
+        return tuple(rank for rank in everybody if rank // consecutive % layout.pp == self.pipeline.index)
 
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         return self.pipeline.gathered(tensors)

@@ -16,14 +16,14 @@ from ..environment import Environment
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from ..step.setup import Setup
+from .grid import Grid, Part
 from .strategy import Strategy, Symptoms
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
     """An sp_size beside a strategy that divides more than weights."""
     wrapper = next(name for name in layout.strategies if name != SequenceParallel.name)
-    if wrapper not in ("DDP", "FSDP2"):
+    if wrapper not in ("DDP", "FSDP2", "TP"):
         raise UsageError(
             f"sp_size does not combine with {wrapper}",
             "use --config_file accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml",
@@ -31,8 +31,13 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A model that cannot divide samples, or not by this number."""
-    divider_of(model, plan.layout.sp)
+    """A model that cannot divide samples, or not by this number. Tensor parallelism leaves each process some heads."""
+    divider = divider_of(model, plan.layout.sp)
+    if plan.layout.tp > 1:
+        try:
+            divider.check(plan.layout.sp * plan.layout.tp)
+        except UsageError as error:
+            raise UsageError(error.what, "use a smaller sp_size or tp_size in the config file") from None
 
 
 class SequenceParallel(Strategy):
@@ -50,9 +55,8 @@ class SequenceParallel(Strategy):
     def title(self, layout: Layout) -> str:
         return f"SP {layout.sp}"
 
-    def divide(self, setup: Setup) -> None:
-        layout = setup.plan.layout
-        divider_of(setup.model, layout.sp).divide(SequenceGroup(layout, setup.accelerator.device))
+    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
+        divider_of(part.model, grid.layout.sp).divide(SequenceGroup(grid.mesh["sp"]))
 
     def likely_cause(self, seen: Symptoms) -> str | None:
         if not seen.at_once:
@@ -72,11 +76,8 @@ class SequenceGroup:
         rank: of this process among them; it holds slice `rank` of the tokens.
     """
 
-    def __init__(self, layout: Layout, device: torch.device):
-        from torch.distributed.device_mesh import init_device_mesh  # the import takes a second
-
-        mesh = init_device_mesh(device.type, (layout.data_parallel_size, layout.sp), mesh_dim_names=("data", "sp"))
-        self.size, self.rank, self._group = layout.sp, mesh.get_local_rank("sp"), mesh.get_group("sp")
+    def __init__(self, mesh: Any):
+        self.size, self.rank, self._group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
 
     def padded_length(self, length: int) -> int:
         """The length of all slices together: `length`, rounded up to a multiple of the size."""

@@ -15,6 +15,7 @@ from .ddp import DDP
 from .deepspeed import DEEPSPEED
 from .expert import EXPERT
 from .fsdp2 import FSDP2
+from .grid import Division
 from .pipeline import PIPELINE
 from .sequence import SEQUENCE
 from .strategy import ModelCheck, Strategy
@@ -30,6 +31,9 @@ STRATEGIES: tuple[Strategy, ...] = (
     EXPERT,
     DDP,
 )
+
+# Those that divide a model, in the order in which they must: each divides what those before it have left.
+ORDER: tuple[Strategy, ...] = (TENSOR, SEQUENCE, EXPERT, FSDP2)
 
 
 def layout_of(environment: Environment, config: RunConfig) -> Layout:
@@ -50,9 +54,8 @@ def layout_of(environment: Environment, config: RunConfig) -> Layout:
     )
     for strategy in asked:
         layout = replace(layout, **strategy.sizes(environment, config))
-    main = main_strategy(layout)
-    titles = [strategy.title(layout) for strategy in (main, *(strategy for strategy in asked if not strategy.wraps))]
-    return replace(layout, title=" × ".join(filter(None, titles)))
+    outside_in = [strategy for strategy in asked[::-1] if strategy.wraps] + [each for each in asked if not each.wraps]
+    return replace(layout, title=" × ".join(filter(None, [strategy.title(layout) for strategy in outside_in])))
 
 
 def strategies_of(layout: Layout) -> list[Strategy]:
@@ -92,11 +95,10 @@ def check_batch_loss(batch_loss: BatchLossFn | None, plan: Plan) -> None:
 def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
     on_disk = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
-    main = main_strategy(setup.plan.layout)
-    for strategy in strategies_of(setup.plan.layout):
-        if strategy is not main:
-            strategy.divide(setup)
-    engine = main.wrap(setup)
+    main, names = main_strategy(setup.plan.layout), setup.plan.layout.strategies
+    # Accelerate shards a model that FSDP2 wraps.
+    divide = [strategy for strategy in ORDER if strategy.name in names and (strategy is not FSDP2 or main is not FSDP2)]
+    engine = main.wrap(setup, Division(setup, divide))
     own = sum(local(weight).nbytes for name, weight in engine.module.named_parameters() if name in on_disk)
     whole = sum(on_disk.values())
     if own < whole and main.reads_own_parts:

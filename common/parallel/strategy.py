@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
@@ -18,6 +17,7 @@ from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
 from ..step.setup import Setup
+from .grid import Division, Grid, Part
 
 LaunchCheck = Callable[[Layout, RunConfig], None]
 ModelCheck = Callable[[nn.Module, torch.optim.Optimizer, Plan], None]
@@ -89,8 +89,8 @@ class Strategy:
         """Prepares a run on GPUs, before the processes join."""
 
     def variables(self, layout: Layout) -> dict[str, str]:
-        """What Accelerate reads of the config file's parallelism_config instead of what it says."""
-        return {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.dp_shard)}
+        """What Accelerate reads instead of what the config file says: it needs no mesh."""
+        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
 
     def after_start(self) -> None:
         """Called when the processes have joined."""
@@ -98,19 +98,17 @@ class Strategy:
     def refuse_batch_loss(self) -> None:
         """Raises UsageError if this strategy cannot take a `batch_loss`."""
 
-    def divide(self, setup: Setup) -> None:
-        """Divides the model of another strategy, before that wraps it."""
+    def plan(self, setup: Setup) -> Any:
+        """What `divide` needs to know of the whole model."""
 
-    def wrap(self, setup: Setup) -> Engine:
-        """Wraps model and optimizer into what takes the steps. `check_trainable` has accepted them."""
+    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
+        """Divides what this process runs of the model in place. Its weights may still be on the meta device."""
+
+    def wrap(self, setup: Setup, division: Division) -> Engine:
+        """Divides the model, and wraps it and the optimizer into what takes the steps. `check_trainable` has accepted
+        them."""
         raise AssertionError(f"{self.name} wraps no model")
 
     def likely_cause(self, seen: Symptoms) -> str | None:
         """What this strategy may have to do with a difference, and what to type; None if nothing."""
         return None
-
-
-def rehearse_on_gloo(timeout: timedelta) -> None:
-    """Lets Accelerate run FSDP2 or tensor parallelism on the CPU, as on GPUs."""
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU

@@ -3,11 +3,9 @@
 import difflib
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from ..config import RunConfig
@@ -16,10 +14,11 @@ from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
-from ..step.setup import Setup, choose_fused_kernels, compile_if_asked, exchange_weights
-from ..weights.on_disk import materialized
-from .fsdp2 import average_scalars, mixed_precision_policy, scalars_of, sharded_layers
-from .strategy import Strategy, Symptoms, rehearse_on_gloo
+from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from .grid import Division, Grid, Part
+from .sharding import sharded_layers
+from .stages import Absent
+from .strategy import Strategy, Symptoms
 
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
@@ -61,19 +60,19 @@ class TensorParallel(Strategy):
         return {"tp": environment.mesh_size("tp")}
 
     def title(self, layout: Layout) -> str:
-        replicas = f"{layout.dp_replicate} × " if layout.dp_replicate > 1 else ""
-        shards = f"FSDP2 {layout.dp_shard} × " if layout.dp_shard > 1 else ""
-        return f"{replicas}{shards}TP {layout.tp}"
+        return f"TP {layout.tp}"
 
-    def rehearse(self, layout: Layout, timeout: timedelta) -> None:
-        rehearse_on_gloo(timeout)
+    def plan(self, setup: Setup) -> dict[str, str]:
+        return check_plan(setup.model, setup.plan.layout.tp)
 
-    def wrap(self, setup: Setup) -> Engine:
+    def divide(self, part: Part, plan: dict[str, str], grid: Grid) -> None:
+        parallelize(part.model, plan, grid.mesh["tp"])
+
+    def wrap(self, setup: Setup, division: Division) -> Engine:
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
         compile_if_asked(model, plan, sharded_layers(model, plan.layout) if plan.layout.dp_shard > 1 else ())
-        parallelize(accelerator, model, inner, plan.layout)
-        # As for evaluation, so that Accelerate adds mixed precision alone. For training it would ask the model for its
-        # number of processes, and find the optimizer's weights by their addresses, which shards without elements lack.
+        division.apply(Part(model, model))
+        # As for evaluation, so that Accelerate adds mixed precision alone. For training it would wrap the model in DDP.
         model = accelerator.prepare_model(model, evaluation_mode=True)
         optimizer = accelerator.prepare_optimizer(inner)
         choose_fused_kernels(accelerator, inner)
@@ -88,17 +87,13 @@ class TensorParallel(Strategy):
         )
 
 
-def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
-    """Shards the layers in a model's `tp_plan`, and gives the optimizer the sharded parameters.
+def parallelize(model: nn.Module, plan: dict[str, str], mesh: Any) -> None:
+    """Shards layers of a model; the others stay whole in each process.
 
-    The plan is an attribute of the model in the format of transformers, {pattern: style}: a pattern
-    is the name of a module in which `*` stands for a number, a style is one of `STYLES`. Other
-    layers stay whole in each process. If the config also has data parallelism, FSDP2 (or HSDP) then
-    shards everything again. Not through Accelerate: its version 1.15 needs a class for that which
-    transformers 5 no longer has.
-
-    Raises:
-        UsageError: no plan, a plan that does not fit the model, or sizes that are not divisible.
+    Args:
+        model: all of it, or a stage of a pipeline.
+        plan: from `check_plan`, for the whole model.
+        mesh: of the processes that share each layer.
     """
     # Imported here, because the imports take 0.7 s.
     from torch.distributed.tensor.parallel import (
@@ -121,24 +116,8 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
         # The weight is whole, and its gradient the sum over the parts. Any dimension but the last will do.
         NORM_OF_HEADS: lambda: SequenceParallel(sequence_dim=1, use_local_output=True),
     }
-    mesh = accelerator.torch_device_mesh
-    before = dict(model.named_parameters())
-    plan = check_plan(model, layout.tp)
-    data_parallel = tuple(accelerator.parallelism_config.dp_dim_names)
-    with materialized(model, accelerator.device):
-        parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in plan.items()})
-        if data_parallel:
-            from torch.distributed.fsdp import fully_shard
-
-            policy, ignored = mixed_precision_policy(layout.precision), set(scalars_of(model))
-            for module in (*sharded_layers(model, layout), model):
-                fully_shard(module, mesh=mesh[data_parallel], mp_policy=policy, ignored_params=ignored)
-    if data_parallel:
-        average_scalars(model, accelerator.device)
-    else:
-        model.to(accelerator.device)  # Accelerate does not move a model that holds DTensors; FSDP2 has
-    after = dict(model.named_parameters())
-    exchange_weights(optimizer, {weight: after[name] for name, weight in before.items()})
+    present = {name for name, module in model.named_modules() if not isinstance(module, Absent)}
+    parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items() if name in present})
 
 
 def check_plan(model: nn.Module, size: int) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The state of model and optimizer: what checkpoints save, and what exports gather."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UsageError
 from ..plan import Plan
-from ..weights.shards import Shard, TensorReader, checkpoint_tensors, is_divided, read_like, shards_of
+from ..weights.shards import Shard, TensorReader, checkpoint_tensors, read_like, shards_of, whole
 from .ema import EMA
 from .movement import Movement
 from .optimizer_state import Numbers, as_tensor
@@ -116,7 +116,7 @@ class EngineState:
                 shards += shards_of(f"average.{name}", averages[tensor], holders)
         return shards
 
-    def holders(self, name: str) -> range:
+    def holders(self, name: str) -> Sequence[int]:
         """Ranks of the processes that hold a saved tensor, or shards of it."""
         return range(self.plan.layout.num_processes)
 
@@ -143,7 +143,7 @@ class EngineState:
         return tensors.items()
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if is_divided(tensor) else tensor
+        return whole(tensor)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], reader: TensorReader) -> None:

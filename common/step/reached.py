@@ -13,7 +13,7 @@ from .replicas import sum_of_bits
 if TYPE_CHECKING:
     from .engine_state import EngineState
 
-# Share of the largest gradient. Adapters that begin at zero have less, and a weight's rounding swallows their first steps.
+# Share of the largest gradient: adapters that begin at zero have less, and rounding swallows their first steps.
 TINY = 1e-4
 LEAST_STEPS = 10  # in the first ones, gates and adapters that start at zero keep the gradients of others zero
 

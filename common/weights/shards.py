@@ -79,6 +79,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_divided(tensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with the shards of all processes that hold some. A collective."""
+    return tensor.full_tensor() if is_divided(tensor) else tensor
+
+
 def norm_over_processes(tensors: list[Tensor]) -> Tensor:
     """The L2 norm of all elements of tensors of which some are DTensors: 0-dim, the same in all processes."""
     if not any(map(is_divided, tensors)):

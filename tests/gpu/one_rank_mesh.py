@@ -3,15 +3,14 @@
 import os
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from accelerate.utils import ParallelismConfig
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accelerate_recipes.common.parallel.tensor import parallelize
+from accelerate_recipes.common.parallel.tensor import check_plan, parallelize
+from accelerate_recipes.common.step.setup import exchange_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LLAMA = LlamaConfig(
@@ -22,16 +21,15 @@ LLAMA = LlamaConfig(
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
 dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("tp",))
-# What `parallelize` reads from an Accelerator. Accelerate itself makes no mesh for a size of 1.
-accelerator = SimpleNamespace(
-    parallelism_config=ParallelismConfig(tp_size=1), torch_device_mesh=mesh, device=DEVICE, mixed_precision="no"
-)
 mlp = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "mnist.py"))["MLP"]
 for kind in ("foreach", "fused"):
     for build in (lambda: mlp((1, 8, 8), 10), lambda: LlamaForCausalLM(LLAMA)):
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, **{kind: True})
-        parallelize(accelerator, model, optimizer)
+        before = dict(model.named_parameters())
+        parallelize(model, check_plan(model, 1), mesh)
+        model.to(DEVICE)
+        exchange_weights(optimizer, {weight: model.get_parameter(name) for name, weight in before.items()})
         assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {DEVICE.type}
         if isinstance(model, LlamaForCausalLM):
             loss = model(torch.zeros(2, 8, dtype=torch.long, device=DEVICE)).logits.float().square().mean()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from accelerate_recipes.matrix import PIPELINES
 from support.launching import fork
 from support.recipes import BF16_CONFIGS, FLOAT32_CONFIGS
 from support.runs import Run, assert_same_result, largest_difference, refused
@@ -21,7 +22,7 @@ DATA_PARALLEL = {
 
 def cases() -> list[Any]:
     """(config, accumulation); `make test-full` runs all."""
-    refuse = ("pipeline_parallel", "sequence_parallel", "fsdp2_sequence_parallel")
+    refuse = (*PIPELINES, "sequence_parallel", "fsdp2_sequence_parallel")
     configs = [config for config in FLOAT32_CONFIGS if config not in refuse]
     shards = ("fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")
     often = {("single", 4), ("ddp", 4), ("tensor_parallel", 1), *((config, 2) for config in shards)}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from accelerate_recipes.matrix import PIPELINES
 from support.launching import fork
 from support.recipes import FLAGS, FLOAT32_CONFIGS, USERS
 from support.runs import ROOT, Run, assert_same_result, refused
@@ -21,8 +22,8 @@ from support.runs import ROOT, Run, assert_same_result, refused
 PAGE = ROOT / "docs" / "compatibility.md"
 NAMES = runpy.run_path(str(ROOT / USERS))
 MODELS, OPTIMIZERS = NAMES["ZOO_MODELS"], NAMES["ZOO_OPTIMIZERS"]
-# hsdp_tensor_parallel divides as hsdp and fsdp2_tensor_parallel do.
-OTHERS = ("single", "ddp_fp16", "hsdp_tensor_parallel", "fsdp2_expert_parallel")  # no model of the table has experts
+# Those of three axes, and stages that are sharded, divide as the others do: test_products.py. No model has experts.
+OTHERS = ("single", "ddp_fp16", "hsdp_tensor_parallel", "fsdp2_expert_parallel", *PIPELINES[1:])
 CONFIGS = [name for name in FLOAT32_CONFIGS if name not in OTHERS]
 # In `make test`: each model, optimizer and config at least once.
 DRAWN = {

@@ -115,7 +115,6 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
         (CONFIG, *RECIPES["mnist cnn"], "ConvNet has no experts of transformers 5 to divide: remove --expert_parallel"),
         ("ddp", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights: use --config_file acc"),
         ("deepspeed_zero2", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
-        ("fsdp2_sequence_parallel", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
         ("tensor_parallel", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
     ],
 )

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from accelerate_recipes.matrix import PIPELINES
 from support.launching import fork, launch
 from support.recipes import BF16_CONFIGS, FLAGS, FLOAT32_CONFIGS, MISFIT, RECIPES
 from support.runs import Run, assert_equal_to_the_last_bit, refused
 
 LOCAL_CONFIGS = [*FLOAT32_CONFIGS, *BF16_CONFIGS]
 RECIPE_OF = {"single": "mnist cnn", "ddp": "linear regression"}
-RECIPE_OF |= dict.fromkeys(["pipeline_parallel", "sequence_parallel", "fsdp2_sequence_parallel"], "transformer")
+RECIPE_OF |= dict.fromkeys([*PIPELINES, "sequence_parallel", "fsdp2_sequence_parallel"], "transformer")
 RECIPE_OF |= {"fsdp2_expert_parallel": "experts"}
 # The other configs differ from it in variables alone, and a test below launches each config to compare them.
 LAUNCHED = ("deepspeed_zero2",)

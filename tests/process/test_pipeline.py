@@ -78,11 +78,6 @@ def test_pipeline_that_cannot_run(
     assert not (run.output_dir / "metrics.jsonl").exists()
 
 
-def test_pipeline_under_another_parallelism_is_refused(tmp_path: Path) -> None:
-    run = fork(tmp_path / "run", "fsdp2", SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", succeeds=False)
-    assert "use --config_file accelerate_configs/pipeline_parallel.yaml" in refused(run)
-
-
 @pytest.mark.full  # six processes
 def test_copies_of_a_tied_embedding_stay_equal_whatever_the_order_of_sums(tmp_path: Path) -> None:
     """NCCL may add the gradients of the first stages in another order than those of the last stages."""

@@ -15,6 +15,7 @@ import transformers as hf
 from torch import nn
 
 from accelerate_recipes import RunConfig, UsageError, run, start
+from accelerate_recipes.common.parallel.grid import Grid
 from accelerate_recipes.common.parallel.sequence import SequenceGroup, divider_of
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, checkpoint_activations, with_losses
 
@@ -129,7 +130,7 @@ class Config(RunConfig):
 
 def main(config: Config) -> None:
     accelerator = start(config)
-    group, results = SequenceGroup(accelerator.layout, accelerator.device), {}
+    group, results = SequenceGroup(Grid(accelerator.layout, accelerator.device).mesh["sp"]), {}
     for case, (build, options, length) in CASES.items():
         try:
             results[case] = compared(build, options, length, group)

@@ -34,6 +34,8 @@ FLOAT32_CONFIGS = [
     "fsdp2_sequence_parallel",
     "fsdp2_expert_parallel",
     "pipeline_parallel",
+    "fsdp2_pipeline",
+    "fsdp2_tensor_pipeline",
     "deepspeed_zero1",
     "deepspeed_zero2",
     "deepspeed_zero3",

@@ -27,8 +27,9 @@ def test_config_has_a_header_and_no_unknown_key(path: Path) -> None:
     known = set(yaml.safe_load(text))
     assert {"compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes"} <= known
     assert "accumulation" not in text and "clipping:" not in text  # the command line decides these
-    others = {"single": 1, "hsdp_tensor_parallel": 8}
-    others |= dict.fromkeys(["hsdp", "multi_node_hsdp", "fsdp2_tensor_parallel", "fsdp2_sequence_parallel"], 4)
+    others = {"single": 1, "hsdp_tensor_parallel": 8, "fsdp2_tensor_pipeline": 8}
+    four = ["hsdp", "multi_node_hsdp", "fsdp2_tensor_parallel", "fsdp2_sequence_parallel", "fsdp2_pipeline"]
+    others |= dict.fromkeys(four, 4)
     assert config.num_processes == others.get(path.stem, 2)
 
 
@@ -62,6 +63,7 @@ def test_the_launcher_s_variables_are_read_in_one_module() -> None:
         "environment.py",
         "parallel/deepspeed.py",
         "parallel/fsdp2.py",
+        "parallel/sharding.py",
         "parallel/strategy.py",
         "launch/start.py",
     }

@@ -1,0 +1,120 @@
+"""The grid of the processes of a run, and the division of a model among them: one order for all strategies."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..layout import Layout
+from ..step.setup import Setup, exchange_weights
+from ..weights.on_disk import materialized
+from ..weights.shards import is_divided
+
+if TYPE_CHECKING:  # the first import takes 0.7 s
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .strategy import Strategy
+
+
+class Grid:
+    """The groups of processes that share something, along the axes of a layout.
+
+    Data-parallel ranks are outermost. Tensor parallelism is innermost: its groups need the fastest links, and a weight
+    that it leaves whole is held by processes with consecutive ranks (`holders` in weights/shards.py).
+
+    Args:
+        layout: of the run.
+        device: of this process.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device):
+        self.layout, self.device = layout, device
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """{axis: its size}, from the outermost to the innermost, without those of one process."""
+        layout = self.layout
+        shards = max(1, layout.dp_shard // layout.sp)  # FSDP2 also divides among those that share a sample
+        replicas = layout.data_parallel_size // shards
+        sizes = {"dp_replicate": replicas, "dp_shard": shards, "pp": layout.pp, "sp": layout.sp, "tp": layout.tp}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    @cached_property
+    def mesh(self) -> "DeviceMesh":
+        """All processes. Each must ask for it at the same time."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(self.device.type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+
+    @cached_property
+    def shards(self) -> "DeviceMesh":
+        """The processes among which FSDP2 divides the weights of this process, and with replicas, those."""
+        names: list[str] = [axis for axis in ("dp_shard", "sp") if axis in self.sizes]
+        if len(names) > 1:
+            self.mesh[tuple(names)]._flatten("fsdp")
+            names = ["fsdp"]
+        return self.mesh[("dp_replicate", *names) if "dp_replicate" in self.sizes else tuple(names)]
+
+    @cached_property
+    def experts(self) -> "DeviceMesh":
+        """The processes that share the experts of each layer, and those that hold the same ones: all with tokens of
+        their own."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        layout = self.layout
+        ranks = torch.arange(layout.num_processes).view(-1, layout.pp, layout.sp, layout.tp).permute(1, 3, 0, 2)
+        grid = ranks.reshape(layout.pp, layout.tp, -1, layout.ep)
+        mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=("pp", "tp", "replicas", "experts"))
+        return mesh["replicas", "experts"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process runs of a model.
+
+    Attributes:
+        model: the recipe's, with its names; of a pipeline without the weights of other stages.
+        root: the module that runs: the model, or what runs a stage.
+    """
+
+    model: nn.Module
+    root: nn.Module
+
+
+class Division:
+    """Divides a model, in the order of the strategies.
+
+    Args:
+        setup: of the run, with the whole model.
+        strategies: those that divide it.
+
+    Attributes:
+        grid: of the run.
+    """
+
+    def __init__(self, setup: Setup, strategies: Sequence["Strategy"]):
+        self.grid, self._optimizer = Grid(setup.plan.layout, setup.accelerator.device), setup.optimizer
+        self._plans = [(strategy, strategy.plan(setup)) for strategy in strategies]
+        self._whole = dict(setup.model.named_parameters(remove_duplicate=False))
+
+    def apply(self, part: Part, reads: bool = True) -> None:
+        """Divides a part, moves it to the device, and gives the optimizer its weights in place of those of the whole
+        model.
+
+        Args:
+            part: of the model.
+            reads: read the weights that are still on disk. False: what comes after divides them further.
+        """
+        device = self.grid.device
+        with materialized(part.model, device) if reads else nullcontext():
+            for strategy, plan in self._plans:
+                strategy.divide(part, plan, self.grid)
+        for tensor in (*part.model.parameters(), *part.model.buffers()) if reads else ():
+            if not is_divided(tensor):
+                tensor.data = tensor.data.to(device)
+        own = dict(part.model.named_parameters(remove_duplicate=False))
+        exchange_weights(self._optimizer, {self._whole[name]: weight for name, weight in own.items()})

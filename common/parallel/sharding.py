@@ -1,0 +1,55 @@
+"""Which layers FSDP2 gathers one at a time, and for how long: what the strategies that run such layers ask."""
+
+from collections.abc import Container
+
+from torch import nn
+
+from ..layout import Layout
+
+
+def gathers_again(layout: Layout) -> bool:
+    """Whether a layer's weights are freed between the forward and the backward pass, as the config file says."""
+    return layout.environment.settings.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
+
+
+def sharded_layers(model: nn.Module, layout: Layout) -> list[nn.Module]:
+    """The layers that FSDP gathers one at a time: their classes are those that the config file names, else those in
+    `_no_split_modules`. A class of which a layer shares a weight with what is outside it is left out: its weights stay
+    with the rest of the model. A layer comes after those inside it, as torch's `fully_shard` needs."""
+    classes = named_classes(model, layout)
+    while apart := {
+        type(layer).__name__
+        for places in places_of(model, classes).values()
+        if len({layer for _, layer in places}) > 1
+        for _, layer in places
+        if layer is not model
+    }:
+        classes -= apart
+    return [module for module in model.modules() if type(module).__name__ in classes][::-1]
+
+
+def classes_in_the_file(layout: Layout) -> list[str]:
+    """The classes of layers that the config file names."""
+    named = layout.environment.settings.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    return named.split(",") if named else []
+
+
+def named_classes(model: nn.Module, layout: Layout) -> set[str]:
+    """The classes of layers that the config file names, else those in `_no_split_modules`."""
+    return set(classes_in_the_file(layout) or getattr(model, "_no_split_modules", None) or [])
+
+
+def places_of(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]]:
+    """{weight: (module that has it, innermost layer of these classes around that, or the model)}"""
+    waiting, seen = [(model, model)], set[tuple[nn.Module, nn.Module]]()
+    while waiting:
+        module, layer = waiting.pop()
+        layer = module if type(module).__name__ in classes else layer
+        if (module, layer) not in seen:
+            seen.add((module, layer))
+            waiting += [(child, layer) for child in module.children()]
+    places: dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]] = {}
+    for module, layer in seen:
+        for weight in module.parameters(recurse=False):
+            places.setdefault(weight, set()).add((module, layer))
+    return places
