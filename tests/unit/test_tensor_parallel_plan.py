@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.parallel.tensor import check_plan
+from accelerate_recipes.common.parallel.tensor_plan import check_plan
 from accelerate_recipes.common.tasks.lora import add_lora
 
 
