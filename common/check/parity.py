@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..alone.kept import NotChecked
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
 from ..data.batches import draws_for_batches
@@ -21,7 +22,6 @@ from ..step.engine import Engine, StepResult
 from ..step.setup import Setup
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .first_pass import FirstPass
-from .kept import NotChecked
 from .noise import without_noise
 from .reference import Reference, take_reference
 from .reference_run import ReferenceRun
