@@ -98,6 +98,11 @@ class Strategy:
     def refuse_batch_loss(self) -> None:
         """Raises UsageError if this strategy cannot take a `batch_loss`."""
 
+    def with_plan(self, setup: Setup) -> Setup:
+        """The setup, with how this strategy will divide the model. Raises UsageError if it cannot. `model_checks` have
+        accepted the model."""
+        return setup
+
     def divide(self, setup: Setup) -> None:
         """Divides the model of another strategy, before that wraps it."""
 

@@ -1,6 +1,7 @@
 """Tensor parallelism: the processes of a group share each layer in a model's plan. FSDP2 may divide the rest again."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +17,10 @@ from ..plan import Plan
 from ..step.engine import Engine
 from ..step.setup import Setup, choose_fused_kernels, compile_if_asked, exchange_weights
 from ..weights.on_disk import materialized
+from .derive import derived_plan
 from .fsdp2 import average_scalars, mixed_precision_policy, scalars_of, sharded_layers
 from .strategy import Strategy, Symptoms, rehearse_on_gloo
-from .tensor_plan import NORM_OF_HEADS, check_plan
+from .tensor_plan import check_plan, divide_numbers, has_plan, what_is_divided
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
@@ -39,8 +41,9 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Layers that cannot be divided."""
-    check_plan(model, plan.layout.tp)
+    """Layers that cannot be divided, of a model that says how."""
+    if has_plan(model):
+        check_plan(model, plan.layout.tp)
 
 
 class TensorParallel(Strategy):
@@ -62,10 +65,19 @@ class TensorParallel(Strategy):
     def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         rehearse_on_gloo(timeout)
 
+    def with_plan(self, setup: Setup) -> Setup:
+        model, size, whole = setup.model, setup.plan.layout.tp, None
+        if has_plan(model):
+            plan = check_plan(model, size)
+        else:
+            plan, whole = derived_plan(setup)
+        setup.accelerator.print(what_is_divided(model, size, plan, whole))
+        return replace(setup, tp_plan=plan)
+
     def wrap(self, setup: Setup) -> Engine:
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
         compile_if_asked(model, plan, sharded_layers(model, plan.layout) if plan.layout.dp_shard > 1 else ())
-        parallelize(accelerator, model, inner, plan.layout)
+        parallelize(accelerator, model, inner, plan.layout, setup.tp_plan)
         # As for evaluation, so that Accelerate adds mixed precision alone. For training it would ask the model for its
         # number of processes, and find the optimizer's weights by their addresses, which shards without elements lack.
         model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -82,8 +94,14 @@ class TensorParallel(Strategy):
         )
 
 
-def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
-    """Shards the layers in a model's `tp_plan`, and gives the optimizer the sharded parameters.
+def parallelize(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layout: Layout,
+    plan: Mapping[str, str] | None = None,
+) -> None:
+    """Shards the layers in a plan, by default the model's `tp_plan`, and gives the optimizer the sharded parameters.
 
     The plan is an attribute of the model in the format of transformers, {pattern: style}: a pattern
     is the name of a module in which `*` stands for a number, a style is one of `STYLES`. Other
@@ -94,33 +112,16 @@ def parallelize(accelerator: Accelerator, model: nn.Module, optimizer: torch.opt
     Raises:
         UsageError: no plan, a plan that does not fit the model, or sizes that are not divisible.
     """
-    # Imported here, because the imports take 0.7 s.
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        ParallelStyle,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-    from torch.distributed.tensor.placement_types import Replicate
+    from torch.distributed.tensor.parallel import parallelize_module  # the import takes 0.7 s
 
-    whole = Replicate()
-    styles: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": ColwiseParallel,
-        "rowwise": RowwiseParallel,
-        "colwise_rep": lambda: ColwiseParallel(output_layouts=whole),
-        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=whole),
-        "rowwise_rep": lambda: RowwiseParallel(input_layouts=whole),
-        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=whole),
-        # The weight is whole, and its gradient the sum over the parts. Any dimension but the last will do.
-        NORM_OF_HEADS: lambda: SequenceParallel(sequence_dim=1, use_local_output=True),
-    }
+    from .tensor_styles import parallel_style
+
     mesh = accelerator.torch_device_mesh
     before = dict(model.named_parameters())
-    plan = check_plan(model, layout.tp)
+    plan = divide_numbers(model, check_plan(model, layout.tp) if plan is None else plan, layout.tp)
     data_parallel = tuple(accelerator.parallelism_config.dp_dim_names)
     with materialized(model, accelerator.device):
-        parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in plan.items()})
+        parallelize_module(model, mesh["tp"], {name: parallel_style(style) for name, style in plan.items()})
         if data_parallel:
             from torch.distributed.fsdp import fully_shard
 

@@ -2,6 +2,8 @@
 
 import difflib
 import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,87 @@ from ..errors import UsageError
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
 STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
 NORM_OF_HEADS = "replicated_with_grad_allreduce"  # of the queries or keys of a head: each process has its own heads
+NUMBER = "number"  # of a derived plan: an attribute of a module, such as a number of heads, that each process divides
+
+
+PACKED = re.compile(r"packed_colwise_(\d)")  # of a derived plan: colwise, of each of so many equal parts
+# Styles of transformers that need more than the modules that they name. A plan with one of them is not used: it also
+# names the other half of a pair.
+OTHER_STYLES = (
+    *("packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert", "local_params"),
+    *("rowwise_split_input", "mla_kv_a_proj", "replicate", "all_reduce", "embedding_colwise", "sequence_parallel"),
+)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a Linear, an Embedding or GPT-2's Conv1D, with the pass of its class, and a weight that
+    nothing computes."""
+    usual = isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
+    dims = {name: weight.ndim for name, weight in module.named_parameters()}
+    return usual and "forward" not in vars(module) and dims in ({"weight": 2}, {"weight": 2, "bias": 1})
+
+
+def packed_style(packs: int) -> str:
+    """colwise, for a layer whose outputs are so many equal parts side by side, as queries, keys and values."""
+    return f"packed_colwise_{packs}"
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is GPT-2's linear layer, whose weight has the shape (inputs, outputs)."""
+    return type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
+
+
+def dims_of(module: nn.Module) -> tuple[int, int]:
+    """The dimensions of a linear layer's weight that are its outputs and its inputs."""
+    return (1, 0) if isinstance(module, nn.Embedding) or is_conv1d(module) else (0, 1)
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Whether a model says how its layers are divided, in styles of `STYLES` or words that are no style at all."""
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    return bool(plan) and not {*plan.values()} & {*OTHER_STYLES}
+
+
+def why_no_plan(model: nn.Module) -> str:
+    """Why `has_plan` is false."""
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        return f"{type(model).__name__} has no tp_plan"
+    style = next(style for style in plan.values() if style in OTHER_STYLES)
+    return f"the tp_plan of {type(model).__name__} has the style {style}, which is not supported"
+
+
+def kind_of(name: str) -> str:
+    """The name of a layer without its numbers."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def what_is_divided(model: nn.Module, size: int, plan: Mapping[str, str], whole: Mapping[str, str] | None) -> str:
+    """The line that a run prints.
+
+    Args:
+        model: whole.
+        size: number of processes that share a layer.
+        plan: {name: style}
+        whole: {linear layer that stays whole: why}, of a derived plan; None: the plan is the model's.
+    """
+    linear = {name: module.weight.numel() for name, module in model.named_modules() if is_linear(module)}
+    share = sum(linear.get(name, 0) for name in plan) / sum(weight.numel() for weight in model.parameters())
+    which = f"the tp_plan of {type(model).__name__}" if whole is None else f"{why_no_plan(model)}: a derived one"
+    line = f"{which} divides {share:.0%} of the weights among {size} processes"
+    kinds = Counter[tuple[str, str]]()
+    for name in linear.keys() - plan.keys():
+        kinds[kind_of(name), whole[name] if whole else "not in the plan"] += linear[name]
+    largest = [f"{kind} ({why})" for (kind, why), _ in kinds.most_common(3)]
+    return f"{line}; whole are {', '.join([*largest, *['others'] * (len(kinds) > 3)])}" if kinds else line
+
+
+def divide_numbers(model: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
+    """Divides the numbers in a derived plan, and returns the rest."""
+    for name in (name for name, style in plan.items() if style == NUMBER):
+        module, _, key = name.rpartition(".")
+        setattr(model.get_submodule(module), key, getattr(model.get_submodule(module), key) // size)
+    return {name: style for name, style in plan.items() if style != NUMBER}
 
 
 def check_plan(model: nn.Module, size: int) -> dict[str, str]:
@@ -110,7 +193,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
 
 
 def _check_width(name: str, module: nn.Module, style: str, size: int) -> None:
-    if not isinstance(module, nn.Linear | nn.Embedding):
+    if not isinstance(module, nn.Linear | nn.Embedding) and not is_conv1d(module):
         raise UsageError(
             f"tp_plan: {name} is {type(module).__name__}: expected Linear or Embedding",
             "leave it out of tp_plan, or use --config_file accelerate_configs/fsdp2.yaml",
@@ -120,8 +203,7 @@ def _check_width(name: str, module: nn.Module, style: str, size: int) -> None:
             f"tp_plan: {name} computes its weight from {computed[0]}, as weight_norm does, and cannot be sharded",
             f"leave {name} out of tp_plan",
         )
-    out_features, in_features = module.weight.shape
-    width = in_features if style.startswith("rowwise") else out_features
+    width = getattr(module, "weight").shape[dims_of(module)["rowwise" in style]]  # noqa: B009  # mypy knows no Conv1D
     if width % size:
         raise UsageError(
             f"tp_plan: {name} is {width} wide, which is not divisible by tp_size {size}",

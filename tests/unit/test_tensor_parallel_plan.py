@@ -134,13 +134,12 @@ def test_adapters_with_other_weights_are_refused() -> None:
         check_plan(get_peft_model(llama(), IA3Config(task_type="CAUSAL_LM")), 2)
 
 
-def test_gpt2_is_refused() -> None:
-    """GPT-2 has Conv1D layers, which torch cannot shard, and no plan in transformers."""
+def test_layers_of_gpt2_may_be_in_a_plan() -> None:
+    """Its Conv1D has its weight the other way round."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8))
     with pytest.raises(UsageError, match="GPT2LMHeadModel has no tp_plan"):
         check_plan(model, 2)
-    model.tp_plan = {"transformer.h.*.attn.c_attn": "colwise"}
-    with pytest.raises(UsageError, match=r"transformer\.h\.0\.attn\.c_attn is Conv1D: expected Linear or Embedding"):
-        check_plan(model, 2)
+    model.tp_plan = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
+    assert check_plan(model, 2) == {"transformer.h.0.mlp.c_fc": "colwise", "transformer.h.0.mlp.c_proj": "rowwise"}

@@ -1,0 +1,69 @@
+"""Promise: a model without a `tp_plan` gets one that is derived, and has the result of one process; what is derived
+wrongly is not trained."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accelerate_recipes.verify.compare import distances
+from support.launching import fork
+from support.recipes import USERS
+from support.runs import Run, largest_difference, refused
+
+WRONG_PLAN = "tests/scripts/wrong_plan.py"
+OFTEN = ("gpt2", "encoder")
+# {model: the share of its weights that is divided, in %}
+DIVIDED = {"gpt2": 26, "encoder": 32, "encoder_decoder": 94, "experts": 13, "vit": 52, "swin": 47, "convnext": 52}
+DIVIDED |= {"dinov2": 61, "clip": 61, "bart": 85, "bert_masked": 30, "whisper": 76, "wav2vec2": 67, "opt": 80}
+
+
+@pytest.mark.parametrize(
+    "model", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in DIVIDED]
+)
+def test_result_is_that_of_one_process(tmp_path: Path, reference: Callable[..., Run], model: str) -> None:
+    arguments = f"--model {model} --optimizer sgd"
+    run, one = fork(tmp_path / "run", "tensor_parallel", USERS, arguments), reference(USERS, arguments)
+    assert f": a derived one divides {DIVIDED[model]}% of the weights among 2 processes" in run.stdout
+    for name in ("train/loss", "grad_norm", "eval/loss"):
+        assert largest_difference(run.column(name), one.column(name)) <= 1e-5
+    # The gradient of a bias of keys alone is zero but for rounding errors.
+    found = distances(run.trace.weights, one.trace.weights)
+    assert max(size for name, size in found.items() if not re.search(r"(k_proj|key)\.bias$", name)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("resnet", "ResNetForImageClassification has no tp_plan, and none can be derived: no two linear layers follow"),
+        pytest.param("mamba", "MambaForCausalLM has no tp_plan, and none can be derived", marks=pytest.mark.full),
+    ],
+)
+def test_model_without_pairs_is_refused(tmp_path: Path, model: str, expected: str) -> None:
+    assert expected in refused(fork(tmp_path / "run", "tensor_parallel", USERS, f"--model {model}", succeeds=False))
+
+
+@pytest.mark.parametrize(
+    ("model", "mistake"),
+    [
+        ("gpt2", "number"),
+        ("gpt2", "packs"),
+        ("qwen3", "norm"),
+        *(
+            pytest.param(model, mistake, marks=pytest.mark.full)
+            for model, mistakes in {"gpt2": "other_packs row residual gathered more_heads", "qwen3": "column"}.items()
+            for mistake in mistakes.split()
+        ),
+    ],
+)
+def test_wrong_plan_is_not_trained(tmp_path: Path, model: str, mistake: str) -> None:
+    arguments = f"--model {model} --optimizer sgd --mistake {mistake}"
+    run = fork(tmp_path / "run", "tensor_parallel", WRONG_PLAN, arguments, succeeds=False)
+    assert "a derived one divides" in run.stdout and refused(run)
+    assert not (run.output_dir / "model").exists() and not run.checkpoints
+
+
+def test_nothing_is_wrong_with_the_plan_itself(tmp_path: Path) -> None:
+    for model in ("gpt2", "qwen3"):
+        fork(tmp_path / model, "tensor_parallel", WRONG_PLAN, f"--model {model} --optimizer sgd --mistake none")
