@@ -31,7 +31,7 @@ from ..failure import line_of
 from ..seeds import restore_generators, seed_forward
 from ..step.setup import Setup
 from ..weights.on_disk import with_random_weights
-from .tensor_plan import NORM_OF_HEADS, NUMBER, dims_of, is_linear, kind_of, packed_style, why_no_plan
+from .tensor_plan import NORM_OF_HEADS, NUMBER, dims_of, is_linear, kind_of, why_no_plan
 
 PACKS = (1, 3, 2)  # equal parts side by side in the outputs of a layer, of each of which a process takes its share
 MIXED = "all features are needed"  # before or after a layer
@@ -223,7 +223,7 @@ class _Passes:
                         self._rehearse_process(process, size, outputs, expected, packed, rows, numbers)
                 except Exception:  # most often a shape that does not fit
                     continue
-                styles = {name: "colwise" if packed[name] == 1 else packed_style(number) for name in columns}
+                styles = {name: "colwise" if packed[name] == 1 else f"packed_colwise_{number}" for name in columns}
                 styles |= dict.fromkeys(rows, "rowwise") | dict.fromkeys(between, NORM_OF_HEADS)
                 return styles | dict.fromkeys(map(".".join, numbers), NUMBER)
         return None

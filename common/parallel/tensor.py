@@ -43,7 +43,7 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Layers that cannot be divided, of a model that says how."""
     if has_plan(model):
-        check_plan(model, plan.layout.tp)
+        check_plan(model, plan.layout.tp, plan.layout.data_parallel_size == 1)
 
 
 class TensorParallel(Strategy):
@@ -68,7 +68,7 @@ class TensorParallel(Strategy):
     def with_plan(self, setup: Setup) -> Setup:
         model, size, whole = setup.model, setup.plan.layout.tp, None
         if has_plan(model):
-            plan = check_plan(model, size)
+            plan = check_plan(model, size, setup.plan.layout.data_parallel_size == 1)
         else:
             plan, whole = derived_plan(setup)
         setup.accelerator.print(what_is_divided(model, size, plan, whole))
@@ -118,7 +118,7 @@ def parallelize(
 
     mesh = accelerator.torch_device_mesh
     before = dict(model.named_parameters())
-    plan = divide_numbers(model, check_plan(model, layout.tp) if plan is None else plan, layout.tp)
+    plan = divide_numbers(model, check_plan(model, layout.tp, packs=False) if plan is None else plan, layout.tp)
     data_parallel = tuple(accelerator.parallelism_config.dp_dim_names)
     with materialized(model, accelerator.device):
         parallelize_module(model, mesh["tp"], {name: parallel_style(style) for name, style in plan.items()})

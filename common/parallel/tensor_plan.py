@@ -12,17 +12,20 @@ from ..errors import UsageError
 
 # The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
 # colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
-STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
+STYLES = (
+    *("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "rowwise_split_input"),
+    "embedding_rowwise",
+)
 NORM_OF_HEADS = "replicated_with_grad_allreduce"  # of the queries or keys of a head: each process has its own heads
+SHARED_KEYS = "mla_kv_a_proj"  # its last outputs, a number of the config, are a part of the keys of all heads
+EXPERTS = "moe_tp_experts"  # each process has a share of the width of each expert
+DIVIDED_EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}  # other experts stay whole
+PACKED = ("packed_colwise_2", "packed_colwise_3")  # of a derived plan: colwise, of each of so many equal parts
 NUMBER = "number"  # of a derived plan: an attribute of a module, such as a number of heads, that each process divides
-
-
-PACKED = re.compile(r"packed_colwise_(\d)")  # of a derived plan: colwise, of each of so many equal parts
-# Styles of transformers that need more than the modules that they name. A plan with one of them is not used: it also
-# names the other half of a pair.
+# Other styles of transformers. A plan with one of them is not used: it also names the other half of a pair.
 OTHER_STYLES = (
-    *("packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert", "local_params"),
-    *("rowwise_split_input", "mla_kv_a_proj", "replicate", "all_reduce", "embedding_colwise", "sequence_parallel"),
+    *("packed_colwise", "packed_rowwise", "moe_identity_expert", "local_params", "all_reduce", "embedding_colwise"),
+    "sequence_parallel",
 )
 
 
@@ -32,11 +35,6 @@ def is_linear(module: nn.Module) -> bool:
     usual = isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
     dims = {name: weight.ndim for name, weight in module.named_parameters()}
     return usual and "forward" not in vars(module) and dims in ({"weight": 2}, {"weight": 2, "bias": 1})
-
-
-def packed_style(packs: int) -> str:
-    """colwise, for a layer whose outputs are so many equal parts side by side, as queries, keys and values."""
-    return f"packed_colwise_{packs}"
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -49,16 +47,31 @@ def dims_of(module: nn.Module) -> tuple[int, int]:
     return (1, 0) if isinstance(module, nn.Embedding) or is_conv1d(module) else (0, 1)
 
 
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """A model's `tp_plan` without what stays whole, and without the weights of experts, whose style is that of the
+    module around them."""
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    inside: dict[str, dict[str, str]] = {pattern: {} for pattern, style in plan.items() if style == EXPERTS}
+    for pattern, style in plan.items():
+        module, _, name = pattern.rpartition(".")
+        inside.get(module, {})[name] = style
+    whole = {pattern for pattern, styles in inside.items() if styles != DIVIDED_EXPERTS}
+    return {
+        pattern: style
+        for pattern, style in plan.items()
+        if style != "replicate" and pattern not in whole and pattern.rpartition(".")[0] not in inside
+    }
+
+
 def has_plan(model: nn.Module) -> bool:
-    """Whether a model says how its layers are divided, in styles of `STYLES` or words that are no style at all."""
-    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    """Whether a model says how its layers are divided, in styles that are known, or in words that are no style."""
+    plan = own_plan(model)
     return bool(plan) and not {*plan.values()} & {*OTHER_STYLES}
 
 
 def why_no_plan(model: nn.Module) -> str:
     """Why `has_plan` is false."""
-    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    if not plan:
+    if not (plan := own_plan(model)):
         return f"{type(model).__name__} has no tp_plan"
     style = next(style for style in plan.values() if style in OTHER_STYLES)
     return f"the tp_plan of {type(model).__name__} has the style {style}, which is not supported"
@@ -79,7 +92,9 @@ def what_is_divided(model: nn.Module, size: int, plan: Mapping[str, str], whole:
         whole: {linear layer that stays whole: why}, of a derived plan; None: the plan is the model's.
     """
     linear = {name: module.weight.numel() for name, module in model.named_modules() if is_linear(module)}
-    share = sum(linear.get(name, 0) for name in plan) / sum(weight.numel() for weight in model.parameters())
+    divided = (model.get_submodule(name) for name, style in plan.items() if style in (*STYLES, EXPERTS, *PACKED))
+    numbers = [sum(weight.numel() for weight in module.parameters()) for module in (*divided, model)]
+    share = sum(numbers[:-1]) / numbers[-1]
     which = f"the tp_plan of {type(model).__name__}" if whole is None else f"{why_no_plan(model)}: a derived one"
     line = f"{which} divides {share:.0%} of the weights among {size} processes"
     kinds = Counter[tuple[str, str]]()
@@ -97,42 +112,36 @@ def divide_numbers(model: nn.Module, plan: Mapping[str, str], size: int) -> dict
     return {name: style for name, style in plan.items() if style != NUMBER}
 
 
-def check_plan(model: nn.Module, size: int) -> dict[str, str]:
+def check_plan(model: nn.Module, size: int, packs: bool = True) -> dict[str, str]:
     """{module name: style} for all modules that the model's plan shards.
 
     Args:
         model: with a `tp_plan`.
         size: number of processes that share a layer.
+        packs: whether a process may hold several ranges of a weight, as it does of experts. FSDP2 cannot divide them.
 
     Raises:
         UsageError: no plan, a plan that does not fit the model, or sizes that are not divisible.
     """
-    plan = getattr(model, "tp_plan", None)
+    plan = own_plan(model)
     if not plan:
         raise UsageError(
             f"{type(model).__name__} has no tp_plan, which tensor parallelism needs",
             "use --config_file accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py",
         )
     _check_heads(model, size)
-    prefix = _prefix(model)
-    modules = dict(model.named_modules())
+    prefix, modules = _prefix(model), dict(model.named_modules())
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
         for weight in module.parameters(recurse=False):
             owners.setdefault(weight, []).append(name)
     resolved: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style not in (*STYLES, NORM_OF_HEADS):
+        if style not in (*STYLES, NORM_OF_HEADS, SHARED_KEYS, EXPERTS):
             raise UsageError(f"tp_plan: {pattern}: {style}", f"expected one of {', '.join(STYLES)}")
-        expression = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+"))
-        matches = [name for name in modules if expression.fullmatch(name)]
-        if not matches:
-            near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0)
-            raise UsageError(
-                f"tp_plan: {pattern} names no module of {type(model).__name__}", f"did you mean {near[0]}?"
-            )
-        if style == NORM_OF_HEADS:
-            resolved |= dict.fromkeys(matches, style)
+        matches = _named(prefix + pattern, modules, model)
+        if style not in STYLES:
+            resolved |= _of_modules(style, {name: modules[name] for name in matches}, model, size, packs)
             continue
         for name in [part for match in matches for part in _divided_parts(match, modules[match], style)]:
             shared = {owner for weight in modules[name].parameters(recurse=False) for owner in owners[weight]} - {name}
@@ -145,6 +154,29 @@ def check_plan(model: nn.Module, size: int) -> dict[str, str]:
             _check_width(name, modules[name], style, size)
             resolved[name] = style
     return resolved
+
+
+def _named(pattern: str, modules: Mapping[str, nn.Module], model: nn.Module) -> list[str]:
+    """The names that a pattern stands for. Raises UsageError if there are none, unless transformers ships it for all
+    models of a class: a mixture of experts, for example, may have layers without experts."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+    matches = [name for name in modules if expression.fullmatch(name)]
+    shipped = getattr(_text_config(model), "base_model_tp_plan", None) or ()
+    if not matches and not any(pattern.endswith(each) for each in shipped):
+        near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0)
+        raise UsageError(f"tp_plan: {pattern} names no module of {type(model).__name__}", f"did you mean {near[0]}?")
+    return matches
+
+
+def _of_modules(
+    style: str, modules: Mapping[str, nn.Module], model: nn.Module, size: int, packs: bool
+) -> dict[str, str]:
+    """{name: style} for modules that are no linear layers, or stay whole."""
+    if style == SHARED_KEYS:
+        style = f"{style}_{_text_config(model).qk_rope_head_dim}"
+    elif style == EXPERTS:
+        modules = {name: module for name, module in modules.items() if packs and _are_divisible(module, size)}
+    return dict.fromkeys(modules, style)
 
 
 def _prefix(model: nn.Module) -> str:
@@ -180,9 +212,21 @@ def _is_transformers(model: nn.Module) -> bool:
     return hasattr(model, "config") and hasattr(model, "base_model_prefix")
 
 
-def _check_heads(model: nn.Module, size: int) -> None:
+def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if _is_transformers(model) else config
+    return config.get_text_config() if _is_transformers(model) else config
+
+
+def _are_divisible(experts: nn.Module, size: int) -> bool:
+    """Whether experts have the weights of transformers 5, (experts, outputs, inputs), of a width that divides."""
+    shapes = {name: weight.shape for name, weight in experts.named_parameters()}
+    if shapes.keys() != DIVIDED_EXPERTS.keys():
+        return False
+    return shapes["down_proj"][2] % size == 0 and shapes["gate_up_proj"][1] % (2 * size) == 0
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    config = _text_config(model)
     for what in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, what, None)
         if heads and heads % size:

@@ -1,28 +1,38 @@
 """The styles of a plan of tensor parallelism, as torch applies them. The import takes 0.7 s."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from .tensor_plan import NORM_OF_HEADS, PACKED, dims_of, is_conv1d
+from .tensor_plan import EXPERTS, NORM_OF_HEADS, SHARED_KEYS, dims_of, is_conv1d
 
 
 def parallel_style(style: str) -> ParallelStyle:
     """What divides a module in this style of a plan."""
-    if style == NORM_OF_HEADS:  # the weight is whole, and its gradient the sum over the parts
-        return SequenceParallel(sequence_dim=1, use_local_output=True)  # any dimension but the last will do
-    if style in ("colwise_rep", "colwise_gather_output"):
-        return Colwise(output_layouts=Replicate())
-    if style in ("rowwise_rep", "embedding_rowwise"):
-        return Rowwise(input_layouts=Replicate())
-    if packed := PACKED.fullmatch(style):
-        return PackedColwise(int(packed[1]))
-    return Colwise() if style == "colwise" else Rowwise()
+    name, _, number = style.rpartition("_")
+    if number.isdigit():
+        return SharedKeys(int(number)) if name == SHARED_KEYS else PackedColwise(int(number))
+    whole = Replicate()
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": Colwise,
+        "rowwise": Rowwise,
+        "colwise_rep": lambda: Colwise(output_layouts=whole),
+        "colwise_gather_output": lambda: Colwise(output_layouts=whole),
+        "rowwise_rep": lambda: Rowwise(input_layouts=whole),
+        "rowwise_split_input": lambda: Rowwise(input_layouts=whole),
+        "embedding_rowwise": lambda: Rowwise(input_layouts=whole),
+        # The weight is whole, and its gradient the sum over the parts. Any dimension but the last will do.
+        NORM_OF_HEADS: lambda: SequenceParallel(sequence_dim=1, use_local_output=True),
+        EXPERTS: Experts,
+    }
+    return styles[style]()
 
 
 class Colwise(ColwiseParallel):
@@ -51,9 +61,19 @@ def _divide(end: int, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     """Divides a layer by its outputs (0) or its inputs (1)."""
     for key, weight in list(module.named_parameters()):
         dim = dims_of(module)[end] if weight.ndim > 1 else 0
-        placement = Replicate() if weight.ndim == 1 and end == 1 else Shard(dim)
-        divided = nn.Parameter(distribute_tensor(weight, mesh, [placement]), requires_grad=weight.requires_grad)
-        module.register_parameter(key, divided)
+        _divide_weight(module, key, mesh, Replicate() if weight.ndim == 1 and end == 1 else Shard(dim))
+
+
+def _divide_weight(module: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
+    weight = module.get_parameter(key)
+    divided = distribute_tensor(weight, mesh, [placement])
+    module.register_parameter(key, nn.Parameter(divided, weight.requires_grad))
+
+
+def _given(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The same value, which each process gets whole and of whose gradient each has a part."""
+    whole: Any = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
 
 
 class PackedColwise(ParallelStyle):
@@ -66,16 +86,49 @@ class PackedColwise(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         for key, weight in list(module.named_parameters()):
-            placement = _StridedShard(dims_of(module)[0] if weight.ndim > 1 else 0, split_factor=self._packs)
-            divided = nn.Parameter(distribute_tensor(weight, device_mesh, [placement]), weight.requires_grad)
-            module.register_parameter(key, divided)
+            dim = dims_of(module)[0] if weight.ndim > 1 else 0
+            _divide_weight(module, key, device_mesh, _StridedShard(dim, split_factor=self._packs))
 
-        def forward(given: Tensor) -> Tensor:
-            whole: Any = DTensor.from_local(given, device_mesh, [Replicate()], run_check=False)
+        def forward(value: Tensor) -> Tensor:
             weight, bias = module.weight.to_local(), None if module.bias is None else module.bias.to_local()
-            # Each process has a part of the gradient of what it was given; `from_local` sums them.
-            part = whole.to_local(grad_placements=[Partial()])
-            return nn.functional.linear(part, weight.T if is_conv1d(module) else weight, bias)
+            return nn.functional.linear(_given(value, device_mesh), weight.T if is_conv1d(module) else weight, bias)
 
         module.forward = forward
+        return module
+
+
+class Experts(ParallelStyle):
+    """Divides the width of each expert. Both halves of the first weight, gate and up, are colwise."""
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        _divide_weight(module, "gate_up_proj", device_mesh, _StridedShard(1, split_factor=2))
+        _divide_weight(module, "down_proj", device_mesh, Shard(2))
+        own = module.forward
+
+        def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            before = dict(module._parameters)
+            module._parameters.update({key: weight.to_local() for key, weight in before.items()})
+            try:
+                part = own(_given(hidden, device_mesh), index, _given(weights, device_mesh))
+            finally:
+                module._parameters.update(before)
+            whole: Any = DTensor.from_local(part, device_mesh, [Partial()], run_check=False)
+            return whole.redistribute(placements=[Replicate()]).to_local()
+
+        module.forward = forward
+        return module
+
+
+class SharedKeys(ParallelStyle):
+    """For a layer that stays whole, and whose last outputs each process uses for its own heads."""
+
+    def __init__(self, num_outputs: int):
+        super().__init__()
+        self._num = num_outputs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def end_is_given(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return torch.cat([output[..., : -self._num], _given(output[..., -self._num :], device_mesh)], -1)
+
+        module.register_forward_hook(end_is_given)
         return module
