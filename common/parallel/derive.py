@@ -33,6 +33,7 @@ from ..step.setup import Setup
 from ..weights.on_disk import with_random_weights
 from .tensor_plan import NORM_OF_HEADS, NUMBER, dims_of, is_linear, kind_of, why_no_plan
 
+NUM_SAMPLES = 2  # what a layer mixes shows with few
 PACKS = (1, 3, 2)  # equal parts side by side in the outputs of a layer, of each of which a process takes its share
 MIXED = "all features are needed"  # before or after a layer
 OUTPUT = "the output"  # of the pass, among what a layer feeds
@@ -66,7 +67,7 @@ def derived_plan(setup: Setup) -> tuple[dict[str, str], dict[str, str]]:
 
 def _derive_alone(setup: Setup) -> tuple[dict[str, str], dict[str, str]]:
     model, layout, device = setup.model, setup.plan.layout, setup.accelerator.device
-    forward_step, batch = as_numbered_step(setup.forward_step), setup.first_batch()
+    forward_step, batch = as_numbered_step(setup.forward_step), setup.first_batch(NUM_SAMPLES)
 
     def forward() -> Any:
         seed_forward(setup.plan.config.seed, 0, 0, device)

@@ -46,12 +46,12 @@ class Setup:
     tp_plan: Mapping[str, str] | None = None
     watched: Callable[[NumberedStep], NumberedStep] | None = None
 
-    def first_batch(self) -> Batch:
-        """The first micro-batch of the run, on the CPU, the same in all processes."""
+    def first_batch(self, size: int | None = None) -> Batch:
+        """The first micro-batch of the run, or so many samples of it, on the CPU, the same in all processes."""
         assert self.train_set is not None
         epoch, ids = next(self.plan.global_micro_batches(0))
         with restore_generators(CPU):
-            return fetch(self.train_set, ids.tolist(), self.plan.config.seed, epoch)
+            return fetch(self.train_set, ids[:size].tolist(), self.plan.config.seed, epoch)
 
     def check_functions(self) -> tuple[NumberedStep, BatchLoss | None]:
         """(forward_step, batch_loss), which raise UsageError for wrong results."""
