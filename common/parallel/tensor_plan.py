@@ -127,7 +127,7 @@ def check_plan(model: nn.Module, size: int, packs: bool = True) -> dict[str, str
     if not plan:
         raise UsageError(
             f"{type(model).__name__} has no tp_plan, which tensor parallelism needs",
-            "use --config_file accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py",
+            "use --config_file accelerate_configs/fsdp2.yaml, or give the model one as in docs/parallelism.md",
         )
     _check_heads(model, size)
     prefix, modules = _prefix(model), dict(model.named_modules())
