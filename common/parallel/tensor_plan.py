@@ -98,7 +98,7 @@ def what_is_divided(model: nn.Module, size: int, plan: Mapping[str, str], whole:
     which = f"the tp_plan of {type(model).__name__}" if whole is None else f"{why_no_plan(model)}: a derived one"
     line = f"{which} divides {share:.0%} of the weights among {size} processes"
     kinds = Counter[tuple[str, str]]()
-    for name in linear.keys() - plan.keys():
+    for name in (name for name in linear if name not in plan):
         kinds[kind_of(name), whole[name] if whole else "not in the plan"] += linear[name]
     largest = [f"{kind} ({why})" for (kind, why), _ in kinds.most_common(3)]
     return f"{line}; whole are {', '.join([*largest, *['others'] * (len(kinds) > 3)])}" if kinds else line
