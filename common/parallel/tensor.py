@@ -71,6 +71,8 @@ class TensorParallel(Strategy):
             plan = check_plan(model, size, setup.plan.layout.data_parallel_size == 1)
         else:
             plan, whole = derived_plan(setup)
+            if not setup.plan.config.check_steps:
+                setup.accelerator.print("--check_steps 0: the parity check does not prove the derived plan")
         setup.accelerator.print(what_is_divided(model, size, plan, whole))
         return replace(setup, tp_plan=plan)
 

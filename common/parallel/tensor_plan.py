@@ -2,7 +2,6 @@
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,10 +96,12 @@ def what_is_divided(model: nn.Module, size: int, plan: Mapping[str, str], whole:
     share = sum(numbers[:-1]) / numbers[-1]
     which = f"the tp_plan of {type(model).__name__}" if whole is None else f"{why_no_plan(model)}: a derived one"
     line = f"{which} divides {share:.0%} of the weights among {size} processes"
-    kinds = Counter[tuple[str, str]]()
-    for name in (name for name in linear if name not in plan):
-        kinds[kind_of(name), whole[name] if whole else "not in the plan"] += linear[name]
-    largest = [f"{kind} ({why})" for (kind, why), _ in kinds.most_common(3)]
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name in linear:
+        if name not in plan:
+            kinds.setdefault((kind_of(name), whole[name] if whole else "not in the plan"), []).append(name)
+    by_size = sorted(kinds.items(), key=lambda item: -sum(linear[name] for name in item[1]))
+    largest = [f"{kind if len(names) > 1 else names[0]} ({why})" for (kind, why), names in by_size[:3]]
     return f"{line}; whole are {', '.join([*largest, *['others'] * (len(kinds) > 3)])}" if kinds else line
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.parallel.derive import PACKS, derive, derived_plan
+from accelerate_recipes.common.parallel.tensor import TENSOR
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
 
@@ -58,6 +59,10 @@ def plan_of(model: nn.Module, size: int = 2, packs: tuple[int, ...] = PACKS) -> 
             return {"loss": model(x.clone()).square().mean()}
 
     return derive(model, forward, size, packs)[0]
+
+
+def samples() -> Any:
+    return [{"x": torch.randn(3, WIDTH)} for _ in range(8)]
 
 
 def test_attention_is_divided_with_its_number_of_heads() -> None:
@@ -118,6 +123,28 @@ def test_widths_and_shared_weights() -> None:
     assert set(plan_of(nn.Sequential(block, block))) == {"0.up", "0.down"}  # one layer that is called twice
 
 
+@pytest.mark.parametrize("check_steps", [0, 2])
+def test_a_run_says_what_is_divided(capsys: pytest.CaptureFixture[str], check_steps: int) -> None:
+    """And if nothing proves it."""
+    model, train_set = nn.Sequential(Mlp(), nn.Flatten(), nn.Linear(3 * WIDTH, 1), nn.Flatten(0)), samples()
+    plan = Plan.of(RunConfig(batch_size=4, check_steps=check_steps), Layout(num_processes=2, tp=2), len(train_set))
+    setup = Setup(
+        Accelerator(cpu=True),
+        model,
+        torch.optim.SGD(model.parameters()),
+        lambda model, batch: {"loss": model(batch["x"])},
+        plan,
+        train_set=train_set,
+    )
+    assert TENSOR.with_plan(setup).tp_plan == {"0.up": "colwise", "0.down": "rowwise"}
+    *before, line = capsys.readouterr().out.splitlines()
+    assert before == ["--check_steps 0: the parity check does not prove the derived plan"] * (check_steps == 0)
+    assert line == (
+        "Sequential has no tp_plan: a derived one divides 89% of the weights among 2 processes; whole are 2 (all "
+        "features are needed)"
+    )
+
+
 def test_everything_is_afterwards_as_before() -> None:
     model, seen = nn.Sequential(Mlp(), nn.BatchNorm1d(3)), {"calls": 0, "generator": torch.Generator().manual_seed(3)}
     model.eval()
@@ -127,7 +154,7 @@ def test_everything_is_afterwards_as_before() -> None:
         batch["x"] += torch.rand(1, generator=seen["generator"]) * 0
         return {"loss": model(batch["x"] + 0 * torch.rand(1)).flatten(1).mean(1)}
 
-    train_set: Any = [{"x": torch.randn(3, WIDTH)} for _ in range(8)]
+    train_set = samples()
     layout = Layout(num_processes=2, tp=2)
     plan = Plan.of(RunConfig(batch_size=4), layout, len(train_set))
     optimizer = torch.optim.AdamW(model.parameters())
