@@ -41,7 +41,6 @@ _SEQUENCE = ("sequence_parallel", "fsdp2_sequence_parallel")
 # (words of a run's line, configs, recipes that they do not support); of two rows for a pair, the later one counts.
 _NOT_SUPPORTED = (
     ("has no tp_plan", _TENSOR, ["mnist", "linear_regression"]),
-    ("packed_colwise: expected one of", _TENSOR, [EXPERTS]),
     ("cannot divide sequences", _SEQUENCE, _NOT_CAUSAL),
     ("cannot be cut into stages", PIPELINES, _NOT_CAUSAL),
     ("batch_loss needs two passes per step", PIPELINES, ["embeddings"]),

@@ -156,7 +156,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
     from accelerate_recipes.common.parallel.strategies import prepare
-    from accelerate_recipes.common.parallel.tensor import check_plan
+    from accelerate_recipes.common.parallel.tensor_plan import check_plan
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
     from accelerate_recipes.common.tasks.causal_lm import with_losses

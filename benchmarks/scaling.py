@@ -182,7 +182,7 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
 
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
-    from accelerate_recipes.common.parallel.strategies import prepare
+    from accelerate_recipes.common.parallel.strategies import prepare, with_plans
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
 
@@ -193,8 +193,11 @@ def measure(task: Task, batch_size: int, folder: str) -> dict[str, float]:
     num_weights = sum(weight.numel() for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     plan = Plan.of(config, accelerator.layout, batch_size)
-    engine = prepare(Setup(accelerator, model, optimizer, recipe(task.recipe)["forward_step"], plan))
-    batch = {name: tensor.to(accelerator.device) for name, tensor in task.batch(plan.micro_batch_size).items()}
+    batch = task.batch(plan.micro_batch_size)
+    samples = [dict(zip(batch, sample)) for sample in zip(*batch.values())]
+    setup = Setup(accelerator, model, optimizer, recipe(task.recipe)["forward_step"], plan, train_set=samples)
+    engine = prepare(with_plans(setup))
+    batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
 
     def take(num_steps: int) -> None:
         for number in range(num_steps):

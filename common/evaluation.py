@@ -148,7 +148,7 @@ def evaluate_exported(
     load_exported(config.output_dir, model)
     check_same_start(model, train_set, eval_sets, group)
     with Watch(accelerator, plan, group) as watch:
-        check_trainable(setup)
+        setup = check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
         engine = prepare(setup)
         state = TrainState(step=plan.num_steps)  # the run is done

@@ -69,7 +69,7 @@ def fit(
     train_set, eval_sets = check_datasets(train_set, eval_set, options.get("collate_fn"))
     group = CpuGroup(config.hang_timeout)
     plan = Plan.of(config, accelerator.layout, len(train_set), options.get("schedule"), sampler)
-    setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss")), train_set)
+    setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss"), train_set))
     if config.evaluate_only:
         return evaluate_exported(setup, train_set, eval_sets, options, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
@@ -79,7 +79,7 @@ def fit(
             return {}
         checkpoint.load_weights(model)
         check_same_start(model, train_set, eval_sets, group)
-        check_trainable(setup)
+        setup = check_trainable(setup)
         check = ParityCheck(setup, train_set, checkpoint, group)
         check.facts |= freeze_what_is_not_trained(accelerator, model, optimizer)
         check.reference()

@@ -28,7 +28,6 @@ from transformers.utils.logging import disable_progress_bar
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
 from accelerate_recipes.common.tasks.encoder import (
-    BERT_TP_PLAN,
     PADDING,
     Embedder,
     always_mask,
@@ -115,9 +114,7 @@ def build(config: Config, pairs: list[Pair]) -> tuple[nn.Module, Any]:
     texts = [text for pair in pairs for text in pair]
     folder = config.output_dir / "model"
     tokenizer = load_exported_tokenizer(folder) if config.evaluate_only else word_tokenizer(texts, config.vocabulary)
-    model = Embedder(encoder, tokenizer.pad_token_id, config.temperature)
-    model.tp_plan = BERT_TP_PLAN  # type: ignore[assignment]  # a module may have any attribute
-    return model, tokenizer
+    return Embedder(encoder, tokenizer.pad_token_id, config.temperature), tokenizer
 
 
 def main(config: Config) -> None:

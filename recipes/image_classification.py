@@ -35,11 +35,6 @@ from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import load
 
 KEY_BIASES = ("attention.k_proj.bias", "attention.attention.key.bias")
-LAYER_PLAN = {
-    **{f"vit.layers.*.attention.{name}_proj": "colwise" for name in "qkv"},
-    **{f"vit.layers.*.{name}": "rowwise" for name in ("attention.o_proj", "mlp.fc2")},
-    "vit.layers.*.mlp.fc1": "colwise",
-}
 
 
 @dataclass(kw_only=True)
@@ -111,10 +106,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
         qkv_bias=False,  # that of the keys has no gradient but rounding, which Adam would turn into steps
         **config_of_classes(classes),
     )
-    model = ViTForImageClassification(shape)
-    if hasattr(model.vit, "layers"):  # transformers 5.5 has other names, and cannot divide the heads
-        model.tp_plan = LAYER_PLAN
-    return model, Preprocessing(config.image_size)
+    return ViTForImageClassification(shape), Preprocessing(config.image_size)
 
 
 def main(config: Config) -> Callable[[], None]:

@@ -91,7 +91,6 @@ class MLP(nn.Sequential):
     """(batch, channels, height, width) -> logits (batch, classes)"""
 
     _no_split_modules = ["Linear"]
-    tp_plan = {"1": "colwise", "3": "rowwise"}  # how tensor parallelism divides the hidden layers
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int, width: int = 10):
         num_pixels = image_shape[0] * image_shape[1] * image_shape[2]

@@ -28,7 +28,6 @@ from transformers.utils.logging import disable_progress_bar
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, Examples, Metrics, pad_to_longest
 from accelerate_recipes.common.tasks.encoder import (
-    BERT_TP_PLAN,
     always_mask,
     freeze_key_biases,
     load_encoder,
@@ -112,7 +111,6 @@ def build(config: Config, train_texts: LabelledTexts) -> tuple[Any, Any]:
         **config_of_classes(classes),
     )
     model = BertForSequenceClassification(shape)
-    model.tp_plan = BERT_TP_PLAN
     freeze_key_biases(model)
     always_mask(model)
     if config.evaluate_only:

@@ -81,9 +81,10 @@ def refusals(
     from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
-    from accelerate_recipes.common.parallel.strategies import check_batch_loss, layout_of, model_checks
+    from accelerate_recipes.common.parallel.strategies import check_batch_loss, layout_of, model_checks, with_plans
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.checks import check_given
+    from accelerate_recipes.common.step.setup import Setup
 
     path, has_gpu, likely = json.loads(os.environ[QUESTION])
     flags = config or RunConfig(pipeline_stages=2 if Path(path).stem in PIPELINES else 1)
@@ -108,7 +109,7 @@ def refusals(
             if of_launch is not check_device:
                 _note(found, of_launch, layout, flags)
         if not found and config is not None:
-            _, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
+            forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
             sampling = options.get("schedule"), sampler
             try:
                 plan = Plan.of(flags, layout, len(train_set), *sampling)
@@ -120,6 +121,9 @@ def refusals(
             for of_model in model_checks(layout):
                 _note(found, of_model, model, optimizer, plan)
             _note(found, check_batch_loss, options.get("batch_loss"), plan)
+            if not found:  # it takes passes of the model
+                loss = options.get("batch_loss")
+                _note(found, with_plans, Setup(accelerator, model, optimizer, forward_step, plan, loss, samples))
     except UsageError as error:
         found.append(error)
     return {"refusals": found, "of_the_launcher": refused, "facts": facts}
@@ -134,7 +138,7 @@ def _give_sizes(accelerator: Any, model: Any, optimizer: Any, forward_step: Any,
 
     if without_size(model):
         plan = Plan.of(config, Layout(), len(samples))
-        with_sizes(Setup(accelerator, model, optimizer, forward_step, plan), samples)
+        with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, train_set=samples))
 
 
 def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, list[str]]:

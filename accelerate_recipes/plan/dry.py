@@ -70,8 +70,9 @@ def _measure(
     from accelerate_recipes.common.data.mixture import by_source
     from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.environment import Environment
-    from accelerate_recipes.common.parallel.strategies import layout_of
+    from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
     from accelerate_recipes.common.plan import Plan
+    from accelerate_recipes.common.step.setup import Setup
 
     config = replace(config, **question.flags)
     os.environ[QUESTION] = json.dumps([question.config, True, []])  # that of the doctor
@@ -86,9 +87,8 @@ def _measure(
     plan = Plan.of(config, layout, len(train_set), options.get("schedule"), sampler)
     why_not = why_not_checked(layout.precision, sum(weight.nbytes for weight in model.parameters()), gpu.usable)
     run, offloads = _run(plan, check_steps, why_not, options), layout.environment.is_true("fsdp_offload_params")
-    step = DryRun(plan, forward_step, options.get("batch_loss"), gpu, question.last).measure(
-        model, optimizer, train_set
-    )
+    setup = Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss"), train_set)
+    step = DryRun(with_plans(setup), gpu, question.last).measure()
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
         peak = max(step.peak - step.weights - step.gradients - step.optimizer, step.forward)
         step = replace(step, weights=0, gradients=0, optimizer=0, peak=peak)

@@ -9,7 +9,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerate_recipes.doctor.launched import remove_variables
@@ -20,7 +20,7 @@ from accelerate_recipes.plan.tracker import Tracker
 
 if TYPE_CHECKING:
     from accelerate_recipes.common.layout import Layout
-    from accelerate_recipes.common.plan import Plan
+    from accelerate_recipes.common.step.setup import Setup
 
 
 @dataclass
@@ -28,19 +28,16 @@ class DryRun:
     """Some steps of a run.
 
     Attributes:
-        plan: of the run.
-        forward_step, batch_loss: as for `fit`.
+        setup: of the run.
         gpu: for the time of operations.
         last: whether this is the last process, and not the first.
     """
 
-    plan: "Plan"
-    forward_step: Any
-    batch_loss: Any
+    setup: "Setup"
     gpu: Gpu
     last: bool
 
-    def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any) -> Step:
+    def measure(self) -> Step:
         """What a process holds and does.
 
         Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
@@ -49,8 +46,8 @@ class DryRun:
         from accelerate_recipes.common.environment import Environment
         from accelerate_recipes.common.layout import Layout
 
-        layout, plan = self.plan.layout, self.plan
-        batches, zero = self._batches(train_set), None
+        model, optimizer, plan = self.setup.model, self.setup.optimizer, self.setup.plan
+        layout, batches, zero = plan.layout, self._batches(), None
         number, dtype = layout.num_processes, None
         if "DeepSpeed" in layout.strategies:
             from accelerate_recipes.common.parallel import deepspeed
@@ -70,44 +67,38 @@ class DryRun:
                 from accelerate_recipes.common.data.sets import as_numbered_step
                 from accelerate_recipes.common.parallel import pipeline
 
-                tokens = pipeline._model_arguments(as_numbered_step(self.forward_step), batches[0], 0)[0]
+                tokens = pipeline._model_arguments(as_numbered_step(self.setup.forward_step), batches[0], 0)[0]
                 stack.enter_context(pipeline_with_shapes(tokens))
             for each in (mode, tracker.track_freed_storages(), tracker):
                 stack.enter_context(each)
             make_fake(model, optimizer, dtype)
-            return replace(self._run_steps(accelerator, model, optimizer, plan, mode, tracker, batches), zero=zero)
+            setup = replace(self.setup, accelerator=accelerator, plan=plan)
+            return replace(self._run_steps(setup, mode, tracker, batches), zero=zero)
 
-    def _batches(self, train_set: Any) -> list[dict[str, Any]]:
+    def _batches(self) -> list[dict[str, Any]]:
         """The first micro-batches of this process, with their data: two, from whose difference others follow, or all
         that a step needs."""
         from accelerate_recipes.common.data.batches import batches
 
-        count = self.plan.accumulation if self._needs_all else min(2, self.plan.accumulation)
-        stream = batches(train_set, self.plan.micro_batches(0), torch.device("cpu"), self.plan.config)
+        plan, train_set = self.setup.plan, self.setup.train_set
+        assert train_set is not None
+        count = plan.accumulation if self._needs_all else min(2, plan.accumulation)
+        stream = batches(train_set, plan.micro_batches(0), torch.device("cpu"), plan.config)
         return [next(stream) for _ in range(count)]
 
     @property
     def _needs_all(self) -> bool:
         """Whether a step needs all its micro-batches."""
-        return self.plan.layout.pp > 1 or self.batch_loss is not None
+        return self.setup.plan.layout.pp > 1 or self.setup.batch_loss is not None
 
-    def _run_steps(
-        self,
-        accelerator: Any,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        plan: "Plan",
-        mode: FakeTensorMode,
-        tracker: Tracker,
-        batches: list[dict[str, Any]],
-    ) -> Step:
+    def _run_steps(self, setup: "Setup", mode: FakeTensorMode, tracker: Tracker, batches: list[dict[str, Any]]) -> Step:
         from accelerate_recipes.common.parallel.strategies import prepare
-        from accelerate_recipes.common.step.setup import Setup
         from accelerate_recipes.common.weights.shards import local
 
+        model, optimizer, plan = setup.model, setup.optimizer, setup.plan
         weights = sum(weight.nbytes for weight in model.parameters())
         updated = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
-        engine = prepare(Setup(accelerator, model, optimizer, self.forward_step, plan, self.batch_loss))
+        engine = prepare(setup)
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients: list[int] = []
         optimizer.register_step_pre_hook(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..alone.kept import NotChecked
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..cpu_group import CpuGroup
 from ..data.batches import draws_for_batches
@@ -22,7 +23,6 @@ from ..step.setup import Setup
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .first_difference import FirstDifference
 from .first_pass import FirstPass
-from .kept import NotChecked
 from .modules import Key as PlaceInRow
 from .modules import ModuleTrace
 from .noise import without_noise

@@ -7,10 +7,10 @@ import psutil
 import torch
 from torch import nn
 
+from ..alone.kept import Changes, NotChecked
 from ..step.setup import Setup
 from ..weights.on_disk import with_full_weights
 from .first_pass import FirstPass
-from .kept import Changes, NotChecked
 from .reference_run import ReferenceRun, sketches
 from .sketch import Sketch
 from .trace import Step

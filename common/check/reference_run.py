@@ -13,6 +13,8 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
+from ..alone.kept import Changes, NotChecked, kept
+from ..alone.world import one_process
 from ..checkpoint.resume import Checkpoint, FreshStart
 from ..data.batches import batches
 from ..data.sets import Batch, MapDataset, NumberedStep
@@ -25,11 +27,9 @@ from ..step.setup import Setup, choose_fused_kernels
 from ..stopping import signals
 from ..weights.shards import checkpoint_tensors
 from .first_pass import FirstPass
-from .kept import Changes, NotChecked, kept
 from .modules import ModuleTrace
 from .sketch import Sketch
 from .trace import Observer, Step
-from .world import one_process
 
 MAX_SECONDS = 60.0
 SMALL = 10_000_000  # bytes of weights up to which threads wait for each other longer than they compute

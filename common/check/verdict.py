@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from ..alone.kept import Changes
 from ..layout import Layout
 from ..parallel.strategies import main_strategy, strategies_of
 from ..parallel.strategy import Symptoms
 from ..step.setup import Setup
 from .compare import Gap, Key
 from .first_pass import FirstPass
-from .kept import Changes
 from .reference import Reference
 from .trace import Step
 

@@ -78,12 +78,20 @@ def model_checks(layout: Layout) -> list[ModelCheck]:
     ]
 
 
-def check_trainable(setup: Setup) -> None:
-    """Raises UsageError for a model, an optimizer or a loss that the run's layout cannot train, or would train with
-    another result than one process."""
+def check_trainable(setup: Setup) -> Setup:
+    """The setup, with what the strategies of the layout need to know of the model. Raises UsageError for a model, an
+    optimizer or a loss that the run's layout cannot train, or would train with another result than one process."""
     check_batch_loss(setup.batch_loss, setup.plan)
     for check in model_checks(setup.plan.layout):
         check(setup.model, setup.optimizer, setup.plan)
+    return with_plans(setup)
+
+
+def with_plans(setup: Setup) -> Setup:
+    """The setup, with how the strategies of the layout will divide the model. Raises UsageError if they cannot."""
+    for strategy in strategies_of(setup.plan.layout):
+        setup = strategy.with_plan(setup)
+    return setup
 
 
 def check_batch_loss(batch_loss: BatchLossFn | None, plan: Plan) -> None:

@@ -1,8 +1,7 @@
 """Tensor parallelism: the processes of a group share each layer in a model's plan. FSDP2 may divide the rest again."""
 
-import difflib
-import re
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +14,12 @@ from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
 from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from .derive import derived_plan
 from .grid import Division, Grid, Part
 from .sharding import sharded_layers
 from .stages import Absent
 from .strategy import Strategy, Symptoms
-
-# The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
-# colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
-STYLES = ("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "embedding_rowwise")
-NORM_OF_HEADS = "replicated_with_grad_allreduce"  # of the queries or keys of a head: each process has its own heads
+from .tensor_plan import can_pack, check_plan, divide_numbers, has_plan, what_is_divided
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
@@ -44,8 +40,9 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Layers that cannot be divided."""
-    check_plan(model, plan.layout.tp)
+    """Layers that cannot be divided, of a model that says how."""
+    if has_plan(model):
+        check_plan(model, plan.layout.tp, can_pack(plan.layout))
 
 
 class TensorParallel(Strategy):
@@ -62,10 +59,22 @@ class TensorParallel(Strategy):
     def title(self, layout: Layout) -> str:
         return f"TP {layout.tp}"
 
-    def plan(self, setup: Setup) -> dict[str, str]:
-        return check_plan(setup.model, setup.plan.layout.tp)
+    def with_plan(self, setup: Setup) -> Setup:
+        model, size, whole = setup.model, setup.plan.layout.tp, None
+        if has_plan(model):
+            plan = check_plan(model, size, can_pack(setup.plan.layout))
+        else:
+            plan, whole = derived_plan(setup)
+            if not setup.plan.config.check_steps:
+                setup.accelerator.print("--check_steps 0: the parity check does not prove the derived plan")
+        setup.accelerator.print(what_is_divided(model, size, plan, whole))
+        return replace(setup, tp_plan=plan)
 
-    def divide(self, part: Part, plan: dict[str, str], grid: Grid) -> None:
+    def plan(self, setup: Setup) -> Mapping[str, str]:
+        assert setup.tp_plan is not None
+        return setup.tp_plan
+
+    def divide(self, part: Part, plan: Mapping[str, str], grid: Grid) -> None:
         parallelize(part.model, plan, grid.mesh["tp"])
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
@@ -87,152 +96,21 @@ class TensorParallel(Strategy):
         )
 
 
-def parallelize(model: nn.Module, plan: dict[str, str], mesh: Any) -> None:
-    """Shards layers of a model; the others stay whole in each process.
+def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
+    """Divides layers of a model; the others stay whole in each process.
 
     Args:
         model: all of it, or a stage of a pipeline.
-        plan: from `check_plan`, for the whole model.
+        plan: {module or number: style}, for the whole model.
         mesh: of the processes that share each layer.
     """
-    # Imported here, because the imports take 0.7 s.
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        ParallelStyle,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-    from torch.distributed.tensor.placement_types import Replicate
+    from torch.distributed.tensor.parallel import parallelize_module  # the import takes 0.7 s
 
-    whole = Replicate()
-    styles: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": ColwiseParallel,
-        "rowwise": RowwiseParallel,
-        "colwise_rep": lambda: ColwiseParallel(output_layouts=whole),
-        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=whole),
-        "rowwise_rep": lambda: RowwiseParallel(input_layouts=whole),
-        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=whole),
-        # The weight is whole, and its gradient the sum over the parts. Any dimension but the last will do.
-        NORM_OF_HEADS: lambda: SequenceParallel(sequence_dim=1, use_local_output=True),
-    }
-    present = {name for name, module in model.named_modules() if not isinstance(module, Absent)}
-    parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items() if name in present})
+    from .tensor_styles import parallel_style
 
-
-def check_plan(model: nn.Module, size: int) -> dict[str, str]:
-    """{module name: style} for all modules that the model's plan shards.
-
-    Args:
-        model: with a `tp_plan`.
-        size: number of processes that share a layer.
-
-    Raises:
-        UsageError: no plan, a plan that does not fit the model, or sizes that are not divisible.
-    """
-    plan = getattr(model, "tp_plan", None)
-    if not plan:
-        raise UsageError(
-            f"{type(model).__name__} has no tp_plan, which tensor parallelism needs",
-            "use --config_file accelerate_configs/fsdp2.yaml, or give the model one as in recipes/mnist.py",
-        )
-    _check_heads(model, size)
-    prefix = _prefix(model)
-    modules = dict(model.named_modules())
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, module in modules.items():
-        for weight in module.parameters(recurse=False):
-            owners.setdefault(weight, []).append(name)
-    resolved: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if style not in (*STYLES, NORM_OF_HEADS):
-            raise UsageError(f"tp_plan: {pattern}: {style}", f"expected one of {', '.join(STYLES)}")
-        expression = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+"))
-        matches = [name for name in modules if expression.fullmatch(name)]
-        if not matches:
-            near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0)
-            raise UsageError(
-                f"tp_plan: {pattern} names no module of {type(model).__name__}", f"did you mean {near[0]}?"
-            )
-        if style == NORM_OF_HEADS:
-            resolved |= dict.fromkeys(matches, style)
-            continue
-        for name in [part for match in matches for part in _divided_parts(match, modules[match], style)]:
-            shared = {owner for weight in modules[name].parameters(recurse=False) for owner in owners[weight]} - {name}
-            if shared and _is_transformers(model):
-                continue  # transformers plans also name weights that may be tied; tied ones stay whole
-            if shared:
-                raise UsageError(
-                    f"tp_plan: {name} shares its weight with {min(shared)}", "leave both out, or untie them"
-                )
-            _check_width(name, modules[name], style, size)
-            resolved[name] = style
-    return resolved
-
-
-def _prefix(model: nn.Module) -> str:
-    """What stands before the names of a plan: a wrapper such as PEFT's passes on that of a model inside it."""
-    has_plan = (name for name, module in model.named_modules() if "tp_plan" in {*vars(module), *dir(type(module))})
-    name = next(has_plan, "")
-    return f"{name}." if name else ""
-
-
-def _divided_parts(name: str, module: nn.Module, style: str) -> list[str]:
-    """The names of the layers that take the style of a module in the plan: its own, or those of PEFT's layers in it.
-
-    LoRA adds B(A(x)) to the output of a layer. A colwise layer divides its outputs, so it divides those of B, and A
-    stays whole. A rowwise layer divides its inputs, so it divides those of A, and B stays whole: the parts of A are
-    summed before it.
-
-    Raises:
-        UsageError: the module has other adapters than LoRA's.
-    """
-    if not hasattr(module, "base_layer"):
-        return [name]
-    others = {key.partition(".")[0] for key, _ in module.named_parameters()} - {"base_layer", "lora_A", "lora_B"}
-    if others:
-        raise UsageError(
-            f"tensor parallelism does not divide {min(others)} of {name}",
-            "use plain LoRA, of linear layers, or use --config_file accelerate_configs/fsdp2.yaml",
-        )
-    adapter = "lora_A" if style.startswith("rowwise") else "lora_B"
-    return [f"{name}.base_layer", *(f"{name}.{adapter}.{key}" for key in getattr(module, adapter))]
-
-
-def _is_transformers(model: nn.Module) -> bool:
-    return hasattr(model, "config") and hasattr(model, "base_model_prefix")
-
-
-def _check_heads(model: nn.Module, size: int) -> None:
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if _is_transformers(model) else config
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, what, None)
-        if heads and heads % size:
-            raise UsageError(
-                f"{what} is {heads}, which is not divisible by tp_size {size}",
-                f"use a multiple of {size}, or another tp_size in the config file",
-            )
-
-
-def _check_width(name: str, module: nn.Module, style: str, size: int) -> None:
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        raise UsageError(
-            f"tp_plan: {name} is {type(module).__name__}: expected Linear or Embedding",
-            "leave it out of tp_plan, or use --config_file accelerate_configs/fsdp2.yaml",
-        )
-    if computed := sorted({key for key, _ in module.named_parameters()} - {"weight", "bias"}):
-        raise UsageError(
-            f"tp_plan: {name} computes its weight from {computed[0]}, as weight_norm does, and cannot be sharded",
-            f"leave {name} out of tp_plan",
-        )
-    out_features, in_features = module.weight.shape
-    width = in_features if style.startswith("rowwise") else out_features
-    if width % size:
-        raise UsageError(
-            f"tp_plan: {name} is {width} wide, which is not divisible by tp_size {size}",
-            f"choose a multiple of {size}, or another tp_size in the config file",
-        )
+    present = {name: module for name, module in model.named_modules() if not isinstance(module, Absent)}
+    styles = divide_numbers(present, plan, mesh.size())
+    parallelize_module(model, mesh, {name: parallel_style(style) for name, style in styles.items() if name in present})
 
 
 TENSOR = TensorParallel()

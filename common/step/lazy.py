@@ -4,15 +4,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..data.batches import fetch
-from ..data.sets import MapDataset, as_numbered_step
+from ..data.sets import as_numbered_step
 from ..errors import UsageError
-from ..seeds import CPU, restore_generators
 from .engine import evaluating
 from .setup import Setup
 
 
-def with_sizes(setup: Setup, train_set: MapDataset) -> Setup:
+def with_sizes(setup: Setup) -> Setup:
     """The setup, after one forward pass of the first samples if a weight of its model has no size yet. The pass is one
     of an evaluation, so that no buffer counts it; the weights draw from the generators of the recipe, as in a loop of
     torch, and are the same in all processes.
@@ -22,9 +20,7 @@ def with_sizes(setup: Setup, train_set: MapDataset) -> Setup:
     """
     if without_size(setup.model) is None:
         return setup
-    epoch, ids = next(setup.plan.global_micro_batches(0))
-    with restore_generators(CPU):
-        batch = fetch(train_set, ids.tolist(), setup.plan.config.seed, epoch)
+    batch = setup.first_batch()
     with evaluating(setup.model), torch.no_grad():
         as_numbered_step(setup.forward_step)(setup.model, batch, 0)
     if name := without_size(setup.model):

@@ -71,7 +71,7 @@ class Replicas:
         for name, tensor in self._engine.saved_tensors().items():
             if isinstance(tensor, nn.Parameter):
                 for shard in shards_of(name, tensor, self._engine.holders(name)):
-                    if len(shard.writers) > 1:
+                    if len(shard.writers) > 1 and shard.sizes == local(tensor).shape:
                         found.setdefault(shard.writers, []).append((name, shard.offsets))
         return found
 

@@ -8,9 +8,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..data.sets import ForwardStep, NumberedStep
+from ..data.batches import fetch
+from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep
 from ..norms import LOW_PRECISION
 from ..plan import Plan
+from ..seeds import CPU, restore_generators
 from ..weights.shards import is_divided, local
 from .batch_loss import BatchLoss, BatchLossFn
 from .guards import check_values, knows_what_is_trained
@@ -29,6 +31,8 @@ class Setup:
         forward_step: as for `fit`.
         plan: of the run.
         batch_loss: as for `fit`.
+        train_set: for passes before the run; None: there are none.
+        tp_plan: {module: style}, how tensor parallelism divides the model; None: as the model says.
         watched: `forward_step` -> one that an observer watches; None: nobody does.
     """
 
@@ -38,7 +42,16 @@ class Setup:
     forward_step: ForwardStep
     plan: Plan
     batch_loss: BatchLossFn | None = None
+    train_set: MapDataset | None = None
+    tp_plan: Mapping[str, str] | None = None
     watched: Callable[[NumberedStep], NumberedStep] | None = None
+
+    def first_batch(self, size: int | None = None) -> Batch:
+        """The first micro-batch of the run, or so many samples of it, on the CPU, the same in all processes."""
+        assert self.train_set is not None
+        epoch, ids = next(self.plan.global_micro_batches(0))
+        with restore_generators(CPU):
+            return fetch(self.train_set, ids[:size].tolist(), self.plan.config.seed, epoch)
 
     def check_functions(self) -> tuple[NumberedStep, BatchLoss | None]:
         """(forward_step, batch_loss), which raise UsageError for wrong results."""

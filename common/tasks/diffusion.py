@@ -67,10 +67,6 @@ class DiT(nn.Module):
     """
 
     _no_split_modules = ["Block"]  # FSDP gathers one Block at a time
-    tp_plan = {
-        **{f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "up")},
-        **{f"blocks.*.{name}": "rowwise" for name in ("joined", "down")},
-    }
 
     def __init__(
         self,

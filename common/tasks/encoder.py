@@ -27,13 +27,6 @@ from ..environment import print_once
 from ..errors import UsageError
 from .pretrained import load
 
-# How tensor parallelism divides the layers of a BERT.
-BERT_TP_PLAN = {
-    **{f"bert.encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
-    "bert.encoder.layer.*.attention.output.dense": "rowwise",
-    "bert.encoder.layer.*.intermediate.dense": "colwise",
-    "bert.encoder.layer.*.output.dense": "rowwise",
-}
 PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
 ROUNDING = 1e-6  # of a similarity in float32
 PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"

@@ -299,8 +299,7 @@ def _values_of(
     train_set, sets = check_datasets(next(iter(datasets.values())), datasets, collate_fn)
     plan = Plan.of(config, accelerator.layout, len(train_set))
     check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
-    setup = Setup(accelerator, model, optimizer, forward_step, plan)
-    check_trainable(setup)
+    setup = check_trainable(Setup(accelerator, model, optimizer, forward_step, plan, train_set=train_set))
     freeze_what_is_not_trained(accelerator, model, optimizer)
     engine = prepare(setup)
     found: dict[str, Examples] = {}

@@ -118,12 +118,23 @@ def shards_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: boo
         everybody: ranks of the processes that hold the tensor, or shards of it.
         of_first: the shard may differ between processes that hold it; the first of them writes it.
     """
+    if packs_of(tensor) > 1:
+        yield Shard.gathered(name, tuple(tensor.shape), tensor.full_tensor, everybody)  # type: ignore[attr-defined]
+        return
     held, (offsets, sizes), writers = local(tensor), range_of(tensor), everybody
     assert tuple(held.shape) == sizes, (name, held.shape, sizes)
     if is_divided(tensor):
         writers = holders(_ranks(tensor.device_mesh), *_place(tensor), len(everybody))
     if held.numel() or not tensor.numel():
         yield Shard(name, tuple(tensor.shape), offsets, sizes, lambda: held, writers[:1] if of_first else writers)
+
+
+def packs_of(tensor: Tensor) -> int:
+    """Of how many equal parts of a weight this process holds its share: 1, but for queries, keys and values in one
+    layer under tensor parallelism alone."""
+    if not is_divided(tensor) or len(tensor.placements) > 1:
+        return 1
+    return getattr(tensor.placements[0], "split_factor", 1)
 
 
 def range_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -208,7 +219,13 @@ def read_like(
         return torch.empty_like(weight, dtype=dtype or value.dtype, device=device).copy_(value)
     from torch.distributed.tensor import DTensor
 
-    local = reader.tensor(name, *range_of(weight)).to(device, dtype, copy=dtype is not None)  # not a map of the file
+    if (packs := packs_of(weight)) == 1:
+        read = reader.tensor(name, *range_of(weight))
+    else:
+        dim, index = weight.placements[0].dim, weight.device_mesh.get_local_rank()  # type: ignore[attr-defined]
+        shares = [pack.chunk(weight.device_mesh.size(), dim)[index] for pack in reader.tensor(name).chunk(packs, dim)]
+        read = torch.cat(shares, dim)
+    local = read.to(device, dtype, copy=dtype is not None)  # not a map of the file
     strides = weight.stride()
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=strides

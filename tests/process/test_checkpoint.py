@@ -136,8 +136,13 @@ RELAYS = {
     "diffusion": "single deepspeed_zero3 fsdp2 deepspeed_zero1 tensor_parallel deepspeed_zero2 ddp",
     "scalar weight": "ddp fsdp2 fsdp2_tensor_parallel",
     "shared weight": "fsdp2 ddp fsdp2",
+    "several ranges of a weight": "tensor_parallel single tensor_parallel",
 }
-OF_USERS = {"scalar weight": "--model scalar_weight", "shared weight": "--model shared_between_blocks"}
+OF_USERS = {
+    "scalar weight": "--model scalar_weight",
+    "shared weight": "--model shared_between_blocks",
+    "several ranges of a weight": "--model gpt2 --optimizer sgd",
+}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +151,7 @@ OF_USERS = {"scalar weight": "--model scalar_weight", "shared weight": "--model 
         ("transformer", ""),
         ("scalar weight", "--ema_decay 0.9"),
         ("shared weight", ""),
+        ("several ranges of a weight", "--ema_decay 0.9"),
         pytest.param("experts", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("mnist mlp", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("text classification", "", marks=pytest.mark.full),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate_recipes.common.check.kept import Changes, kept
+from accelerate_recipes.common.alone.kept import Changes, kept
 
 CPU = torch.device("cpu")
 CALLS = 0

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.parallel.tensor import check_plan
+from accelerate_recipes.common.parallel.tensor_plan import check_plan, has_plan
 from accelerate_recipes.common.tasks.lora import add_lora
 
 
@@ -134,13 +134,34 @@ def test_adapters_with_other_weights_are_refused() -> None:
         check_plan(get_peft_model(llama(), IA3Config(task_type="CAUSAL_LM")), 2)
 
 
-def test_gpt2_is_refused() -> None:
-    """GPT-2 has Conv1D layers, which torch cannot shard, and no plan in transformers."""
+def test_layers_of_gpt2_may_be_in_a_plan() -> None:
+    """Its Conv1D has its weight the other way round."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8))
     with pytest.raises(UsageError, match="GPT2LMHeadModel has no tp_plan"):
         check_plan(model, 2)
-    model.tp_plan = {"transformer.h.*.attn.c_attn": "colwise"}
-    with pytest.raises(UsageError, match=r"transformer\.h\.0\.attn\.c_attn is Conv1D: expected Linear or Embedding"):
-        check_plan(model, 2)
+    model.tp_plan = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
+    assert check_plan(model, 2) == {"transformer.h.0.mlp.c_fc": "colwise", "transformer.h.0.mlp.c_proj": "rowwise"}
+
+
+def test_plans_of_experts_name_their_weights() -> None:
+    """The module around them has a style of its own; it stays whole if a process can hold only one range of a weight,
+    and experts of another form always do."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=16, num_key_value_heads=2, num_local_experts=2, **shape))
+    assert has_plan(model) and check_plan(model, 2)["model.layers.0.mlp.experts"] == "moe_tp_experts"
+    plan = check_plan(model, 2, packs=False)
+    assert plan["model.layers.0.self_attn.q_proj"] == "colwise" and not any("experts" in name for name in plan)
+    model.tp_plan = dict(model.tp_plan) | {"model.layers.*.mlp.experts.gate_up_proj": "packed_rowwise"}
+    assert has_plan(model) and not any("experts" in name for name in check_plan(model, 2))
+
+
+def test_plan_with_another_style_of_transformers_is_not_used() -> None:
+    """It names the other half of a pair, too. A word that is no style is the user's mistake."""
+    assert not has_plan(Net()) and not has_plan(Net(layers_0="local_params", head="colwise"))
+    assert has_plan(Net(head="diagonal")) and check_plan(Net(embedding="replicate", head="colwise"), 2) == {
+        "head": "colwise"
+    }

@@ -144,6 +144,9 @@ ZOO: dict[str, Family] = {
 }
 WINDOWS = {"patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
 MAMBA2 = {"state_size": 4, "conv_kernel": 2, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
+ROUTED |= {"num_key_value_heads": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 FAMILIES: dict[str, Family] = {
     "vit": (vision("vit", **SHAPE, **VISION, **QUIET), classified),
     "swin": (vision("swin", image_size=PIXELS, **WINDOWS), classified),
@@ -170,5 +173,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": (causal("gpt_neox", hidden_dropout=0.0, attention_dropout=0.0), continued),
     "qwen2": (causal("qwen2", num_key_value_heads=2), continued),
     "qwen3": (causal("qwen3", num_key_value_heads=2, head_dim=8), continued),
+    "deepseek_v2": (causal("deepseek_v2", **LATENT, **ROUTED), continued),
+    "phi3": (causal("phi3", num_key_value_heads=2), continued),
     "gemma3": (causal("gemma3_text", num_key_value_heads=2, head_dim=8), continued),
 }

@@ -10,7 +10,6 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from ..environment import without_ranks
-from ..launch.observed import ObservedAccelerator
 
 ALONE = {
     "num_processes": 1,
@@ -62,7 +61,7 @@ def _noting(accelerator: Accelerator, name: str, answer: Any) -> Callable:
     function = getattr(dist, name)
 
     def asked(group: Any = None) -> Any:
-        if isinstance(accelerator, ObservedAccelerator):
+        if hasattr(accelerator, "note"):  # that of `start`
             accelerator.note(f"torch.distributed.{name}")
         return answer if group is None else function(group)
 
