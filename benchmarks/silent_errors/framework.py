@@ -111,7 +111,7 @@ def lost_between_stages(parts: Parts) -> None:
     "tensor_parallel",
     "--max_grad_norm 0.1",
     names="layernorm model.norm",
-    cause="clip",
+    cause="clip|norm",
 )
 def norms_left_out_of_clipping(parts: Parts) -> None:
     """The norm for clipping counts the weights that are whole in one process of a tensor-parallel group alone."""
@@ -180,7 +180,13 @@ def divided_weights_not_initialised(parts: Parts) -> None:
 # TTrace's kinds
 
 
-@fault(TTRACE, "tensor parallelism: a mask of the embedding", "tensor_parallel", names="embed_tokens", cause="embed")
+@fault(
+    TTRACE,
+    "tensor parallelism: a mask of the embedding",
+    "tensor_parallel",
+    names="embed_tokens",
+    cause="divides this module wrongly",
+)
 def mask_of_the_embedding(parts: Parts) -> None:
     """A vocabulary-parallel embedding masks one token more than those of other processes."""
     from torch.distributed.tensor.placement_types import _MaskPartial
@@ -195,7 +201,13 @@ def mask_of_the_embedding(parts: Parts) -> None:
     _MaskPartial._mask_tensor = staticmethod(wrong)
 
 
-@fault(TTRACE, "activation recomputation: a wrong input", "tensor_parallel", names="layers.0", cause="recompute")
+@fault(
+    TTRACE,
+    "activation recomputation: a wrong input",
+    "tensor_parallel",
+    names="layers.0",
+    cause="divides this module wrongly",
+)
 def recomputed_from_a_wrong_input(parts: Parts) -> None:
     """What a layer kept for its backward pass comes back in another order, because processes share it."""
     layer: Any = parts.model.get_submodule("model.layers.0")
@@ -211,7 +223,12 @@ def recomputed_from_a_wrong_input(parts: Parts) -> None:
     layer.forward = wrong
 
 
-@fault(TTRACE, "context parallelism: the scale of the loss", "sequence_parallel", cause="scale")
+@fault(
+    TTRACE,
+    "context parallelism: the scale of the loss",
+    "sequence_parallel",
+    cause="multiplies the gradients by a number of processes",
+)
 def loss_of_a_slice_not_scaled(parts: Parts) -> None:
     """The share of a process in the loss of a sample lacks the number of processes that share it."""
 
@@ -223,7 +240,7 @@ def loss_of_a_slice_not_scaled(parts: Parts) -> None:
     Group.total = wrong  # type: ignore[method-assign]
 
 
-@fault(TTRACE, "data parallelism: the scale of the loss", "ddp", cause="scale")
+@fault(TTRACE, "data parallelism: the scale of the loss", "ddp", cause="by a number of its own, as of tokens")
 def mean_of_each_process(parts: Parts) -> None:
     """Each process divides by the number of its own tokens, and not by that of all."""
 
@@ -234,7 +251,7 @@ def mean_of_each_process(parts: Parts) -> None:
     engine.Engine._loss_scale = wrong  # type: ignore[method-assign]
 
 
-@fault(TTRACE, "pipelines: the scale of the loss", "pipeline_parallel", "--micro_batch_size 2", cause="scale")
+@fault(TTRACE, "pipelines: the scale of the loss", "pipeline_parallel", "--micro_batch_size 2", cause="micro-batches")
 def loss_scaled_by_micro_batches(parts: Parts) -> None:
     """A pipeline divides a loss by the number of its micro-batches that is a share already."""
     original = pipeline.Pipeline.backward
@@ -251,7 +268,7 @@ def loss_scaled_by_micro_batches(parts: Parts) -> None:
     "pipeline_parallel",
     "--tied",
     names="embed_tokens",
-    cause="tied|embed",
+    cause="adds them up wrongly",
 )
 def tied_embedding_apart(parts: Parts) -> None:
     """The first and the last stage do not add up the gradients of their copies of a tied embedding."""
@@ -264,14 +281,20 @@ def tied_embedding_apart(parts: Parts) -> None:
     "ddp",
     "--model mixtral",
     names="mlp.gate",
-    cause="exchange",
+    cause="adds them up wrongly",
 )
 def routers_apart(parts: Parts) -> None:
     """The gradients of the routers of a mixture of experts are not exchanged."""
     leave_to_each_process(parts, ".gate.")
 
 
-@fault(TTRACE, "a wrong communication group", "fsdp2_sequence_parallel", names="self_attn", cause="communicat|group")
+@fault(
+    TTRACE,
+    "a wrong communication group",
+    "fsdp2_sequence_parallel",
+    names="self_attn",
+    cause="divides this module wrongly",
+)
 def wrong_group(parts: Parts) -> None:
     """Processes exchange heads with those that have other samples."""
     original = Group.__init__
@@ -287,13 +310,13 @@ def cast_gradients(kind: torch.dtype) -> None:
     exchange_by(lambda bucket: total(bucket.buffer().to(kind).float()))
 
 
-@fault(TTRACE, "a wrong cast to FP8", "ddp", cause="cast|bits")
+@fault(TTRACE, "a wrong cast to FP8", "ddp", cause="adds them up wrongly")
 def gradients_cast_to_8_bits(parts: Parts) -> None:
     """Gradients are cast to FP8 on their way, without a scale: small ones become zero."""
     cast_gradients(torch.float8_e4m3fn)
 
 
-@fault(TTRACE, "a wrong cast to FP8", "ddp_bf16", cause="cast|bits")
+@fault(TTRACE, "a wrong cast to FP8", "ddp_bf16", cause="adds them up wrongly")
 def gradients_cast_to_8_bits_in_bf16(parts: Parts) -> None:
     """The same in a run in bf16."""
     cast_gradients(torch.float8_e4m3fn)
@@ -308,7 +331,12 @@ def updates_not_gathered(parts: Parts) -> None:
 
 
 @fault(
-    TTRACE, "pipelines: a wrong division", "pipeline_parallel", "--tied --layers 4", names="layers.2", cause="no stage"
+    TTRACE,
+    "pipelines: a wrong division",
+    "pipeline_parallel",
+    "--tied --layers 4",
+    names="layers.2",
+    cause="divides this module wrongly",
 )
 def layer_in_no_stage(parts: Parts) -> None:
     """The stages leave out a layer."""
@@ -319,8 +347,8 @@ def layer_in_no_stage(parts: Parts) -> None:
     TTRACE,
     "tensor parallelism: gradients with overlap",
     "tensor_parallel",
-    names="self_attn mlp layernorm",
-    cause="sum",
+    names="self_attn mlp layernorm lm_head",
+    cause="divides this module wrongly",
 )
 def gradient_of_an_input_not_summed(parts: Parts) -> None:
     """The gradient of the input of a divided layer is read before the sum over the processes has come."""
@@ -337,7 +365,11 @@ def gradient_of_an_input_not_summed(parts: Parts) -> None:
 
 
 @fault(
-    TTRACE, "Megatron-LM 1446: the norms' weights", "sequence_parallel", names="layernorm model.norm", cause="exchange"
+    TTRACE,
+    "Megatron-LM 1446: the norms' weights",
+    "sequence_parallel",
+    names="layernorm model.norm",
+    cause="adds them up wrongly",
 )
 def norms_of_slices_apart(parts: Parts) -> None:
     """The gradients of the norms, of which each process has those of its tokens, are not exchanged."""
@@ -349,7 +381,7 @@ def norms_of_slices_apart(parts: Parts) -> None:
     "Megatron-LM 1464: attention under context parallelism",
     "sequence_parallel",
     names="self_attn q_proj k_proj v_proj",
-    cause="in attention",
+    cause="divides this module wrongly",
 )
 def gradient_of_attention(parts: Parts) -> None:
     """The backward pass of the exchange of tokens for heads leaves out the exchange."""
@@ -374,7 +406,7 @@ def gradient_of_attention(parts: Parts) -> None:
     "tensor_parallel",
     "--model qwen3",
     names="q_norm k_norm",
-    cause="tp_plan",
+    cause="adds them up wrongly",
 )
 def norms_of_heads_apart(parts: Parts) -> None:
     """The gradients of the norms of the queries, of which each process has some heads, are not summed."""
@@ -385,7 +417,13 @@ def norms_of_heads_apart(parts: Parts) -> None:
 # Of the same kinds, in what these two papers' frameworks do not have or their lists leave out
 
 
-@fault(OURS, "sharding of positions", "sequence_parallel", names="rotary_emb self_attn", cause="position")
+@fault(
+    OURS,
+    "sharding of positions",
+    "sequence_parallel",
+    names="rotary_emb self_attn",
+    cause="divides this module wrongly",
+)
 def positions_of_a_slice(parts: Parts) -> None:
     """The positions of each slice start at 0."""
     model: Any = parts.model
@@ -398,7 +436,7 @@ def positions_of_a_slice(parts: Parts) -> None:
     model.sequence_parallel.slices = wrong
 
 
-@fault(OURS, "sharding of masks", "sequence_parallel", "--context 15", cause="label")
+@fault(OURS, "sharding of masks", "sequence_parallel", "--context 15", cause="divides this module wrongly")
 def padding_that_is_trained(parts: Parts) -> None:
     """The labels of padded tokens are a token, and not the mark that leaves them out."""
     original = Group.slice
@@ -411,14 +449,14 @@ def padding_that_is_trained(parts: Parts) -> None:
     "fsdp2_expert_parallel",
     "--model mixtral --expert_parallel 2",
     names="experts",
-    cause="expert",
+    cause="adds them up wrongly",
 )
 def experts_not_averaged(parts: Parts) -> None:
     """The gradients of experts are sums over the tokens of a group, where others are means."""
     expert.ExpertGroup._average = lambda self, gradient: gradient  # type: ignore[method-assign]
 
 
-@fault(OURS, "a wrong cast to FP8", "ddp_bf16", cause="cast|bits")
+@fault(OURS, "a wrong cast to FP8", "ddp_bf16", cause="adds them up wrongly")
 def gradients_with_2_bits_in_bf16(parts: Parts) -> None:
     """Gradients in a run in bf16 keep 2 bits of their fraction on their way, and their exponent."""
     cast_gradients(torch.float8_e5m2)

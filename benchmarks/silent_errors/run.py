@@ -40,7 +40,9 @@ NEVER, HARMLESS, CANNOT, VERIFY = "**never**", "harmless", "cannot occur", "by v
 # Lines of each run: they tell of no error.
 USUAL = re.compile(r"step \d+/|done in|\d[\d,]* (training samples|process)|checked \d+ steps|$|\[rank|NOTE|W\d{4}")
 # Lines of a run that goes on, which a run without an error must not print.
-ALARMS = re.compile("no weight has moved|no layer computes in 16 bits|draws random numbers in evaluation, too")
+ALARMS = re.compile(
+    "no (weight|step) has moved|is zero in each record|no layer computes in 16 bits|random numbers in evaluation, too"
+)
 TITLES = {
     TRAINCHECK: "Errors of TrainCheck",
     TTRACE: "Errors of TTrace's kinds",
@@ -113,7 +115,7 @@ def outcome_of(fault: Fault, more_flags: str = "") -> Outcome:
         if run.exit_code == 0:
             told = [line for line in lines if line not in clean_lines(fault.config, flags)]
             text = "\n".join(line for line in told if re.search(fault.cause or "$^", line))
-            late = any(re.search("since step|after step", line) for line in text.splitlines())
+            late = any(re.search("since step|after step|up to step", line) for line in text.splitlines())
             found = "a line during the run" if late else "a line at the start"
             found = found if text else compared(fault, run, Path(folder) / "other")
         else:

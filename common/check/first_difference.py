@@ -37,8 +37,8 @@ class FirstDifference:
     grad_norm: float
 
     def find(self, kind: str) -> tuple[str, str]:
-        """(where it is, the line that says so): "forward", "step" for forward_step itself, "backward", "gradient" of a
-        weight, "factor" of all gradients, "norm" of them, or "".
+        """(where it is, the line that says so): "forward", "step" for forward_step itself, "loss" for its gradient,
+        "backward", "gradient" of a weight, "factor" of all gradients, "norm" of them, or "".
 
         Args:
             kind: of the difference, as in compare.Key. That of an evaluation is of another pass.
@@ -51,16 +51,23 @@ class FirstDifference:
             return "forward", f"first difference: {self._name(place)}, forward, {extent}"
         if kind == "value":
             return "step", "all modules agree: forward_step computes the difference"
-        # The processes take the mean of their gradients, so each has more than its part of the whole. Those that share
-        # the tokens of a sample have more of what belongs to tokens, and not of the loss.
-        factors = {self.plan.layout.data_parallel_size, self.plan.layout.averaging_size}
-        if (found := self._first_module([trace.backward for trace in self.traces], "backward", factors)) is not None:
-            before, place, extent = found
-            return "backward", f"first difference: {self._name_source(before, place)}, backward, {extent}"
-        where, line = self._first_gradient()
+        where, line = self._first_backward()
         if kind == "norm" and not where and self.gradients:
             return "norm", "all gradients agree: their norm does not, and clipping with it"
         return where, line
+
+    def _first_backward(self) -> tuple[str, str]:
+        """The same for the backward pass, of the modules and then of the weights."""
+        # The processes take the mean of their gradients, so each has more than its part of the whole. Those that share
+        # the tokens of a sample have more of what belongs to tokens, and not of the loss.
+        factors = {self.plan.layout.data_parallel_size, self.plan.layout.averaging_size}
+        if (found := self._first_module([trace.backward for trace in self.traces], "backward", factors)) is None:
+            return self._first_gradient()
+        before, place, extent = found
+        sources = self._sources(before, place)
+        if not any(sources):
+            return "loss", f"first difference: the gradient of the loss, {extent}"
+        return "backward", f"first difference: {' or '.join(map(self._name, sources))}, backward, {extent}"
 
     def _first_module(self, traces: Sequence[Sums], direction: str, factors: set[int]) -> tuple[str, str, str] | None:
         """(the module before it, the first module whose tensors, divided by one of the factors, are not those of one
@@ -97,12 +104,12 @@ class FirstDifference:
     def _name(self, module: str) -> str:
         return f"{module or 'the model'} ({self.reference.steps[self.number].modules.classes[module]})"
 
-    def _name_source(self, before: str, module: str) -> str:
-        """The gradient of what a module gives comes from the innermost modules that take it, or else from the module
-        whose gradient arrived before."""
+    def _sources(self, before: str, module: str) -> list[str]:
+        """Where the gradient of what a module gives comes from: the innermost modules that take it, or else the module
+        whose gradient arrived before; "" is the whole model, whose output is the loss."""
         followers = self.reference.steps[self.number].modules.followers.get(module, {})
         inner = [name for name in followers if not any(other.startswith(f"{name}.") for other in followers if name)]
-        return " or ".join(self._name(name) for name in inner[:2] or [before])
+        return inner[:2] or [before]
 
     def _first_gradient(self) -> tuple[str, str]:
         """The line for the weight whose gradient differs first, in the order of the backward pass."""

@@ -14,6 +14,7 @@ from .trace import Step
 
 # Where a difference begins, and what may do that: the recipe, or the framework under it.
 CAUSES = {
+    "loss": "a hook, or {layout}, weighs the losses of a process by a number of its own, as of tokens or micro-batches",
     "backward": "a hook or an autograd function depends on the process, or {layout} divides this module wrongly",
     "factor": "a hook, or {layout}, multiplies the gradients by a number of processes or of micro-batches",
     "norm": "{layout} counts some weights more or less than once",
@@ -106,7 +107,7 @@ def _cause_in_the_layout(seen: Symptoms, where: str, layout: Layout) -> str:
     """What the differences point to, and what to type. An error of the framework shows like one of the recipe."""
     for strategy in strategies_of(layout):
         if cause := strategy.likely_cause(seen):
-            return cause
+            return cause + f"; if nothing does, {layout} divides this module wrongly" * (where == "forward")
     if seen.at_once and seen.draws:
         return (
             "the forward pass draws random numbers, and takes another path by them under this config, as layerdrop "
@@ -118,7 +119,7 @@ def _cause_in_the_layout(seen: Symptoms, where: str, layout: Layout) -> str:
             "make it a function of the model's weights and the batch"
         )
     instead = f"use {main_strategy(layout).fallback}"
-    if where in ("backward", "factor", "norm"):
+    if where in CAUSES:
         return f"{CAUSES[where].format(layout=layout)}: {instead}"
     if not seen.only_weights:
         return (
