@@ -21,7 +21,9 @@ STAGES = "--pipeline_stages 2"
         ("fsdp2_pipeline", 4, f"{STAGES} --micro_batch_size 2", "", "FSDP2 2 × pipeline of 2 stages"),
         ("fsdp2_pipeline", 4, STAGES, "--fsdp_reshard_after_forward false", "FSDP2 2 × pipeline of 2 stages"),
         ("tensor_parallel", 4, f"{STAGES} --activation_checkpointing", "", "TP 2 × pipeline of 2 stages"),
-        ("fsdp2_tensor_pipeline", 8, STAGES, "", "FSDP2 2 × TP 2 × pipeline of 2 stages"),
+        pytest.param(  # test_matrix.py runs it with the recipe's own flags
+            *("fsdp2_tensor_pipeline", 8, STAGES, "", "FSDP2 2 × TP 2 × pipeline of 2 stages"), marks=pytest.mark.full
+        ),
         ("tensor_parallel", 4, "", "--parallelism_config_sp_size 2", "FSDP2 × TP 2 × SP 2"),
         pytest.param(
             *("fsdp2_tensor_parallel", 8, "--micro_batch_size 4", "--parallelism_config_sp_size 2"),
@@ -52,7 +54,7 @@ def test_the_result_of_one_process(
     ("config", "flags", "expected"),
     [
         ("fsdp2", STAGES, "FSDP2 2 × pipeline of 2 stages × EP 2"),
-        ("fsdp2_sequence_parallel", "--micro_batch_size 4", "FSDP2 × SP 2 × EP 2"),
+        pytest.param("fsdp2_sequence_parallel", "--micro_batch_size 4", "FSDP2 × SP 2 × EP 2", marks=pytest.mark.full),
     ],
 )
 def test_experts(tmp_path: Path, reference: Callable[..., Run], config: str, flags: str, expected: str) -> None:
@@ -73,6 +75,7 @@ def test_untied_embeddings_and_averaged_weights(tmp_path: Path) -> None:
     assert_same_result(run, whole)
 
 
+@pytest.mark.full
 def test_samples_of_several_lengths(tmp_path: Path, reference: Callable[..., Run]) -> None:
     """Each has its own weight in the loss of the global batch."""
     script, arguments = RECIPES["finetune"]

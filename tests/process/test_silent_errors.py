@@ -22,7 +22,12 @@ SHOWN = {  # {error: (found, place, cause)}
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+DRAWN = {"wrapper_left_out", "mask_of_the_embedding", "late_element", "stale_compiled_step"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DRAWN else pytest.param(name, marks=pytest.mark.full) for name in SHOWN]
+)
 def test_error_is_found_or_harmless(name: str) -> None:
     outcome = RUN["outcome_of"](RUN["FAULTS"][name])
     found: tuple[Any, ...] = (outcome.found, outcome.place, outcome.cause)
