@@ -68,7 +68,7 @@ def pair(config: str, recipe: str) -> Any:
     """A parameter of a test, with its marks."""
     is_rare = config not in OFTEN.get(recipe, FLOAT32_CONFIGS)
     is_rare = is_rare or (config == "hsdp_tensor_parallel" and recipe != "mnist mlp")  # eight processes
-    is_rare = is_rare or config == "fsdp2_tensor_pipeline"  # eight, too: test_products.py has it with clipping
+    is_rare = is_rare or config == "fsdp2_tensor_pipeline"  # eight, too: a checkpoint in test_products.py crosses it
     marks = pytest.mark.quick if config == "ddp" else pytest.mark.full if is_rare else []
     return pytest.param(config, recipe, marks=marks)
 

@@ -21,7 +21,7 @@ STAGES = "--pipeline_stages 2"
         ("fsdp2_pipeline", 4, f"{STAGES} --micro_batch_size 2", "", "FSDP2 2 × pipeline of 2 stages"),
         ("fsdp2_pipeline", 4, STAGES, "--fsdp_reshard_after_forward false", "FSDP2 2 × pipeline of 2 stages"),
         ("tensor_parallel", 4, f"{STAGES} --activation_checkpointing", "", "TP 2 × pipeline of 2 stages"),
-        pytest.param(  # test_matrix.py runs it with the recipe's own flags
+        pytest.param(  # test_checkpoints_cross_between_layouts runs it, too
             *("fsdp2_tensor_pipeline", 8, STAGES, "", "FSDP2 2 × TP 2 × pipeline of 2 stages"), marks=pytest.mark.full
         ),
         ("tensor_parallel", 4, "", "--parallelism_config_sp_size 2", "FSDP2 × TP 2 × SP 2"),
