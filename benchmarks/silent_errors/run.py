@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -160,8 +161,7 @@ def compared(fault: Fault, run: Run, folder: Path) -> str:
 
 
 def row(fault: Fault, outcome: Outcome) -> str:
-    line = re.sub(r"\s+", " ", outcome.text.replace("|", "\\|")).strip()
-    line = line if len(line) < 300 else line[:299] + "…"
+    line = textwrap.shorten(outcome.text.replace("|", "\\|"), 300, placeholder=" …")
     columns = [
         f"{fault.what} `{fault.name}`",
         fault.source,
