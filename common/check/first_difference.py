@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -79,20 +80,20 @@ class FirstDifference:
         for place in dict.fromkeys(place for _, place in expected):
             floors = [float(gap.max()) for other in perturbed for _, gap in self._gaps(place, other, expected, {1})]
             most = max([least, *(STEP_TIMES_FLOOR * floor for floor in floors)])
-            found = Extent(self.plan, self.number)
+            found = Extent(self._ids)
             for rank, trace in enumerate(traces):
                 for row, gap in self._gaps(place, trace, expected, factors):
                     found.add(rank, row, gap, ~(gap <= most))
             if found.size is not None:
                 inner = [name for name in before if not place[0].startswith(f"{name}." if name else "")]
-                return (inner or [""])[-1], place[0], str(found)
+                return (inner or [""])[-1], place[0], found.say(self.plan.accumulation * self.plan.micro_batch_size)
             before.append(place[0])
         return None
 
     def _gaps(self, place: Place, sums: Sums, expected: Sums, factors: set[int]) -> Iterator[tuple[int, Tensor]]:
         """(row, difference of each sample relative to its size, or to a larger mean of all) of each micro-batch"""
         rows_of: dict[tuple[torch.Size, torch.Size], list[int]] = {}  # {shapes: rows}, which are compared at once
-        for row in range(self.plan.of_one_process().accumulation):
+        for row in range(len(self._ids)):
             if (row, place) in sums and (row, place) in expected:
                 rows_of.setdefault((sums[row, place].shape, expected[row, place].shape), []).append(row)
         for rows in rows_of.values():
@@ -100,6 +101,11 @@ class FirstDifference:
             gaps = [gap for factor in factors if (gap := relative_distances(own / factor, whole)) is not None]
             if gaps:
                 yield from zip(rows, min(gaps, key=lambda gap: float(gap.sum())).chunk(len(rows)))
+
+    @cached_property
+    def _ids(self) -> list[Tensor]:
+        """The ids of the samples of each row."""
+        return [ids for _, ids in self.plan.global_micro_batches(self.number)]
 
     def _name(self, module: str) -> str:
         return f"{module or 'the model'} ({self.reference.steps[self.number].modules.classes[module]})"
@@ -137,14 +143,12 @@ class Extent:
     """How large a difference is, and in which samples of which process.
 
     Attributes:
-        plan: of the run.
-        number: of the step.
+        ids: of the samples of each row.
         size: relative, the largest of all samples; None: there is none.
         samples: {process: ids of its samples that differ}; without samples that have no tensor of their own.
     """
 
-    plan: Plan
-    number: int
+    ids: Sequence[Tensor]
     size: float | None = None
     samples: dict[int, list[int]] = field(default_factory=dict)
 
@@ -160,14 +164,14 @@ class Extent:
         if not differs.any():
             return
         self.size = max(self.size or 0.0, float(gap.max()))
-        ids = list(self.plan.global_micro_batches(self.number))[row][1]
+        ids = self.ids[row]
         found = ids[differs] if len(differs) == len(ids) else ids
         self.samples.setdefault(rank, []).extend(found.tolist())
 
-    def __str__(self) -> str:
+    def say(self, num_own: int) -> str:
+        """In words; `num_own`: how many samples a process has."""
         rank, samples = next(iter(self.samples.items()))
-        own = self.plan.accumulation * self.plan.micro_batch_size
-        which = "all samples" if len(samples) == own > 1 else list_samples(sorted(samples))
+        which = "all samples" if len(samples) == num_own > 1 else list_samples(sorted(samples))
         others = " and in others" if len(self.samples) > 1 else ""
         return f"{self.size:.1e} of its size, {which} of process {rank}{others}"
 

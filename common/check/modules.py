@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..parallel.stages import Absent
 from ..step.engine import Engine
-from ..weights.shards import is_divided
+from ..weights.shards import is_divided, local
 
 MOST_BLOCKS = 16  # in which a sample's tensor is cut, before a config divides it
-Place = tuple[
-    str, int, int
-]  # (name of the module, number of its call in a forward pass, number of the tensor it gives)
+# (name of the module, number of its call in a forward pass, number of the tensor that it gives)
+Place = tuple[str, int, int]
 Key = tuple[int, Place]  # (row of the micro-batch, place)
 Sums = dict[Key, Tensor]  # of shape (samples, blocks, ...)
 
@@ -122,23 +122,17 @@ class Recorder:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The floating-point tensors in what a module takes or gives."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel():
-            yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
+    for each in tree_leaves(value):
+        if isinstance(each, Tensor) and each.is_floating_point() and each.numel():
+            yield each
 
 
 def own_values(tensor: Tensor) -> Tensor | None:
     """The plain tensor that this process holds; None if it has no values of the whole, as under `torch.func.vmap`."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if is_wrapped or (is_divided(tensor) and any(place.is_partial() for place in tensor.placements)):
         return None
-    if is_divided(tensor):
-        return None if any(place.is_partial() for place in tensor.placements) else tensor.to_local()
-    return tensor
+    return local(tensor)
 
 
 def by_sample(tensor: Tensor, samples: int) -> Tensor:

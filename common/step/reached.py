@@ -32,7 +32,7 @@ class Reached:
         self._largest: dict[str, float] = {}  # {weight: largest element of its gradient, when one was first seen}
         self._flags: dict[Tensor, Tensor] = {}  # {weight: largest element of its gradient here, 0-dim}
         self._bits: tuple[int, dict[str, int]] | None = None  # (step, {name: sum of the bits that are here})
-        self._moves = False
+        self._is_compared = False
 
     @cached_property
     def _waiting(self) -> dict[str, Tensor]:
@@ -74,14 +74,14 @@ class Reached:
     def unmoved(self, step: int) -> list[str]:
         """Names of the weights that have a gradient and whose bits have not changed in LEAST_STEPS steps or more. To be
         asked at each record; it answers once. A collective, the same in all processes."""
-        if self._moves or self._engine.accelerator.scaler is not None:  # which skips steps
+        if self._is_compared or self._engine.accelerator.scaler is not None:  # which skips steps
             return []
         if self._bits is None:
             self._bits = step, self._sums_of_bits()
         since, before = self._bits
         if step - since < LEAST_STEPS:
             return []
-        self._moves, now = True, self._sums_of_bits()
+        self._is_compared, now = True, self._sums_of_bits()
         found = gather_object([{name: bits != before.get(name) for name, bits in now.items()}])
         moved = {name for own in found for name in own if own[name]}
         least = TINY * max(self._largest.values(), default=0.0)
