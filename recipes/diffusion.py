@@ -54,11 +54,10 @@ class Config(RunConfig):
 
 
 class NoisyImages(Dataset):
-    """Images on the straight way from noise (time 0) to data (time 1), with their velocity.
+    """Images with the random numbers of each: its noise, its time, and whether its class is left out.
 
-    Each sample draws its noise, its time and whether its class is left out. It does so in `__getitem__`, where random
-    numbers belong to the seed, the epoch and the sample: no config changes them, and each evaluation draws the same.
-    Drawn in `forward_step`, they would belong to the micro-batch.
+    They are drawn in `__getitem__`, where they belong to the seed, the epoch and the sample: no config changes them,
+    and each evaluation draws the same. Drawn in `forward_step`, they would belong to the micro-batch.
     """
 
     def __init__(self, images: ImageDataset, class_dropout: float):
@@ -68,18 +67,17 @@ class NoisyImages(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Batch:
-        sample = self.images[index]
-        image = 2 * sample["image"] - 1
-        noise, time = torch.randn_like(image), torch.randn(()).sigmoid()  # more times in the middle (Esser et al. 2024)
-        is_told = torch.rand(()) >= self.class_dropout
-        label = sample["label"] if is_told else torch.tensor(self.images.num_classes)
-        return {"image": noise.lerp(image, time), "time": time, "label": label, "velocity": image - noise}
+        noise, time, chance = torch.randn(self.images.image_shape), torch.randn(()), torch.rand(())
+        label = self.images.labels[index] if chance >= self.class_dropout else torch.tensor(self.images.num_classes)
+        return {"image": self.images.images[index], "label": label, "noise": noise, "time": time}
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The mean squared error of the predicted velocity of each sample."""
-    velocity = model(batch["image"], batch["time"], batch["label"])
-    return {"loss": (velocity - batch["velocity"]).square().flatten(1).mean(1)}
+    """The mean squared error of the velocity of each image on its straight way from noise (time 0) to data (time 1)."""
+    image, noise = 2 * (batch["image"] / 255) - 1, batch["noise"]
+    time = batch["time"].sigmoid()  # more times in the middle (Esser et al. 2024)
+    velocity = model(noise.lerp(image, time.view(-1, 1, 1, 1)), time, batch["label"])
+    return {"loss": (velocity - (image - noise)).square().flatten(1).mean(1)}
 
 
 @torch.no_grad()

@@ -28,7 +28,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.cropped_images import Confusion, CroppedImages, Preprocessing, load_labelled_images
+from accelerate_recipes.common.tasks.augmentation import Augmentation, mixed
+from accelerate_recipes.common.tasks.class_metrics import Confusion, average_precision, weights_of_classes
+from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing, load_labelled_images
 from accelerate_recipes.common.tasks.encoder import freeze_key_biases
 from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
 from accelerate_recipes.common.tasks.mixture import Sources
@@ -53,6 +55,11 @@ class Config(RunConfig):
     max_samples: int | None = flag(None, "stream this many images of a data set and keep them, not all", minimum=1)
     least_area: float = flag(0.6, "least share of an image that a random cut keeps", above=0, below=1.001)
     mirror: bool = flag(True, "mirror images by chance; not for letters, digits, or left and right")
+    colours: float = flag(0.3, "largest random change of brightness, contrast and saturation", minimum=0, below=1)
+    erasing: float = flag(0.0, "share of images that lose a random rectangle", minimum=0, below=1.001)
+    mixup: float = flag(0.0, "mix pairs of images; parameter of the shares, such as 0.2; 0: not", minimum=0)
+    cutmix: float = flag(0.0, "replace a part of each image by another; parameter, such as 1; 0: not", minimum=0)
+    class_weights: str | None = flag(None, "balanced, or the weights of classes in the loss, such as cat:2,dog:0.5")
     label_smoothing: float = flag(0.1, "share of the target that all classes divide", minimum=0, below=1)
     image_size: int = flag(32, "pixels a side; a pretrained model has its own", minimum=1)
     patch_size: int = flag(8, "a token is a square of so many pixels a side", minimum=1)
@@ -64,18 +71,37 @@ class Config(RunConfig):
 
 
 def make_forward_step(label_smoothing: float, num_classes: int) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
-    """`forward_step` for the flags."""
+    """`forward_step` for the flags, and images of one class each."""
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logits = model(pixel_values=batch["image"]).logits.float()
-        label = batch["label"]
-        best = logits.topk(min(5, num_classes)).indices
+        label, best = batch["label"], logits.topk(min(5, num_classes)).indices
         return {
-            "loss": F.cross_entropy(logits, label, reduction="none", label_smoothing=label_smoothing),
+            "loss": mixed(batch, partial(F.cross_entropy, logits, reduction="none", label_smoothing=label_smoothing)),
             "accuracy": (best[:, 0] == label).float(),
             "top_5_accuracy": (best == label[:, None]).any(1).float(),
             "predicted": best[:, 0],
             "label": label,
+        }
+
+    return forward_step
+
+
+def make_forward_step_of_several(label_smoothing: float) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
+    """`forward_step` for the flags, and images of several classes, or none: whether it has one is asked for each."""
+
+    def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        logits = model(pixel_values=batch["image"]).logits.float()
+
+        def loss(label: Tensor) -> Tensor:
+            smooth = label.lerp(torch.full_like(label, 0.5), label_smoothing)
+            return F.binary_cross_entropy_with_logits(logits, smooth, reduction="none").mean(1)
+
+        return {
+            "loss": mixed(batch, loss),
+            "accuracy": ((logits > 0) == batch["label"].bool()).float().mean(1),
+            "probability": (1e9 * logits.double().sigmoid()).long(),  # in billionths: integers have no mean
+            "label": batch["label"].long(),
         }
 
     return forward_step
@@ -109,24 +135,35 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
     return ViTForImageClassification(shape), Preprocessing(config.image_size)
 
 
-def main(config: Config) -> Callable[[], None]:
+def main(config: Config) -> Callable[[], None] | None:
     """Trains. Returns what the main process does alone afterwards: draw which classes are taken for which."""
     disable_progress_bar()
     accelerator = start(config)
-    sources = Sources(config, lambda data: load_labelled_images(data, config.max_samples), same=("classes",))
+    same = "classes", "has_several"
+    sources = Sources(config, lambda data: load_labelled_images(data, config.max_samples), same)
     model, form = build(config, sources.train.classes)
     classes = names_of(model.config)  # a pretrained head that knows them keeps its order
     if config.freeze_backbone:
         model.base_model.requires_grad_(False)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    forward_step = make_forward_step(config.label_smoothing, len(classes))
-    train_set, eval_set = sources.sets(
-        lambda part: CroppedImages(part.reorder(classes), form, config.least_area, config.mirror),
-        lambda part: CroppedImages(part.reorder(classes), form, None),
+    augmentation = Augmentation(
+        config.least_area, config.mirror, config.colours, config.erasing, config.mixup, config.cutmix
     )
+    several, parts = sources.train.has_several, [part.reorder(classes) for part, _ in sources.parts.values()]
+    weights = weights_of_classes(config.class_weights, parts, augmentation)
+    train_set, eval_set = sources.sets(
+        lambda part: CroppedImages(part.reorder(classes), form, augmentation, weights),
+        lambda part: CroppedImages(part.reorder(classes), form),
+    )
+    if several:
+        model.config.problem_type = "multi_label_classification"
+        forward_step = make_forward_step_of_several(config.label_smoothing)
+    else:
+        forward_step = make_forward_step(config.label_smoothing, len(classes))
     confusion = Confusion(classes)
-    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, examples=confusion, export=form.write)
-    return partial(confusion.write, config.output_dir / "confusion.png")
+    examples = average_precision if several else confusion
+    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, examples=examples, export=form.write)
+    return None if several else partial(confusion.write, config.output_dir / "confusion.png")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import UsageError, first_line
+from .augmentation import UNCHANGED, Augmentation, Box, ColourChange, erase, middle, mix, normalise, random_box
 from .labelled_images import LabelledImages, load_image_splits
 from .sources import hold_out
 
@@ -38,7 +39,11 @@ class Preprocessing:
         from transformers.utils import cached_file
 
         try:
-            content = json.loads(Path(str(cached_file(name_or_path, SETTINGS))).read_text())
+            try:
+                content = json.loads(Path(str(cached_file(name_or_path, SETTINGS))).read_text())
+            except OSError:  # a model of timm has them in its config
+                found = json.loads(Path(str(cached_file(name_or_path, "config.json"))).read_text())["pretrained_cfg"]
+                content = {"size": found["input_size"][-1], "image_mean": found["mean"], "image_std": found["std"]}
             size = content["crop_size"] if content.get("do_center_crop") else content["size"]
             sides = [*size.values()] if isinstance(size, dict) else [size]
             return cls(int(sides[0]), tuple(content["image_mean"]), tuple(content["image_std"]))
@@ -69,55 +74,64 @@ class Preprocessing:
 class CroppedImages(Dataset):
     """Samples {"image": float32 of shape (3, size, size), normalised; "label": int}.
 
+    The label of images with several classes is a float32 tensor of shape (classes,), 1 for each of them. A mixed image
+    also has "other_label", and "share", that of the first label. With weights of classes, a sample has a "weight".
+
     Args:
         source: the images.
         form: what the model expects.
-        least_area: a random part of the image stands for it, with this share of its area or more, in other
-            proportions (Szegedy et al. 2015), perhaps mirrored, in other colours. None: the middle of the image.
-        mirror: mirror every other image by chance.
+        augmentation: how each image varies. None: the middle of the image stands for it.
+        weights: of the classes.
     """
 
-    def __init__(self, source: LabelledImages, form: Preprocessing, least_area: float | None, mirror: bool = True):
-        self.source, self.form, self.least_area, self.mirror = source, form, least_area, mirror
-        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (form.mean, form.std))
+    def __init__(
+        self,
+        source: LabelledImages,
+        form: Preprocessing,
+        augmentation: Augmentation | None = None,
+        weights: list[float] | None = None,
+    ):
+        self.source, self.form, self.augmentation, self.weights = source, form, augmentation, weights
 
     def __len__(self) -> int:
         return len(self.source.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         # Random numbers belong to the seed, the epoch and the sample here: no config changes them.
-        image: Image.Image = self.source.images[index].convert("RGB")
-        box = _middle(*image.size) if self.least_area is None else _random_box(*image.size, self.least_area)
+        image, augmentation, label = self._read(index), self.augmentation, self._label(index)
+        if augmentation is None:
+            return {"image": self._resized(image, middle(*image.size)), "label": label}
+        pixels = self._varied(image, augmentation)
+        if augmentation.mixup or augmentation.cutmix:
+            other = int(torch.randint(len(self), ()))
+            pixels, share = mix(pixels, self._varied(self._read(other), augmentation), augmentation)
+            return {"image": pixels, "label": label, "other_label": self._label(other), "share": torch.tensor(share)}
+        sample = {"image": pixels, "label": label}
+        return sample if self.weights is None else sample | {"weight": torch.tensor(self.weights[label])}
+
+    def _label(self, index: int) -> Any:
+        label = self.source.labels[index]
+        if not self.source.has_several:
+            return label
+        return torch.zeros(len(self.source.classes)).index_fill_(0, torch.tensor(label, dtype=torch.int64), 1)
+
+    def _read(self, index: int) -> Image.Image:
+        image: Image.Image = self.source.images[index]
+        return image if image.mode == "RGB" else image.convert("RGB")
+
+    def _varied(self, image: Image.Image, augmentation: Augmentation) -> Tensor:
+        box = random_box(*image.size, augmentation.least_area)
+        is_mirrored = torch.rand(()) < 0.5 and augmentation.mirror  # drawn in any case, so that the rest stays the same
+        colours = ColourChange(*(1 + augmentation.colours * (2 * torch.rand(3) - 1)).tolist())
+        pixels = self._resized(image, box, is_mirrored, colours)
+        return erase(pixels) if augmentation.erasing and torch.rand(()) < augmentation.erasing else pixels
+
+    def _resized(self, image: Image.Image, box: Box, is_mirrored: Any = False, colours: Any = UNCHANGED) -> Tensor:
         side = self.form.size
-        resized = image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3)
-        pixels = torch.from_numpy(numpy.array(resized)).permute(2, 0, 1).float() / 255
-        if self.least_area is not None:
-            is_mirrored = torch.rand(()) < 0.5 and self.mirror  # drawn in any case, so that the rest stays the same
-            pixels = _jitter_colours(pixels.flip(-1) if is_mirrored else pixels)
-        return {"image": (pixels - self.mean) / self.std, "label": self.source.labels[index]}
-
-
-def _middle(width: int, height: int) -> tuple[float, float, float, float]:
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
-def _random_box(width: int, height: int, least_area: float) -> tuple[float, float, float, float]:
-    share, ratio, x, y = torch.rand(4).tolist()
-    area = (least_area + (1 - least_area) * share) * width * height
-    proportion = (3 / 4) ** (1 - 2 * ratio)  # 3/4 to 4/3
-    box_width, box_height = min(width, math.sqrt(area * proportion)), min(height, math.sqrt(area / proportion))
-    left, top = x * (width - box_width), y * (height - box_height)
-    return left, top, left + box_width, top + box_height
-
-
-def _jitter_colours(pixels: Tensor) -> Tensor:
-    """Other brightness, contrast and saturation, each times 0.7 to 1.3."""
-    brightness, contrast, saturation = (0.7 + 0.6 * torch.rand(3)).tolist()
-    pixels = pixels * brightness
-    pixels = torch.lerp(pixels.mean(), pixels, contrast)
-    return torch.lerp(pixels.mean(0, keepdim=True), pixels, saturation).clamp(0, 1)
+        levels = numpy.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3))
+        levels = numpy.ascontiguousarray((levels[:, ::-1] if is_mirrored else levels).transpose(2, 0, 1))
+        pixels = torch.from_numpy(levels).view(3, -1).float()
+        return normalise(pixels, self.form.mean, self.form.std, colours).view(3, side, side)
 
 
 def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[LabelledImages, LabelledImages]:
@@ -140,7 +154,7 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
         parts = [_draw_shapes()]
     else:
         parts = load_image_splits(data, ADVICE, max_samples)
-    if len({*parts[0].labels}) < 2:
+    if len({*parts[0].labels}) < 2 and not parts[0].has_several:
         raise UsageError(
             f"--data {data} has images of one class, {parts[0].classes[parts[0].labels[0]]}: expected two or more, "
             "such as a sub-folder for each; of a table, --max_samples takes the first rows"
@@ -184,48 +198,3 @@ def _draw(shape: str, generator: random.Random) -> Image.Image:
     points = [(x + length * math.cos(angle), y + length * math.sin(angle)) for length, angle in angles]
     draw.polygon(points, fill=tuple(colour))
     return image
-
-
-class Confusion:
-    """How often each class is taken for each other one, in the last evaluation.
-
-    Args:
-        classes: their names.
-
-    Attributes:
-        counts: images, of shape (class, predicted class); None before an evaluation.
-    """
-
-    def __init__(self, classes: list[str]):
-        self.classes = classes
-        self.counts: Tensor | None = None
-
-    def __call__(self, examples: dict[str, Tensor]) -> dict[str, float]:
-        """For `examples` of `fit`, from "label" and "predicted": the mean over the classes of the right share."""
-        number = len(self.classes)
-        places = examples["label"].long() * number + examples["predicted"].long()
-        self.counts = torch.bincount(places, minlength=number**2).view(number, number)
-        sizes = self.counts.sum(1)
-        return {"balanced_accuracy": float((self.counts.diag() / sizes)[sizes > 0].mean())}
-
-    def write(self, path: Path) -> None:
-        """Draws the counts, a row for each class and a column for each predicted one, darker for a larger share. Words
-        and numbers only if there is room."""
-        if self.counts is None:  # a run that was already done
-            return
-        cell = max(2, min(24, 1600 // len(self.classes)))
-        has_room, sizes = cell >= 16, self.counts.sum(1).tolist()
-        label = 8 * max(map(len, self.classes)) if has_room else 0
-        image = Image.new("RGB", (label + cell * len(sizes), cell * len(sizes)), "white")
-        draw = ImageDraw.Draw(image)
-        for row, name in enumerate(self.classes if has_room else ()):
-            draw.text((2, cell * row + cell // 4), name, fill="black")
-        for row, column in self.counts.nonzero().tolist():
-            count = int(self.counts[row, column])
-            left, top, share = label + cell * column, cell * row, count / sizes[row]
-            light = round(255 * (1 - share))
-            draw.rectangle((left, top, left + cell - 2, top + cell - 2), fill=(light, light, 255))
-            if has_room:
-                draw.text((left + 2, top + cell // 4), str(count), fill="black" if share < 0.5 else "white")
-        image.save(path)
-        print(f"{path}: a row for each class, a column for each predicted one")

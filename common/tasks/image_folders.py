@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -20,7 +21,7 @@ METADATA, FILE_NAME = ("metadata.csv", "metadata.jsonl"), "file_name"  # the Hub
 NO_IMAGE = "no images by their names"
 FORM = "expected a folder with a sub-folder for each class, such as cat/1.png and dog/2.png"
 
-Labelled = list[tuple[str, str]]  # (path, class)
+Labelled = list[tuple[str, Any]]  # (path, class), or (path, classes)
 LeftOut = dict[str, list[str]]  # {why: paths}
 
 
@@ -119,7 +120,7 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list
     return [part + "/" for part in parts]
 
 
-def _by_folder(below: str, files: list[str], left_out: LeftOut) -> list[tuple[str, str]]:
+def _by_folder(below: str, files: list[str], left_out: LeftOut) -> Labelled:
     """The class of each image: its folder, the first below the folder of the part."""
     ways = [(file, file[len(below) :].split("/")) for file in files]
     left_out.setdefault("images beside the folders of classes", []).extend(file for file, way in ways if len(way) < 2)
@@ -130,7 +131,7 @@ def _by_folder(below: str, files: list[str], left_out: LeftOut) -> list[tuple[st
     return [(file, way[0]) for file, way in ways if len(way) > 1]
 
 
-def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> list[tuple[str, str]]:
+def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> Labelled:
     """The classes that a table in the folder gives its images; [] without a table that has classes."""
     for name in METADATA:
         path = folder / below / name
@@ -139,14 +140,19 @@ def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> 
         if column is None or FILE_NAME not in rows[0]:
             continue
         for number, row in enumerate(rows, start=1):
-            if not all(text_of_cell(row[key]) for key in (FILE_NAME, column)):
+            if not text_of_cell(row[FILE_NAME]) or _names_in(row[column]) in (None, ""):
                 raise UsageError(f"{path}: row {number} lacks {FILE_NAME} or {column}: expected a text in each")
             if not (path.parent / row[FILE_NAME]).is_file():
                 raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
-        found = [(below + os.path.normpath(row[FILE_NAME]), str(text_of_cell(row[column]))) for row in rows]
+        found = [(below + os.path.normpath(row[FILE_NAME]), _names_in(row[column])) for row in rows]
         known = {below + name, *(file for file, _ in found)}
         left_out[NO_IMAGE] = [file for file in left_out[NO_IMAGE] if file not in known]
         rest = [file for file in files if file not in known]
         left_out.setdefault(f"images that {name} does not name", []).extend(rest)
         return found
     return []
+
+
+def _names_in(cell: Any) -> str | tuple[str | None, ...] | None:
+    """The class that a cell names; its classes if it holds a list."""
+    return tuple(map(text_of_cell, cell)) if isinstance(cell, list) else text_of_cell(cell)

@@ -163,6 +163,8 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
     """Loads images of one size: a dataset of the Hub, a folder in the same layout, or one of classes."""
     parts = load_image_splits(data, ADVICE, max_samples)
     num_images, classes = sum(len(part.labels) for part in parts), parts[0].classes
+    if parts[0].has_several:
+        raise UsageError(f"--data {data} has images with several classes: use recipes/image_classification.py")
     local_world_size = Environment.read().local_world_size  # each process holds all images
     size = numpy.asarray(parts[0].images[0]).size * num_images * local_world_size
     if size > psutil.virtual_memory().available // 2:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from accelerate_recipes.common.tasks.cropped_images import Confusion, CroppedImages, Preprocessing, load_labelled_images
+from accelerate_recipes.common.tasks.augmentation import Augmentation
+from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing, load_labelled_images
 from accelerate_recipes.common.tasks.labelled_images import LabelledImages
 from support.launching import fork
 from support.recipes import RECIPES
@@ -127,7 +128,7 @@ def test_mirroring_can_be_switched_off() -> None:
     source = LabelledImages([left], [0], ["left"])
     form = Preprocessing(16, (0.0,) * 3, (1.0,) * 3)
     for mirror, kinds in ((True, {True, False}), (False, {False})):
-        cropped = CroppedImages(source, form, 1.0, mirror)
+        cropped = CroppedImages(source, form, Augmentation(1.0, mirror))
         torch.manual_seed(0)
         images = [cropped[0]["image"] for _ in range(40)]
         assert {bool(image[:, :, 0].mean() > image[:, :, -1].mean()) for image in images} == kinds
@@ -139,11 +140,53 @@ def test_accuracy(tmp_path: Path) -> None:
     assert run.column("eval/accuracy")[-1] > 0.9
 
 
-def test_confusion_counts() -> None:
-    confusion = Confusion(["a", "b", "c"])
-    found = confusion({"label": torch.tensor([0, 0, 0, 0, 1]), "predicted": torch.tensor([0, 0, 0, 2, 1])})
-    assert found == {"balanced_accuracy": pytest.approx((3 / 4 + 1) / 2)}  # no image of class c
-    assert confusion.counts is not None and confusion.counts.tolist() == [[3, 0, 1], [0, 1, 0], [0, 0, 0]]
+def test_mixed_and_weighted_images_have_one_result(tmp_path: Path) -> None:
+    """Each random number belongs to a sample: also the partner of an image, the hole in it, and their shares."""
+    write_images(tmp_path / "pictures")
+    common = f"{SMALL} --data {tmp_path}/pictures --learning_rate 1e-3 --max_steps 4 --log_every 1 --erasing 0.5"
+    for name, flags in (("mixed", "--mixup 0.4 --cutmix 1"), ("weighted", "--class_weights blue:3,red:0.5")):
+        alone = fork(tmp_path / name / "alone", "single", SCRIPT, f"{common} {flags}")
+        ways = ("ddp", "--micro_batch_size 2"), ("fsdp2", "--num_workers 1")
+        for config, way in ways:
+            run = fork(tmp_path / name / config, config, SCRIPT, f"{common} {flags} {way}")
+            assert run.column("train/loss") == pytest.approx(alone.column("train/loss"), rel=1e-5)
+
+
+def test_images_with_several_classes(tmp_path: Path) -> None:
+    """Lists in metadata.jsonl. The colour of each half is a class; a grey image has none."""
+    from transformers import AutoConfig
+
+    (tmp_path / "data").mkdir()
+    rows = []
+    for number in range(120):
+        pixels = numpy.full((16, 16, 3), 128, numpy.uint8)
+        names = [name for place, name in enumerate(COLOURS) if number >> place & 1]
+        for name in names:
+            half = slice(0, 8) if name == "blue" else slice(8, 16)
+            pixels[half] = COLOURS[name]
+        Image.fromarray(pixels).save(tmp_path / "data" / f"{number}.png")
+        rows.append({"file_name": f"{number}.png", "labels": names})
+    (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = f"{SMALL} --data {tmp_path}/data --learning_rate 1e-2 --max_steps 60 --eval_every 60 --no_mirror"
+    run = fork(tmp_path / "run", "ddp", SCRIPT, f"{flags} --label_smoothing 0 --save_predictions")
+    assert "2 classes: blue 60, red 60 (several of an image)" in run.stdout
+    assert run.column("eval/accuracy")[-1] > 0.95 and run.column("eval/mean_average_precision")[-1] > 0.95
+    assert AutoConfig.from_pretrained(run.output_dir / "model").problem_type == "multi_label_classification"
+    assert not (run.output_dir / "confusion.png").exists()
+
+
+def test_model_of_timm(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    from transformers import pipeline
+
+    write_images(tmp_path / "pictures")
+    model = timm.create_model("test_convnext", num_classes=2)
+    timm.models.save_for_hf(model, str(tmp_path / "timm"))
+    flags = f"--data {tmp_path}/pictures --model_name_or_path {tmp_path}/timm --batch_size 8 --max_steps 30"
+    run = fork(tmp_path / "run", "ddp", SCRIPT, f"{flags} --learning_rate 1e-3 --warmup_steps 0 --eval_every 30")
+    assert run.column("eval/accuracy")[-1] == 1
+    classify = pipeline("image-classification", model=str(run.output_dir / "model"))
+    assert classify(str(tmp_path / "pictures" / "red" / "1.png"))[0]["label"] == "red"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +194,8 @@ def test_confusion_counts() -> None:
     [
         ("--patch_size 5", "--patch_size 5 must divide --image_size 16"),
         ("--data nowhere", "--data nowhere: no such folder"),
+        ("--class_weights circle", "--class_weights circle: circle is no class and its weight"),
+        ("--class_weights balanced --mixup 1", "--class_weights does not work with --mixup and --cutmix"),
         ("--data DAMAGED --num_workers 1", "blue/11.png cannot be read (no image that Pillow knows"),
         ("--data GOOD --model_name_or_path NONE", "no image classifier there"),
     ],

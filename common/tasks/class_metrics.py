@@ -1,0 +1,111 @@
+"""Classes in the loss and in an evaluation: their weights, which are taken for which, the ranks of several labels."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from ..errors import UsageError
+from .augmentation import Augmentation
+from .labelled_images import LabelledImages
+
+
+def average_precision(examples: dict[str, Tensor]) -> dict[str, float]:
+    """For `examples` of `fit`: the mean, over the classes that an image has, of their average precision.
+
+    That of a class is the mean precision at the ranks of its images, when all are sorted by its score. Images of one
+    score have one rank, as in scikit-learn.
+
+    Args:
+        examples: "probability" of shape (images, classes), and "label", 1 where an image has a class.
+    """
+    scores, order = examples["probability"].T.contiguous().sort(dim=1, descending=True)
+    hits = examples["label"].T.gather(1, order).double()
+    ranks = torch.searchsorted(-scores, -scores, right=True)  # of the last image with this score, from 1
+    precision = hits.cumsum(1).gather(1, ranks - 1) / ranks
+    occurs = hits.sum(1) > 0
+    return {"mean_average_precision": float(((hits * precision).sum(1) / hits.sum(1))[occurs].mean())}
+
+
+def weights_of_classes(
+    flag: str | None, parts: Sequence[LabelledImages], augmentation: Augmentation
+) -> list[float] | None:
+    """The weight of each class in the loss; None without the flag. Raises UsageError.
+
+    Args:
+        flag: of `--class_weights`: "balanced", so that each class has the same weight in all; or "cat:2,dog:0.5", with
+            1 for the others.
+        parts: the images for training.
+        augmentation: of these.
+    """
+    if flag is None:
+        return None
+    if parts[0].has_several or augmentation.mixup or augmentation.cutmix:
+        what = "images with several classes" if parts[0].has_several else "--mixup and --cutmix"
+        raise UsageError(f"--class_weights does not work with {what}: remove it")
+    classes, counts = parts[0].classes, Counter(label for part in parts for label in part.labels)
+    if flag == "balanced":
+        mean = counts.total() / len(counts)
+        return [mean / counts.get(number, mean) for number in range(len(classes))]
+    weights = dict.fromkeys(classes, 1.0)
+    for word in flag.split(","):
+        name, _, number = word.rpartition(":")
+        try:
+            weights[name] = float(number) if name in weights and 0 < float(number) < math.inf else math.nan
+        except ValueError:
+            weights[name] = math.nan
+        if math.isnan(weights[name]):
+            raise UsageError(
+                f"--class_weights {flag}: {word} is no class and its weight: use balanced, or numbers above 0 such as "
+                f"{classes[0]}:2,{classes[-1]}:0.5"
+            )
+    return [weights[name] for name in classes]
+
+
+class Confusion:
+    """How often each class is taken for each other one, in the last evaluation.
+
+    Args:
+        classes: their names.
+
+    Attributes:
+        counts: images, of shape (class, predicted class); None before an evaluation.
+    """
+
+    def __init__(self, classes: list[str]):
+        self.classes = classes
+        self.counts: Tensor | None = None
+
+    def __call__(self, examples: dict[str, Tensor]) -> dict[str, float]:
+        """For `examples` of `fit`, from "label" and "predicted": the mean over the classes of the right share."""
+        number = len(self.classes)
+        places = examples["label"].long() * number + examples["predicted"].long()
+        self.counts = torch.bincount(places, minlength=number**2).view(number, number)
+        sizes = self.counts.sum(1)
+        return {"balanced_accuracy": float((self.counts.diag() / sizes)[sizes > 0].mean())}
+
+    def write(self, path: Path) -> None:
+        """Draws the counts, a row for each class and a column for each predicted one, darker for a larger share. Words
+        and numbers only if there is room."""
+        if self.counts is None:  # a run that was already done
+            return
+        cell = max(2, min(24, 1600 // len(self.classes)))
+        has_room, sizes = cell >= 16, self.counts.sum(1).tolist()
+        label = 8 * max(map(len, self.classes)) if has_room else 0
+        image = Image.new("RGB", (label + cell * len(sizes), cell * len(sizes)), "white")
+        draw = ImageDraw.Draw(image)
+        for row, name in enumerate(self.classes if has_room else ()):
+            draw.text((2, cell * row + cell // 4), name, fill="black")
+        for row, column in self.counts.nonzero().tolist():
+            count = int(self.counts[row, column])
+            left, top, share = label + cell * column, cell * row, count / sizes[row]
+            light = round(255 * (1 - share))
+            draw.rectangle((left, top, left + cell - 2, top + cell - 2), fill=(light, light, 255))
+            if has_room:
+                draw.text((left + 2, top + cell // 4), str(count), fill="black" if share < 0.5 else "white")
+        image.save(path)
+        print(f"{path}: a row for each class, a column for each predicted one")
