@@ -75,9 +75,10 @@ class Config(RunConfig):
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The loss of each example: the mean over its trained tokens. The "weight" of the batch is their number."""
+    """Loss, accuracy and entropy of each example: means over its trained tokens, whose number is its "weight"."""
     others = {name: batch[name] for name in ("positions", "places") if name in batch}
-    return {"loss": model(batch["tokens"], batch["labels"], **others)}
+    values: dict[str, Tensor] = model(batch["tokens"], batch["labels"], **others)
+    return values
 
 
 def summarize(means: dict[str, float]) -> dict[str, float]:
@@ -97,7 +98,7 @@ def build(config: Config) -> tuple[nn.Module, Any]:
     if config.activation_checkpointing:
         checkpoint_activations(model)
     tokenizer = with_chat_template(tokenizer, model)
-    model = with_losses(model, config.packing, config.loss_chunk, config.max_length)
+    model = with_losses(model, config.packing, config.loss_chunk, config.max_length, measures=True)
     if path is not None and config.lora_rank:
         return add_lora(model, config.lora_rank, config.lora_targets, path), tokenizer
     return model, tokenizer

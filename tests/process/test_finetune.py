@@ -20,7 +20,7 @@ SOME = ["ddp", *(pytest.param(one, marks=pytest.mark.full) for one in ("fsdp2", 
 
 
 def assert_close(run: Run, expected: Run) -> None:
-    for name in ("train/loss", "eval/loss"):
+    for name in (f"{kind}/{name}" for kind in ("train", "eval") for name in ("loss", "token_accuracy", "entropy")):
         assert run.column(name) and largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
 
 
