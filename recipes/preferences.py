@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.data.mixture import parts_of
 from accelerate_recipes.common.data.sets import ForwardStep
@@ -38,7 +38,7 @@ from accelerate_recipes.common.tasks.causal_lm import (
 )
 from accelerate_recipes.common.tasks.chat_models import answer, small_chat_model, with_chat_template, without_dropout
 from accelerate_recipes.common.tasks.chats import Chats, pad_chats
-from accelerate_recipes.common.tasks.lora import add_lora, check_flags
+from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.preferences import (
     PairDataset,
@@ -51,7 +51,7 @@ from accelerate_recipes.common.tasks.pretrained import export_of
 
 
 @dataclass(kw_only=True)
-class Config(RunConfig):
+class Config(LoraFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "rules"
@@ -66,8 +66,6 @@ class Config(RunConfig):
     sft_weight: float | None = flag(None, "weight of the chosen answer's loss (from scratch 1, else 0)", minimum=0)
     max_samples: int | None = flag(None, "stream this many pairs of a data set and keep them, not all", minimum=1)
     max_length: int = flag(256, "tokens of a conversation beyond this number are cut", minimum=2)
-    lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
-    lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
     loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
@@ -97,21 +95,18 @@ def make_forward_step(config: Config) -> ForwardStep:
 
 def build(config: Config) -> tuple[nn.Module, Any]:
     """Returns (model that returns losses, tokenizer). Raises UsageError for flags or a path that cannot be used."""
-    path = config.model_name_or_path
-    check_flags(path, config.lora_rank)
+    path = base_of(config)
     if path is None:
         model, tokenizer = small_chat_model(config.max_length, config.attention)
     else:
-        limits = config.max_length, config.attention, "max_length"
-        model, tokenizer = load_pretrained(path, *limits, trust_remote_code=config.trust_remote_code)
+        load = partial(load_pretrained, path, config.max_length, config.attention, "max_length")
+        model, tokenizer = load(trust_remote_code=config.trust_remote_code, tokenizer_path=config.model_name_or_path)
         without_dropout(model)  # else the policy would differ from its reference, which is evaluated, before any step
     if config.activation_checkpointing:
         checkpoint_activations(model)
     tokenizer = with_chat_template(tokenizer, model)
     model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length)
-    if path is not None and config.lora_rank:
-        return add_lora(model, config.lora_rank, config.lora_targets, path), tokenizer
-    return model, tokenizer
+    return with_adapters(model, config), tokenizer
 
 
 def write_answers(config: Config, tokenizer: Any, pairs: Chats) -> None:

@@ -41,6 +41,7 @@ def load_pretrained(
     kind: Any = AutoModelForCausalLM,
     expected: str = "causal model",
     trust_remote_code: bool = False,
+    tokenizer_path: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a causal model in float32, and its tokenizer, or the processor that has one.
 
@@ -52,13 +53,17 @@ def load_pretrained(
         kind: a class with `from_pretrained`. Models that see images have a processor.
         expected: what should be there, for messages.
         trust_remote_code: run code that the model brings.
+        tokenizer_path: a folder of adapters of this model, which may have a tokenizer with another template.
 
     Raises:
         UsageError: no such model or tokenizer there, or the model has fewer positions than `context`.
     """
     at_first = "sdpa" if attention == FLASH else attention  # the check below runs on the CPU, in float32
     reads = AutoTokenizer if kind is AutoModelForCausalLM else AutoProcessor
-    options = {"attn_implementation": at_first, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"attn_implementation": at_first, "trust_remote_code": trust_remote_code}
+    own = "tokenizer_config.json" if reads is AutoTokenizer else "*processor_config.json"
+    if tokenizer_path is not None and any(Path(tokenizer_path).glob(own)):
+        options["tokenizer_path"] = tokenizer_path
     model, processor, missing = load(kind, name_or_path, expected, reads, **options)
     if missing:
         raise UsageError(

@@ -258,7 +258,7 @@ def add_reference(
         found = compute()
     else:
         adapter, precision = getattr(model, "peft_adapter", None), accelerator.layout.precision
-        weights = adapter.base_digest if adapter else digest_of_weights(model)
+        weights = adapter.start_digest if adapter else digest_of_weights(model)
         pairs = [pair_set.rows._fingerprint for pair_set in sets]
         folder = cache_folder("reference", VERSION, weights, model.config.to_json_string(), pairs, precision)
         file, group = folder / "reference.safetensors", CpuGroup()
