@@ -1,4 +1,4 @@
-"""The losses of recipes/preferences.py against those of TRL's DPOTrainer, on one batch: pip install trl==1.16.0.
+"""The losses of recipes/preferences.py against those of TRL's DPOTrainer, on one batch: pip install trl (1.13.0).
 
     python benchmarks/preferences_trl.py
 
@@ -18,11 +18,18 @@ from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.chat_models import small_chat_model, without_dropout
 from accelerate_recipes.common.tasks.chats import Chats, encode
-from accelerate_recipes.common.tasks.preferences import PairDataset, log_probabilities, pairs_by_rules, split_pair
+from accelerate_recipes.common.tasks.preferences import (
+    PairDataset,
+    log_probabilities,
+    losses_of,
+    pairs_by_rules,
+    split_pair,
+)
 from recipes import preferences as recipe
 
-NAMES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "ipo": "ipo"}
-NUM_PAIRS, BETA, MAX_LENGTH = 8, 0.3, 128
+NAMES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm"}  # the others have the same
+KINDS = ["dpo", "dpo_norm", "robust", "ipo", "hinge", "apo_zero", "apo_down", "dpo:0.8,hinge:0.2"]
+NUM_PAIRS, BETA, SMOOTHING, MAX_LENGTH = 8, 0.3, 0.1, 128
 
 
 def changed(model: Any) -> Any:
@@ -63,7 +70,8 @@ def own_loss(policy: Any, reference: Any, tokenizer: Any, kind: str, rows: list[
         return collate([dataset[index] for index in range(NUM_PAIRS)])
 
     values = log_probabilities(reference, batch())[0]
-    config = recipe.Config(loss=kind, beta=BETA, sft_weight=0.0)  # type: ignore[arg-type]
+    smoothing = SMOOTHING if kind == "robust" else 0.0  # TRL's other losses have none
+    config = recipe.Config(loss=kind, beta=BETA, label_smoothing=smoothing, sft_weight=0.0)
     return recipe.make_forward_step(config)(policy, batch(values))["loss"].mean().item()
 
 
@@ -74,7 +82,9 @@ def trl_loss(policy: Any, reference: Any, tokenizer: Any, kind: str, rows: list[
 
     with TemporaryDirectory() as folder:
         settings = {"per_device_train_batch_size": NUM_PAIRS, "report_to": "none", "use_cpu": True, "bf16": False}
-        config = DPOConfig(folder, loss_type=NAMES[kind], beta=BETA, max_length=MAX_LENGTH, **settings)
+        names, weights = zip(*losses_of(kind).items())
+        kinds = {"loss_type": [NAMES.get(name, name) for name in names], "loss_weights": [*weights]}
+        config = DPOConfig(folder, **kinds, beta=BETA, label_smoothing=SMOOTHING, max_length=MAX_LENGTH, **settings)
         trainer = DPOTrainer(
             copy.deepcopy(policy),
             copy.deepcopy(reference),
@@ -95,7 +105,7 @@ def main() -> None:
     tokenizer.add_special_tokens({"pad_token": pad, "eos_token": end})
     shape = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=MAX_LENGTH, eos_token_id=3)
     print("| model | pairs | loss | recipe | TRL | relative difference |\n| --- | --- | --- | --- | --- | --- |")
-    for reference, form, kind in product((llama, GPT2LMHeadModel(shape)), ("messages", "texts"), NAMES):
+    for reference, form, kind in product((llama, GPT2LMHeadModel(shape)), ("messages", "texts"), KINDS):
         data = changed(reference), reference, tokenizer, kind, rows_of(form)
         own, other = own_loss(*data), trl_loss(*data)
         difference = abs(own - other) / abs(other)

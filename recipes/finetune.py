@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, run, start
+from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.data.facts import say
 from accelerate_recipes.common.environment import has_gpu
@@ -36,7 +36,7 @@ from accelerate_recipes.common.tasks.causal_lm import (
 )
 from accelerate_recipes.common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
 from accelerate_recipes.common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats, pad_chats
-from accelerate_recipes.common.tasks.lora import add_lora, check_flags, write_merged
+from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters, write_merged
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import export_of
 
@@ -44,7 +44,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": t
 
 
 @dataclass(kw_only=True)
-class Config(RunConfig):
+class Config(LoraFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "rules"
@@ -61,8 +61,6 @@ class Config(RunConfig):
         256, "tokens of a conversation beyond this number are cut; with --packing of a block", minimum=2
     )
     packing: bool = flag(False, "pack conversations into blocks; attention stays inside each conversation")
-    lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
-    lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
     merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
     loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
@@ -75,9 +73,10 @@ class Config(RunConfig):
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The loss of each example: the mean over its trained tokens. The "weight" of the batch is their number."""
+    """Loss, accuracy and entropy of each example: means over its trained tokens, whose number is its "weight"."""
     others = {name: batch[name] for name in ("positions", "places") if name in batch}
-    return {"loss": model(batch["tokens"], batch["labels"], **others)}
+    values: dict[str, Tensor] = model(batch["tokens"], batch["labels"], **others)
+    return values
 
 
 def summarize(means: dict[str, float]) -> dict[str, float]:
@@ -87,20 +86,17 @@ def summarize(means: dict[str, float]) -> dict[str, float]:
 
 def build(config: Config) -> tuple[nn.Module, Any]:
     """Returns (model that returns losses, tokenizer). Raises UsageError for flags or a path that cannot be used."""
-    path = config.model_name_or_path
-    check_flags(path, config.lora_rank, config.merge)
+    path = base_of(config, config.merge)
     if path is None:
         model, tokenizer = small_chat_model(config.max_length, config.attention)
     else:
-        limits = config.max_length, config.attention, "max_length"
-        model, tokenizer = load_pretrained(path, *limits, trust_remote_code=config.trust_remote_code)
+        load = partial(load_pretrained, path, config.max_length, config.attention, "max_length")
+        model, tokenizer = load(trust_remote_code=config.trust_remote_code, tokenizer_path=config.model_name_or_path)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     tokenizer = with_chat_template(tokenizer, model)
-    model = with_losses(model, config.packing, config.loss_chunk, config.max_length)
-    if path is not None and config.lora_rank:
-        return add_lora(model, config.lora_rank, config.lora_targets, path), tokenizer
-    return model, tokenizer
+    model = with_losses(model, config.packing, config.loss_chunk, config.max_length, measures=True)
+    return with_adapters(model, config), tokenizer
 
 
 def write_answers(config: Config, tokenizer: Any, chats: Chats) -> None:

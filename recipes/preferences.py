@@ -1,4 +1,4 @@
-"""Train a chat model on preferences: DPO, per answer or per token, and IPO; all weights or LoRA adapters.
+"""Train a chat model on preferences: DPO, cDPO, robust DPO, IPO, SLiC, APO, or a sum; all weights or LoRA adapters.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/preferences.py
 
@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.data.mixture import parts_of
 from accelerate_recipes.common.data.sets import ForwardStep
 from accelerate_recipes.common.environment import has_gpu
 from accelerate_recipes.common.seeds import CPU, restore_generators
@@ -38,20 +37,22 @@ from accelerate_recipes.common.tasks.causal_lm import (
 )
 from accelerate_recipes.common.tasks.chat_models import answer, small_chat_model, with_chat_template, without_dropout
 from accelerate_recipes.common.tasks.chats import Chats, pad_chats
-from accelerate_recipes.common.tasks.lora import add_lora, check_flags
+from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.preferences import (
+    LOSSES,
     PairDataset,
     add_reference,
     load_pairs,
     log_probabilities,
+    losses_of,
     preference_loss,
 )
 from accelerate_recipes.common.tasks.pretrained import export_of
 
 
 @dataclass(kw_only=True)
-class Config(RunConfig):
+class Config(LoraFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "rules"
@@ -61,13 +62,12 @@ class Config(RunConfig):
     warmup_steps: int = 50
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
-    loss: Literal["dpo", "dpo_norm", "ipo"] = flag("dpo", "Rafailov et al. 2023; the same per token; Azar et al. 2023")
+    loss: str = flag("dpo", f"{', '.join(LOSSES)}; or a sum of several with weights: dpo:0.8,hinge:0.2")
+    label_smoothing: float = flag(0.0, "share of pairs whose label may be wrong: cDPO; robust", minimum=0, below=0.5)
     beta: float = flag(0.1, "how much it costs to leave the reference: large keeps the model near it", above=0)
     sft_weight: float | None = flag(None, "weight of the chosen answer's loss (from scratch 1, else 0)", minimum=0)
     max_samples: int | None = flag(None, "stream this many pairs of a data set and keep them, not all", minimum=1)
     max_length: int = flag(256, "tokens of a conversation beyond this number are cut", minimum=2)
-    lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
-    lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
     loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
@@ -77,19 +77,24 @@ class Config(RunConfig):
 
 
 def make_forward_step(config: Config) -> ForwardStep:
-    """`forward_step` for the flags."""
+    """`forward_step` for the flags. Raises UsageError for a loss that is none."""
     sft_weight = float(config.model_name_or_path is None) if config.sft_weight is None else config.sft_weight
+    losses = losses_of(config.loss, config.label_smoothing)
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         policy, counts = log_probabilities(model, batch)
         ratios = policy - torch.stack([batch["reference_chosen"], batch["reference_rejected"]], 1)
         # Before the first step, policy and reference differ by rounding alone, which is no preference.
         rewards = config.beta * ratios.detach() * (ratios.abs() > 1e-5 * policy.abs())
-        loss = preference_loss(ratios, counts, config.loss, config.beta)
+        loss = preference_loss(ratios, counts, losses, config.beta, config.label_smoothing)
         return {
             "loss": loss - sft_weight * policy[:, 0] / counts[:, 0].clamp(min=1),
             "reward_accuracy": (rewards[:, 0] > rewards[:, 1]).float(),
             "reward_margin": rewards[:, 0] - rewards[:, 1],
+            "reward_chosen": rewards[:, 0],  # below 0: the chosen answer has become less probable
+            "reward_rejected": rewards[:, 1],
+            "logp_chosen": policy[:, 0].detach(),
+            "logp_rejected": policy[:, 1].detach(),
         }
 
     return forward_step
@@ -97,21 +102,18 @@ def make_forward_step(config: Config) -> ForwardStep:
 
 def build(config: Config) -> tuple[nn.Module, Any]:
     """Returns (model that returns losses, tokenizer). Raises UsageError for flags or a path that cannot be used."""
-    path = config.model_name_or_path
-    check_flags(path, config.lora_rank)
+    path = base_of(config)
     if path is None:
         model, tokenizer = small_chat_model(config.max_length, config.attention)
     else:
-        limits = config.max_length, config.attention, "max_length"
-        model, tokenizer = load_pretrained(path, *limits, trust_remote_code=config.trust_remote_code)
+        load = partial(load_pretrained, path, config.max_length, config.attention, "max_length")
+        model, tokenizer = load(trust_remote_code=config.trust_remote_code, tokenizer_path=config.model_name_or_path)
         without_dropout(model)  # else the policy would differ from its reference, which is evaluated, before any step
     if config.activation_checkpointing:
         checkpoint_activations(model)
     tokenizer = with_chat_template(tokenizer, model)
     model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length)
-    if path is not None and config.lora_rank:
-        return add_lora(model, config.lora_rank, config.lora_targets, path), tokenizer
-    return model, tokenizer
+    return with_adapters(model, config), tokenizer
 
 
 def write_answers(config: Config, tokenizer: Any, pairs: Chats) -> None:
@@ -126,26 +128,24 @@ def write_answers(config: Config, tokenizer: Any, pairs: Chats) -> None:
 def main(config: Config) -> Any:
     """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
     disable_progress_bar()
-    accelerator = start(config)
+    accelerator, forward_step = start(config), make_forward_step(config)
     with restore_generators(CPU):  # for the same initial weights in the reference
         model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_pairs(data, tokenizer, config.max_length, config.max_samples))
     print_once(sources.train.facts(config.max_length))
     padding = pad_chats(config, config.max_length)
-    train_set, eval_set = sources.sets(PairDataset, PairDataset)
+    pairs = sources.sets(PairDataset, PairDataset)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
 
-    parts = parts_of(train_set, eval_set)
-    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, parts, config, padding)
+    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, *pairs, config, padding)
     fit(
         accelerator,
         model,
         optimizer_of(model),
-        make_forward_step(config),
-        train_set,
-        eval_set,
+        forward_step,
+        *pairs,
         config,
         collate_fn=padding,
         export=export_of(model, tokenizer),

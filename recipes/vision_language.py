@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
-from accelerate_recipes import RunConfig, Schedule, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.environment import has_gpu
 from accelerate_recipes.common.tasks.causal_lm import checkpoint_activations, load_pretrained, load_trained, with_losses
 from accelerate_recipes.common.tasks.chat_models import answer, num_right, with_chat_template
 from accelerate_recipes.common.tasks.conversations import Conversation
-from accelerate_recipes.common.tasks.lora import add_lora, check_flags, write_merged
+from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters, write_merged
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import export_of
 from accelerate_recipes.common.tasks.vision_batches import VisionDataset, VisionEncoder, unpad
@@ -47,7 +47,7 @@ from accelerate_recipes.common.tasks.vision_models import (
 
 
 @dataclass(kw_only=True)
-class Config(RunConfig):
+class Config(LoraFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "shapes"
@@ -61,8 +61,6 @@ class Config(RunConfig):
     images_column: str = flag("images", "name of the column with the images of a conversation, in order")
     max_samples: int | None = flag(None, "stream this many conversations and keep them, not all", minimum=1)
     max_length: int = flag(256, "tokens of a conversation beyond this number are cut; images must fit", minimum=2)
-    lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
-    lora_targets: str = flag("all-linear", "the layers to adapt, such as q_proj,v_proj")
     freeze: str = flag("", "no weight is trained that has one of these words in its name, such as vision_model")
     merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
     loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
@@ -86,22 +84,20 @@ def summarize(means: dict[str, float]) -> dict[str, float]:
 def build(config: Config) -> tuple[nn.Module, VisionEncoder]:
     """Returns (model that returns losses, what makes its batches). Raises UsageError for flags or a path that cannot be
     used."""
-    path, kind = config.model_name_or_path, AutoModelForImageTextToText
-    check_flags(path, config.lora_rank, config.merge)
+    path, kind = base_of(config, config.merge), AutoModelForImageTextToText
     if path is None:
         model, processor = small_vision_model(config.max_length, config.attention)
     else:
         limits = config.max_length, config.attention, "max_length"
-        model, processor = load_pretrained(path, *limits, kind, "vision-language model", config.trust_remote_code)
+        others = config.trust_remote_code, config.model_name_or_path
+        model, processor = load_pretrained(path, *limits, kind, "vision-language model", *others)
     freeze_image_keys(model)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     processor = with_chat_template(processor, model)
     encoder = VisionEncoder(processor, model.config.image_token_id, config.max_length)
     model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length, sees=unpad)
-    trained: nn.Module = model
-    if path is not None and config.lora_rank:
-        trained = add_lora(model, config.lora_rank, config.lora_targets, path)
+    trained = with_adapters(model, config)
     freeze_unused(model)
     freeze_named(trained, config.freeze)
     return trained, encoder

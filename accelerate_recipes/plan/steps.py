@@ -67,7 +67,9 @@ class DryRun:
                 from accelerate_recipes.common.data.sets import as_numbered_step
                 from accelerate_recipes.common.parallel import pipeline
 
-                tokens = pipeline._model_arguments(as_numbered_step(self.setup.forward_step), batches[0], 0)[0]
+                names: Any = model.loss_names
+                step = as_numbered_step(self.setup.forward_step)
+                tokens = pipeline._model_arguments(step, batches[0], 0, names)[0]
                 stack.enter_context(pipeline_with_shapes(tokens))
             for each in (mode, tracker.track_freed_storages(), tracker):
                 stack.enter_context(each)

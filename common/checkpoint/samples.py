@@ -30,14 +30,19 @@ Facts = dict[str, dict[str, Fact]]  # {sample id: {name of a tensor or text: wha
 def training_facts(plan: Plan, train_set: MapDataset, group: CpuGroup) -> Facts:
     """What 16 samples are that the run draws, as it gets them: with its transforms, its random numbers, and those of
     its `collate_fn`. The same in all processes. A collective."""
+    return group.broadcast(_facts(train_set, known_by(plan), plan.config))
+
+
+def known_by(plan: Plan) -> list[int]:
+    """The ids of the training samples that `training_facts` reads."""
     drawn = range(plan.num_samples) if plan.sampler is None else plan.epoch_order(0).tolist()
-    return group.broadcast(_facts(train_set, drawn, NUM_SAMPLES, plan.config))
+    return _some(drawn, NUM_SAMPLES)
 
 
 def evaluation_facts(plan: Plan, eval_sets: Mapping[str, MapDataset], group: CpuGroup) -> dict[str, Facts]:
     """{name of an evaluation set: what four of its samples are}; a collective."""
-    each = {name: _facts(each, range(len(each)), NUM_OF_EVALUATION, plan.config) for name, each in eval_sets.items()}
-    return group.broadcast(each)
+    some = {name: _some(range(len(each)), NUM_OF_EVALUATION) for name, each in eval_sets.items()}
+    return group.broadcast({name: _facts(eval_sets[name], ids, plan.config) for name, ids in some.items()})
 
 
 def other_sample(here: Facts, there: Facts) -> tuple[str, str] | None:
@@ -51,11 +56,14 @@ def other_sample(here: Facts, there: Facts) -> tuple[str, str] | None:
     return None
 
 
-def _facts(dataset: MapDataset, drawn: Sequence[int], number: int, config: RunConfig) -> Facts:
-    """What `number` of the drawn samples are. Generators are afterwards as before. What cannot be read has no facts:
-    the step that needs it says why. A resumed run reads twice, and leaves out what then is something else, such as
-    random numbers that nobody seeds."""
-    ids = sorted({drawn[len(drawn) * part // number] for part in range(number)})
+def _some(drawn: Sequence[int], number: int) -> list[int]:
+    return sorted({drawn[len(drawn) * part // number] for part in range(number)})
+
+
+def _facts(dataset: MapDataset, ids: list[int], config: RunConfig) -> Facts:
+    """What these samples are. Generators are afterwards as before. What cannot be read has no facts: the step that
+    needs it says why. A resumed run reads twice, and leaves out what then is something else, such as random numbers
+    that nobody seeds."""
     with restore_generators(CPU):
         facts = dict(_read(dataset, ids, config))
         if config.resume_from_checkpoint is not None:

@@ -110,22 +110,27 @@ class StandIn:
 
     training = True
 
-    def __init__(self, call: Callable[..., Tensor]):
+    def __init__(self, call: Callable[..., Any]):
         self.call = call
 
-    def __call__(self, *args: Any, **named: Any) -> Tensor:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         return self.call(*args, **named)
 
 
-def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int) -> tuple[Any, ...]:
+def _as_returned(values: Tensor, names: Sequence[str]) -> Tensor | dict[str, Tensor]:
+    """What a model from `with_losses` returns of these values, of shape (names, batch)."""
+    return dict(zip(names, values)) if len(names) > 1 else values[0]
+
+
+def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int, names: Sequence[str]) -> tuple[Any, ...]:
     """The arguments with which `forward_step` calls the model. A stand-in records them and returns zero losses. Raises
     UsageError for arguments that the stages cannot pass on."""
     noted: list[tuple[Any, ...]] = []
 
-    def stand_in(*args: Any, **named: Any) -> Tensor:
+    def stand_in(*args: Any, **named: Any) -> Any:
         _check_named(named)
         noted.append(args)
-        return torch.zeros(len(args[0]), device=args[0].device)
+        return _as_returned(torch.zeros(len(names), len(args[0]), device=args[0].device), names)
 
     with torch.no_grad():
         forward_step(StandIn(stand_in), batch, number)
@@ -183,8 +188,8 @@ class Pipeline(nn.Module):
             return None
         return (self.model.get_input_embeddings() if self.is_first else self.model.get_output_embeddings()).weight
 
-    def forward(self, *args: Tensor, **named: Any) -> Tensor:
-        """The losses of the model for these arguments, without a graph."""
+    def forward(self, *args: Tensor, **named: Any) -> Tensor | dict[str, Tensor]:
+        """What the model returns for these arguments, without a graph."""
         _check_named(named)
         with torch.no_grad(), self.autocast():
             given = args[0]
@@ -194,9 +199,10 @@ class Pipeline(nn.Module):
             output = self.stage(given)
             if not self.is_last:
                 dist.send(output.float().contiguous(), group_dst=self.index + 1, group=self.group)
-            result = self.model.losses(output, *args) if self.is_last else torch.empty(len(args[0]), device=self.device)
+            shape = len(self.model.loss_names), len(args[0])
+            result = self.model.losses(output, *args) if self.is_last else torch.empty(shape, device=self.device)
         dist.broadcast(result, group_src=self.num_stages - 1, group=self.group)
-        return result
+        return _as_returned(result, self.model.loss_names)
 
     def backward(
         self,
@@ -221,9 +227,9 @@ class Pipeline(nn.Module):
         self._forward_step, self._number, self._seed = forward_step, number, seed
         self._micro_batches, self._scale = micro_batches, scale
         self._sums = [torch.zeros((), device=self.device) for _ in micro_batches]
-        inputs, target = [], None
+        inputs, target, names = [], None, self.model.loss_names
         if self.is_first:
-            tokens = [_model_arguments(forward_step, batch, number)[0] for batch in micro_batches]
+            tokens = [_model_arguments(forward_step, batch, number, names)[0] for batch in micro_batches]
             if len({rows.shape for rows in tokens}) > 1:
                 raise UsageError("a pipeline needs samples of one length", "let the collate_fn pad all to the same")
             inputs = [torch.cat(tokens)]
@@ -285,7 +291,7 @@ class Pipeline(nn.Module):
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         number = int(target)
         batch = self._micro_batches[number]
-        model = StandIn(lambda *args: self.model.losses(output, *args))
+        model = StandIn(lambda *args: _as_returned(self.model.losses(output, *args), self.model.loss_names))
         losses = self._forward_step(model, batch, self._number)["loss"]
         total = weighted_sum(losses, batch)
         self._sums[number] = total.detach()

@@ -29,6 +29,8 @@ from .tokenization import tokenizer_of
 
 FLASH = "flash_attention_2"
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
+MEASURED = ("loss", "token_accuracy", "entropy")
+CLOSE = 1e-3  # a label that is less probable than the best token by so little, in nats, is right in part
 
 
 def load_pretrained(
@@ -39,6 +41,7 @@ def load_pretrained(
     kind: Any = AutoModelForCausalLM,
     expected: str = "causal model",
     trust_remote_code: bool = False,
+    tokenizer_path: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a causal model in float32, and its tokenizer, or the processor that has one.
 
@@ -50,13 +53,17 @@ def load_pretrained(
         kind: a class with `from_pretrained`. Models that see images have a processor.
         expected: what should be there, for messages.
         trust_remote_code: run code that the model brings.
+        tokenizer_path: a folder of adapters of this model, which may have a tokenizer with another template.
 
     Raises:
         UsageError: no such model or tokenizer there, or the model has fewer positions than `context`.
     """
     at_first = "sdpa" if attention == FLASH else attention  # the check below runs on the CPU, in float32
     reads = AutoTokenizer if kind is AutoModelForCausalLM else AutoProcessor
-    options = {"attn_implementation": at_first, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"attn_implementation": at_first, "trust_remote_code": trust_remote_code}
+    own = "tokenizer_config.json" if reads is AutoTokenizer else "*processor_config.json"
+    if tokenizer_path is not None and any(Path(tokenizer_path).glob(own)):
+        options["tokenizer_path"] = tokenizer_path
     model, processor, missing = load(kind, name_or_path, expected, reads, **options)
     if missing:
         raise UsageError(
@@ -124,6 +131,7 @@ def with_losses(
     longest: int = 0,
     routes: bool = False,
     sees: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+    measures: bool = False,
 ) -> PreTrainedModel:
     """Makes a causal model's forward return losses.
 
@@ -141,13 +149,16 @@ def with_losses(
             with fewer places, take the same number of chunks, as ZeRO needs.
         routes: of a mixture of experts: forward returns what `router_loss` needs, with the losses as "cross_entropy".
         sees: of a model that sees images: makes its arguments of the other tensors of a batch.
+        measures: forward returns {name of `MEASURED`: mean of each example over its labels}, each of shape (batch,):
+            the loss; the share of labels than which no token is more probable; and the entropy of what the model
+            predicts, in nats. It computes them of the logits of the loss.
 
     Raises:
         UsageError: with `packs`, the model lets a document see the one before it; with `routes`, it has no routers.
     """
 
     def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
-        return _means(_cross_entropy(logits, labels.flatten()), labels, (labels != IGNORED).sum(1))
+        return _means(_of_labels(logits, labels.flatten(), measures), labels, (labels != IGNORED).sum(1))
 
     def forward(
         self: PreTrainedModel,
@@ -168,15 +179,17 @@ def with_losses(
             hidden = self.base_model(input_ids=tokens, use_cache=False, **given)[0]
             if places is not None:
                 hidden, labels = _at(places, hidden, labels)
-            losses = _in_chunks(self.get_output_embeddings(), hidden, labels, num_chunks)
+            values = _in_chunks(self.get_output_embeddings(), hidden, labels, num_chunks, measures)
         else:
             output = type(self).forward(self, input_ids=tokens, use_cache=False, **given, **asked)
-            losses = _cross_entropy(output.logits, labels.flatten())
-        means = _means(losses, labels, num_labels)
+            values = _of_labels(output.logits, labels.flatten(), measures)
+        means = _means(values, labels, num_labels)
         if routes:
-            return {"cross_entropy": means} | routes_of(output.router_logits, labels != IGNORED, num_chosen)
-        return means if group is None else group.total(means)
+            return {"cross_entropy": means[0]} | routes_of(output.router_logits, labels != IGNORED, num_chosen)
+        means = means if group is None else group.total(means)
+        return dict(zip(names, (means[0], *means[1:].detach()))) if measures else means[0]
 
+    names = MEASURED if measures else MEASURED[:1]
     num_chosen = experts_per_token(model) if routes else 0
     asked = {"output_router_logits": True} if routes else {}
     if packs:
@@ -191,18 +204,29 @@ def with_losses(
         model.sequence_parallel = LongSequences(model)
     # Methods: a deep copy of the model then calls its own layers.
     model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
+    model.loss_names = names  # a pipeline's other stages receive what `losses` returns, of shape (names, batch)
     model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export
     return model
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each label, shape (labels,); 0 for `IGNORED`."""
-    return F.cross_entropy(logits.float().flatten(0, -2), labels, ignore_index=IGNORED, reduction="none")
+def _of_labels(logits: Tensor, labels: Tensor, measures: bool) -> Tensor:
+    """The loss of each label, shape (1, labels), or all that is `MEASURED`, shape (3, labels); 0 for `IGNORED`."""
+    predicted = F.log_softmax(logits.float().flatten(0, -2), -1)
+    losses = F.nll_loss(predicted, labels, ignore_index=IGNORED, reduction="none")
+    if not measures:
+        return losses.unsqueeze(0)
+    with torch.no_grad():
+        # Without a step from 0 to 1: of many tokens, rounding errors would carry some over it, under one config only.
+        right = (1 - (losses + predicted.amax(-1)) / CLOSE).clamp(0, 1)
+        # In place, as it is as large as the logits. A token that cannot come adds nothing: 0 * -inf is no number.
+        entropy = -predicted.exp().mul_(predicted).nansum(-1)
+        measured = [value.masked_fill(labels == IGNORED, 0) for value in (right, entropy)]
+    return torch.stack([losses, *measured])
 
 
-def _means(losses: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
-    """The mean loss of each example over its labels, of which these may be a part."""
-    return losses.view_as(labels).sum(1) / num_labels.clamp(min=1)
+def _means(values: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
+    """The means of each example over its labels, of which these may be a part; shape (values, batch)."""
+    return values.view(-1, *labels.shape).sum(-1) / num_labels.clamp(min=1)
 
 
 def find_trained_places(labels: Tensor) -> Tensor:
@@ -224,16 +248,18 @@ def _at(places: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
     return hidden.flatten(0, 1).index_select(0, rows).unflatten(0, places.shape), labels
 
 
-def _in_chunks(head: nn.Module, hidden: Tensor, labels: Tensor, num_chunks: int) -> Tensor:
-    """The loss of each label, flat. Only the logits of a chunk are in memory."""
+def _in_chunks(head: nn.Module, hidden: Tensor, labels: Tensor, num_chunks: int, measures: bool) -> Tensor:
+    """`_of_labels`, with the logits of one chunk in memory at a time."""
 
-    def losses(hidden: Tensor, labels: Tensor) -> Tensor:
-        return _cross_entropy(head(hidden), labels)
+    def values(hidden: Tensor, labels: Tensor) -> Tensor:
+        return _of_labels(head(hidden), labels, measures)
 
     if num_chunks == 1:
-        return losses(hidden.flatten(0, 1), labels.flatten())
+        return values(hidden.flatten(0, 1), labels.flatten())
     parts = zip(hidden.flatten(0, 1).tensor_split(num_chunks), labels.flatten().tensor_split(num_chunks))
-    return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
+    # The backward pass computes a chunk again as far as the loss, and no measure twice.
+    each = [checkpoint(values, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.cat(each, 1)
 
 
 @torch.no_grad()

@@ -1,21 +1,37 @@
 """LoRA adapters (Hu et al. 2021) through PEFT: small trained matrices beside frozen weights."""
 
 import hashlib
+import json
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 
+from ..config import RunConfig, flag
 from ..errors import UsageError, first_line
 from ..weights.on_disk import origin_of, with_random_weights
 
-FILE = "adapter_model.safetensors"
+FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(kw_only=True)
+class LoraFlags(RunConfig):
+    """The flags of recipes that train adapters of a pretrained model."""
+
+    model_name_or_path: str | None = None
+    lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
+    lora_alpha: float | None = flag(None, "adapters count lora_alpha / lora_rank times (default: twice)", above=0)
+    lora_dropout: float = flag(0.0, "dropout of what the adapters get", minimum=0, below=1)
+    lora_targets: str = flag(
+        "all-linear", "the layers to adapt, such as q_proj,v_proj, or a regular expression for their whole names"
+    )
 
 
 class Adapter:
@@ -24,18 +40,22 @@ class Adapter:
     Args:
         settings: PEFT's config of the adapters.
         base_digest: of the frozen weights, so that a checkpoint is not loaded beside others.
+
+    Attributes:
+        start_digest: of the weights with which training starts: new adapters change nothing.
     """
 
     def __init__(self, settings: Any, base_digest: str):
-        self.settings, self.base_digest = settings, base_digest
+        self.settings, self.base_digest, self.start_digest = settings, base_digest, base_digest
 
     def write(self, weights: dict[str, Tensor], folder: Path) -> None:
         """Writes PEFT's file of weights; `settings.save_pretrained` writes the other one."""
         facts = {"base": self.base_digest}  # one entry: safetensors writes several in a random order
         save_file({_without_name(name): weight for name, weight in weights.items()}, folder / FILE, facts)
 
-    def read(self, folder: Path, names: list[str]) -> dict[str, Tensor]:
-        """{name in the model: weight} of what `write` wrote; `names` are those in the model.
+    def read(self, folder: Path, names: list[str], is_of_peft: bool = False) -> dict[str, Tensor]:
+        """{name in the model: weight} of what `write` wrote, or PEFT, which notes no base; `names` are those in the
+        model.
 
         Raises:
             OSError: no such file.
@@ -43,7 +63,7 @@ class Adapter:
         """
         with safe_open(folder / FILE, "pt") as file:
             base = (file.metadata() or {}).get("base")
-        if base != self.base_digest:
+        if base != self.base_digest and not (is_of_peft and base is None):
             raise UsageError(f"{folder} was made with base {base}, this run has {self.base_digest}")
         own = {_without_name(name): name for name in names}
         return {own.get(name, name): weight for name, weight in load_file(folder / FILE).items()}
@@ -54,23 +74,60 @@ def _without_name(weight: str) -> str:
     return re.sub(r"\.default(?=\.|$)", "", weight)
 
 
-def check_flags(model_name_or_path: str | None, rank: int, merge: bool = False) -> None:
-    """Raises UsageError for `--lora_rank` without a pretrained model, or `--merge` without adapters."""
-    if rank and model_name_or_path is None:
-        raise UsageError("--lora_rank adapts a pretrained model: use --model_name_or_path, too")
-    if merge and not rank:
-        raise UsageError("--merge adds adapters to the weights: use --lora_rank, too")
+def base_of(config: LoraFlags, merge: bool = False) -> str | None:
+    """`--model_name_or_path`, or if that is a folder of adapters, the model to which they belong.
+
+    Raises:
+        UsageError: flags of adapters without a pretrained model, or beside adapters that go on; `--merge` without any.
+    """
+    path, own = config.model_name_or_path, (LoraFlags(), config)
+    names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+    given = [f"--{name}" for name in names if getattr(own[0], name) != getattr(own[1], name)]
+    goes_on = path is not None and Path(path, SETTINGS).is_file()
+    if given and path is None:
+        raise UsageError(f"{given[0]} adapts a pretrained model: use --model_name_or_path, too")
+    if given and goes_on:
+        raise UsageError(f"{given[0]}: the adapters in {path} go on as they are: leave it out, or --merge them first")
+    if (given or merge) and not config.lora_rank and not goes_on:
+        raise UsageError(f"{'--merge' if merge else given[0]} is for adapters: use --lora_rank, too")
+    if path is None or not goes_on:
+        return path
+    try:
+        return str(json.loads(Path(path, SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{path} names no model in {SETTINGS}: add its base_model_name_or_path") from None
 
 
-def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.Module:
+def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
+    """The model itself; with `--lora_rank`, with new adapters; or with those in the folder `--model_name_or_path`.
+
+    Args:
+        model: from `with_losses`, of the path that `base_of` gives.
+
+    Raises:
+        UsageError: like `add_lora`, or the folder has something else than plain LoRA for this model.
+    """
+    path = config.model_name_or_path
+    if path is None:
+        return model
+    if config.lora_rank:
+        return add_lora(model, config.lora_rank, config.lora_targets, path, config.lora_alpha, config.lora_dropout)
+    return continue_lora(model, path) if Path(path, SETTINGS).is_file() else model
+
+
+def add_lora(
+    model: PreTrainedModel, rank: int, targets: str, base: str, alpha: float | None = None, dropout: float = 0.0
+) -> nn.Module:
     """Freezes a model and adds adapters to layers: those that PEFT adapts, such as linear ones and GPT-2's Conv1D.
 
     Args:
         model: from `with_losses`.
         rank: of the adapters.
-        targets: "all-linear" for all layers but the head; or names of layers, separated by commas, such as
-            q_proj,v_proj.
+        targets: "all-linear" for all layers but the head; names of layers, separated by commas, such as q_proj,v_proj;
+            or a regular expression, which must match a layer's whole name.
         base: folder or Hub id of the model.
+        alpha: what an adapter gives counts alpha / rank times; None: twice.
+        dropout: of what an adapter gets.
 
     Returns:
         The model with an attribute `peft_adapter`.
@@ -78,38 +135,78 @@ def add_lora(model: PreTrainedModel, rank: int, targets: str, base: str) -> nn.M
     Raises:
         UsageError: PEFT is not installed, no layer has such a name, or PEFT does not adapt it.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise UsageError("--lora_rank needs PEFT: run pip install peft") from None
-    digest = digest_of_weights(model)
     names = targets if targets == "all-linear" else _layers(model, targets)
-    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
+    alpha = 2 * rank if alpha is None else alpha
+    settings = _peft().LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names)
+    return _adapt(
+        model, settings, str(Path(base).resolve()) if Path(base).is_dir() else base, f"--lora_targets {targets}"
+    )
+
+
+def continue_lora(model: PreTrainedModel, folder: str) -> nn.Module:
+    """Freezes a model and adds the adapters in a folder, like `add_lora`. Raises UsageError if they are not LoRA alone,
+    or belong to another model."""
+    given, peft = f"--model_name_or_path {folder}", _peft()
+    try:
+        settings = peft.PeftConfig.from_pretrained(folder)
+        if not isinstance(settings, peft.LoraConfig) or settings.modules_to_save or settings.bias != "none":
+            raise UsageError(f"{given} is more than the matrices of LoRA: merge it with PEFT, and use that model")
+        settings.inference_mode = False
+        adapted = _adapt(model, settings, settings.base_model_name_or_path, given)
+        names = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+        weights = adapted.peft_adapter.read(Path(folder), names, is_of_peft=True)
+        if weights.keys() != {*names}:
+            raise UsageError(f"{given}: its weights are not those of {SETTINGS}")
+        adapted.load_state_dict(weights, strict=False)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"{given}: no adapters of {type(model).__name__} there ({first_line(error)})") from None
+    adapted.peft_adapter.start_digest = digest_of_weights(adapted)
+    return adapted
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UsageError("adapters need PEFT: run pip install peft") from None
+    return peft
+
+
+def _adapt(model: PreTrainedModel, settings: Any, base: str, given: str) -> Any:
+    """A frozen model with adapters of these settings. Raises UsageError."""
+    digest = digest_of_weights(model)
+    settings.task_type = settings.base_model_name_or_path = None  # a type would give forward other arguments
     with with_random_weights(model), warnings.catch_warnings():  # PEFT makes adapters on the device of the weights
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # PEFT sets it for GPT-2's layers
         try:
-            adapted: Any = get_peft_model(model, settings)
+            adapted: Any = _peft().get_peft_model(model, settings)
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise UsageError(f"--lora_targets {targets}: {first_line(error)}; {_advice(model)}") from None
+            raise UsageError(f"{given}: {first_line(error)}; {_advice(model)}") from None
     settings = adapted.peft_config["default"]
-    settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
-    settings.target_modules = sorted(settings.target_modules)  # PEFT writes a set in a random order
-    settings.task_type = "CAUSAL_LM"  # not before: get_peft_model would give forward other arguments
+    settings.base_model_name_or_path, settings.task_type = base, "CAUSAL_LM"
+    if not isinstance(settings.target_modules, str):
+        settings.target_modules = sorted(settings.target_modules)  # PEFT writes a set in a random order
     adapted.peft_adapter = Adapter(settings, digest)
     return adapted
 
 
-def _layers(model: PreTrainedModel, targets: str) -> list[str]:
-    """The names of layers in `--lora_targets`. Raises UsageError for a name that no layer has, or the head, which may
-    share its weights with an embedding."""
-    head = model.get_output_embeddings()
-    paths = [name for name, module in model.named_modules() if module is not head]
-    names = [name.strip() for name in targets.split(",") if name.strip()]
-    unknown = [name for name in names if not any(path == name or path.endswith(f".{name}") for path in paths)]
+def _layers(model: PreTrainedModel, targets: str) -> str | list[str]:
+    """The names of layers in `--lora_targets`; or the expression itself, if it has other characters than names have.
+    Raises UsageError for what no layer has, or for the head, which may share its weights with an embedding."""
+    is_expression = re.search(r"[^\w.,\s-]", targets) is not None
+    names = [targets] if is_expression else [name.strip() for name in targets.split(",") if name.strip()]
+    head, unknown = model.get_output_embeddings(), []
+    for name in names:
+        try:
+            expression = re.compile(name if is_expression else rf"(.*\.)?{re.escape(name)}")
+        except re.error as error:
+            raise UsageError(f"--lora_targets {targets}: no regular expression ({error}); {_advice(model)}") from None
+        found = [module for path, module in model.named_modules() if expression.fullmatch(path)]
+        unknown += [] if found and head not in found else [name]
     if unknown or not names:
         missing = f"no layer {', '.join(unknown)} (the head does not count)"
         raise UsageError(f"--lora_targets {targets}: {missing}; {_advice(model)}")
-    return names
+    return targets if is_expression else names
 
 
 def _advice(model: PreTrainedModel) -> str:

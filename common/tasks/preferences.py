@@ -1,22 +1,26 @@
 """Pairs of answers, of which one is preferred, and the log-probabilities that a reference gives them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
+from ..checkpoint.samples import known_by
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..data.facts import say
+from ..data.mixture import parts_of
 from ..data.sets import Batch, CollateFn, Examples, ForwardStep, MapDataset, check_datasets
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
 from ..launch.observed import ObservedAccelerator
+from ..layout import Layout
 from ..parallel.strategies import check_trainable, prepare
 from ..plan import Plan
 from ..step.guards import check_same_start, freeze_what_is_not_trained
@@ -33,7 +37,7 @@ from .tokenization import digest_of
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
 ADVICE = "use --data rules for the embedded pairs, or the path of a .jsonl file"
-VERSION = 3  # of what is kept on disk: another number makes it anew
+VERSION = 4  # of what is kept on disk: another number makes it anew
 
 
 class PairDataset(Dataset):
@@ -208,19 +212,70 @@ def log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return (-losses * counts).unflatten(0, (-1, 2)), counts.unflatten(0, (-1, 2))
 
 
-def preference_loss(ratios: Tensor, counts: Tensor, kind: str, beta: float) -> Tensor:
-    """The loss of each pair, shape (pairs,).
+def _margin(ratios: Tensor) -> Tensor:
+    return ratios[:, 0] - ratios[:, 1]
+
+
+def _logistic(margin: Tensor, flipped: float) -> Tensor:
+    """The cross-entropy of a pair whose label is flipped with this probability."""
+    return -(1 - flipped) * F.logsigmoid(margin) - flipped * F.logsigmoid(-margin)
+
+
+# {`--loss`: function of the log-probabilities less those of the reference, shape (pairs, 2), the tokens of the answers,
+# of the same shape, beta and the label smoothing; to the loss of each pair, shape (pairs,)}
+LOSSES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+    # Rafailov et al. 2023; with label smoothing cDPO (Mitchell 2023)
+    "dpo": lambda ratios, counts, beta, noise: _logistic(beta * _margin(ratios), noise),
+    # the same per token (Lambert et al. 2024, Tülu 3)
+    "dpo_norm": lambda ratios, counts, beta, noise: _logistic(beta * _margin(ratios / counts), noise),
+    # robust DPO (Chowdhury et al. 2024): its mean over flipped labels is the loss of the right ones
+    "robust": lambda ratios, counts, beta, noise: _logistic(beta * _margin(ratios), -noise / (1 - 2 * noise)),
+    # Azar et al. 2023, per token as its authors advise TRL
+    "ipo": lambda ratios, counts, beta, noise: (_margin(ratios / counts) - 1 / (2 * beta)) ** 2,
+    # SLiC (Zhao et al. 2023) on the rewards of DPO (Liu et al. 2023)
+    "hinge": lambda ratios, counts, beta, noise: F.relu(1 - beta * _margin(ratios)),
+    # APO (D'Oosterlinck et al. 2024): the chosen answers are better than the model, or worse
+    "apo_zero": lambda ratios, counts, beta, noise: F.sigmoid(-beta * ratios[:, 0]) + F.sigmoid(beta * ratios[:, 1]),
+    "apo_down": lambda ratios, counts, beta, noise: F.sigmoid(beta * ratios[:, 0]) + F.sigmoid(-beta * _margin(ratios)),
+}
+SMOOTHED = {"dpo", "dpo_norm", "robust"}
+
+
+def losses_of(text: str, smoothing: float = 0.0) -> dict[str, float]:
+    """{name in `LOSSES`: weight} of `--loss`, such as dpo, or dpo:0.8,hinge:0.2; a weight that is not there is 1.
+
+    Raises:
+        UsageError: another name, a name twice, a weight that is no number above 0, or none of them takes a smoothing.
+    """
+    pairs = [word.strip().partition(":") for word in text.split(",")]
+    try:
+        found = {name: float(weight) if colon else 1.0 for name, colon, weight in pairs}
+    except ValueError:
+        found = {}
+    if len(found) < len(pairs) or not found.keys() <= LOSSES.keys() or not all(0 < w < inf for w in found.values()):
+        raise UsageError(
+            f"--loss {text}: expected one of {', '.join(LOSSES)}, or a sum of several with weights, such as "
+            "dpo:0.8,hinge:0.2"
+        )
+    if smoothing and not found.keys() & SMOOTHED:
+        raise UsageError(f"--label_smoothing: --loss {text} takes none: use one of {', '.join(sorted(SMOOTHED))}")
+    return found
+
+
+def preference_loss(
+    ratios: Tensor, counts: Tensor, losses: Mapping[str, float], beta: float, smoothing: float = 0.0
+) -> Tensor:
+    """The loss of each pair, shape (pairs,): a sum of `LOSSES`.
 
     Args:
         ratios: log-probabilities less those of the reference, shape (pairs, 2).
         counts: tokens of the answers, shape (pairs, 2).
-        kind: "dpo" (Rafailov et al. 2023); per token "dpo_norm" (Lambert et al. 2024) or "ipo" (Azar et al. 2023).
-        beta: of the paper.
+        losses: {name: weight}
+        beta: of the papers.
+        smoothing: the probability that a label is flipped, below 0.5.
     """
-    if kind != "dpo":
-        ratios = ratios / counts.clamp(min=1)
-    margin = ratios[:, 0] - ratios[:, 1]
-    return (margin - 1 / (2 * beta)) ** 2 if kind == "ipo" else -F.logsigmoid(beta * margin)
+    terms = [weight * LOSSES[name](ratios, counts.clamp(min=1), beta, smoothing) for name, weight in losses.items()]
+    return torch.stack(terms).sum(0)
 
 
 def add_reference(
@@ -228,47 +283,73 @@ def add_reference(
     model: Any,
     build: Callable[[], nn.Module],
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
-    sets: Sequence[PairDataset],
+    train_set: Any,
+    eval_set: Any,
     config: RunConfig,
     collate_fn: CollateFn,
 ) -> None:
-    """Gives the pairs the log-probabilities that the model has before training.
+    """Gives the pairs that the run takes the log-probabilities that the model has before training. Other pairs have no
+    numbers, so that a step that took them would end the run.
 
-    Values of pairs that are on disk stay there, too, for the same weights, pairs and precision. Collective.
+    Before the run, and not in its steps, so that one model alone is in memory while it trains, and a resumed run has
+    the same values. Those of pairs that are on disk stay there, too, for the same weights, pairs and precision.
+    Collective.
 
     Args:
         model: for `fit`, before it; perhaps with adapters. It stays as it is.
         build: makes the same model once more, with the same weights.
         optimizer_of: makes its optimizer.
-        sets: of training and of evaluation pairs; the first is for training.
+        train_set, eval_set: a `PairDataset`, or a `Mixture` of some.
         config, collate_fn: as for `fit`.
     """
+    ids = drawn_pairs(config, accelerator.layout, train_set)
+    parts = {"train": parts_of(train_set), "eval": parts_of(eval_set)}
 
     def compute() -> dict[str, Tensor]:
-        print_once(f"computing the reference's log-probabilities of {sum(map(len, sets)):,} pairs")
-        reference = build()
+        print_once(f"computing the reference's log-probabilities of {len(ids) + len(eval_set):,} pairs")
+        reference, named = build(), {"train": Subset(train_set, ids), "eval": eval_set}
         data = accelerator, reference, optimizer_of(reference), _reference_step, named, config, collate_fn
-        return {
+        found = {
             name: torch.stack([values["chosen"], values["rejected"]], 1).float()
             for name, values in _values_of(*data).items()
         }
+        found["train"] = torch.full((len(train_set), 2), torch.nan).index_copy(0, torch.tensor(ids), found["train"])
+        return found
 
-    named = {str(number): pair_set for number, pair_set in enumerate(sets)}
-    if any(isinstance(pair_set.rows, list) for pair_set in sets):  # embedded
+    pair_sets = [pair_set for each in parts.values() for pair_set in each]
+    if any(isinstance(pair_set.rows, list) for pair_set in pair_sets):  # embedded
         found = compute()
     else:
         adapter, precision = getattr(model, "peft_adapter", None), accelerator.layout.precision
-        weights = adapter.base_digest if adapter else digest_of_weights(model)
-        pairs = [pair_set.rows._fingerprint for pair_set in sets]
-        folder = cache_folder("reference", VERSION, weights, model.config.to_json_string(), pairs, precision)
+        weights = adapter.start_digest if adapter else digest_of_weights(model)
+        pairs = [pair_set.rows._fingerprint for pair_set in pair_sets]
+        folder = cache_folder("reference", VERSION, weights, model.config.to_json_string(), pairs, ids, precision)
         file, group = folder / "reference.safetensors", CpuGroup()
         # The first process reads for all: other machines may have other files.
         found = group.broadcast(load_file(file) if group.rank == 0 and file.is_file() else None)
         if found is None:
             found = compute()
             write_once(folder, "keeping them", lambda folder: save_file(found, folder / file.name))
-    for name, pair_set in named.items():
-        pair_set.reference = found[name]
+    for name, each in parts.items():
+        for pair_set, values in zip(each, found[name].split([len(pair_set) for pair_set in each])):
+            pair_set.reference = values
+
+
+def drawn_pairs(config: RunConfig, layout: Layout, train_set: Any) -> list[int]:
+    """The ids of the training pairs that the steps of a run draw, and of those by which a checkpoint knows the data.
+
+    In the order of the steps: so a longer run computes the first ones in the same micro-batches, with the same bits.
+    But all ids, in their own order, where the steps leave out less than a batch: then runs of any seed share them.
+    """
+    plan = Plan.of(config, layout, len(train_set), sampler=getattr(train_set, "sampler", None))
+    epoch, num_left, found = 0, 1 if config.evaluate_only else plan.num_steps, dict[int, None]()
+    while num_left > 0:
+        order = plan.epoch_order(epoch)[: min(num_left, plan.steps_per_epoch) * config.batch_size]
+        found |= dict.fromkeys(order.tolist())
+        epoch, num_left = epoch + 1, num_left - plan.steps_per_epoch
+        if len(train_set) - len(found) < config.batch_size:
+            return list(range(len(train_set)))
+    return list(found | dict.fromkeys(known_by(plan)))
 
 
 def _reference_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -34,7 +34,8 @@ def load(
         name_or_path: folder or Hub id.
         expected: what should be there, for the message.
         reads: `AutoTokenizer`, or `AutoProcessor` if the model sees images; None for no tokenizer.
-        options: for `from_pretrained`. Code that the model brings runs if `trust_remote_code` is there and true.
+        options: for `from_pretrained`; and `tokenizer_path`, if the tokenizer is elsewhere. Code that the model brings
+            runs if `trust_remote_code` is there and true.
 
     Returns:
         (model, tokenizer, names of the weights that are new: the files lack them, or have heads of another shape)
@@ -45,9 +46,10 @@ def load(
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     has_flag, trust = "trust_remote_code" in options, {"trust_remote_code": options.pop("trust_remote_code", False)}
+    tokenizer_path = options.pop("tokenizer_path", name_or_path)
     options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **trust}
     try:
-        tokenizer = reads.from_pretrained(name_or_path, **trust) if reads else None
+        tokenizer = reads.from_pretrained(tokenizer_path, **trust) if reads else None
         dtype = AutoConfig.from_pretrained(name_or_path, **trust).dtype
         model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
         if not _left_on_disk(model, name_or_path):

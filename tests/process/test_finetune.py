@@ -20,7 +20,7 @@ SOME = ["ddp", *(pytest.param(one, marks=pytest.mark.full) for one in ("fsdp2", 
 
 
 def assert_close(run: Run, expected: Run) -> None:
-    for name in ("train/loss", "eval/loss"):
+    for name in (f"{kind}/{name}" for kind in ("train", "eval") for name in ("loss", "token_accuracy", "entropy")):
         assert run.column(name) and largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
 
 
@@ -121,6 +121,26 @@ def test_adapters_of_divided_layers_resume_under_ddp(tmp_path: Path, base: Path,
         assert largest_difference(run.column("grad_norm"), expected.column("grad_norm")[first:]) <= 10 * TOLERANCE
         ours, theirs = adapters(run), adapters(expected)
         assert ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).abs().max() <= 1e-5 for name in ours)
+
+
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+def test_adapters_go_on_with_dropout(tmp_path: Path, base: Path, config: str) -> None:
+    """Dropout depends on the micro-batch and not on the process. The second run begins with what the first has made."""
+    flags = f"{LORA} --lora_dropout 0.3 --lora_alpha 4 --micro_batch_size 2 --model_name_or_path {base}"
+    first = fork(tmp_path / "first", "single", FINETUNE, flags)
+    run = fork(tmp_path / "run", config, FINETUNE, flags)
+    assert_close(run, first)
+    flags = f"{SHORT} --micro_batch_size 2 --learning_rate 1e-2 --model_name_or_path {first.output_dir}/model"
+    expected = fork(tmp_path / "second", "single", FINETUNE, flags)
+    onward = fork(tmp_path / "onward", config, FINETUNE, f"{flags} --merge")
+    assert_close(onward, expected)
+    ours, theirs = adapters(onward), adapters(expected)
+    assert ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).abs().max() <= 1e-5 for name in ours)
+    settings = json.loads((onward.output_dir / "model" / "adapter_config.json").read_text())
+    assert settings["lora_alpha"] == 4 and settings["lora_dropout"] == 0.3
+    assert settings["base_model_name_or_path"] == str(base.resolve())
+    still = fork(tmp_path / "still", "single", FINETUNE, f"{flags} --max_steps 1 --learning_rate 1e-30")
+    assert largest_difference(still.column("eval/loss"), first.column("eval/loss")) <= 1e-6
 
 
 def test_checkpoints_and_exports_hold_adapters_alone(tmp_path: Path, base: Path, adapted: Run) -> None:

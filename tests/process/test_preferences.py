@@ -36,12 +36,19 @@ def test_reference_is_kept(tmp_path: Path, base: Path, pairs: Path) -> None:
     flags = f"{SHORT} --data {pairs} --model_name_or_path {base}"
     first = fork(tmp_path / "first", "ddp", PREFERENCES, flags, env=env)
     second = fork(tmp_path / "second", "ddp", PREFERENCES, f"{flags} --lora_rank 0", env=env)
-    line = "computing the reference's log-probabilities of 61 pairs"
+    line = "computing the reference's log-probabilities of "
     assert line in first.stdout and line not in second.stdout
+    # 3 are held out, 48 are of the steps, and a checkpoint knows the data by a few others.
+    assert 51 <= int(first.stdout.split(line)[1].split()[0]) < 61
     assert_equal_to_the_last_bit(second, first)
     adapted = fork(tmp_path / "adapted", "single", PREFERENCES, f"{flags} --lora_rank 4", env=env)
     assert line not in adapted.stdout
     assert largest_difference(adapted.column("train/loss")[:1], first.column("train/loss")[:1]) <= TOLERANCE
+    onward = fork(
+        tmp_path / "onward", "single", PREFERENCES, f"{flags} --model_name_or_path {adapted.output_dir}/model", env=env
+    )
+    assert line in onward.stdout and onward.column("train/loss")[0] == pytest.approx(0.6931472, abs=1e-6)
+    assert adapted.column("train/loss")[-1] < 0.68 and onward.column("train/reward_margin")[0] == 0
     in_bf16 = fork(tmp_path / "bf16", "single", PREFERENCES, flags, options="--mixed_precision bf16", env=env)
     assert line in in_bf16.stdout
     # Before the first step, the policy is the reference: without a difference, the loss is log 2.
@@ -78,6 +85,16 @@ def test_adapters_and_losses(tmp_path: Path, reference: Callable[..., Run], base
         assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
 
 
+def test_a_longer_run_goes_on_with_the_same_reference(tmp_path: Path) -> None:
+    """Bit for bit, though each computes the reference of its own steps."""
+    flags = f"{SHORT} --lr_schedule constant --save_every 3 --keep_checkpoints 9"
+    whole = fork(tmp_path / "whole", "ddp", PREFERENCES, flags)
+    fork(tmp_path / "run", "ddp", PREFERENCES, f"{flags} --max_steps 3")
+    run = fork(tmp_path / "run", "ddp", PREFERENCES, f"{flags} {LATEST}")
+    assert run.column("train/loss")[3:] == whole.column("train/loss")[3:]
+    assert run.column("eval/logp_chosen")[-1:] == whole.column("eval/logp_chosen")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["fsdp2", "pipeline_parallel"])
 def test_resumed_run_is_the_same(tmp_path: Path, config: str) -> None:
@@ -109,7 +126,7 @@ def test_result_of_the_docstring(tmp_path: Path) -> None:
         ("--lora_rank 4", "use --model_name_or_path, too"),
         ("--max_samples 3", "--max_samples reads a data set of the Hub or a file: use --data, too"),
         ("--data nowhere.jsonl", "--data nowhere.jsonl: no such file"),
-        ("--loss ppo", "--loss: invalid choice: 'ppo'"),
+        ("--loss ppo", "--loss ppo: expected one of dpo, dpo_norm, "),
     ],
 )
 def test_wrong_flags(tmp_path: Path, flags: str, line: str) -> None:

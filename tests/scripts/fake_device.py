@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelerate_recipes.common.command_line import parse
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.data.batches import batches, resident
+from accelerate_recipes.common.data.mixture import parts_of
 from accelerate_recipes.common.data.sets import check_datasets
 from accelerate_recipes.common.evaluation import evaluate_set
 from accelerate_recipes.common.parallel.strategies import prepare
@@ -186,7 +187,7 @@ def measure(fault: str, accelerator: Any, model: Any, optimizer: Any, step: Any,
 
 def without_reference(*data: Any) -> None:
     """In place of `add_reference`, whose values a device without values cannot give."""
-    for one in data[4]:
+    for one in parts_of(data[4], data[5]):
         one.reference = torch.zeros(len(one), 2)
 
 

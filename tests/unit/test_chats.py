@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+import random
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 
 from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.causal_lm import with_losses
+from accelerate_recipes.common.tasks.causal_lm import _of_labels, with_losses
 from accelerate_recipes.common.tasks.chat_models import small_chat_model, with_chat_template
 from accelerate_recipes.common.tasks.chats import (
     ChatDataset,
@@ -73,22 +75,37 @@ def test_packing_keeps_each_conversation_whole() -> None:
     assert sample["weight"] == 9 + 0 + 9 and sample["tokens"].shape == sample["labels"].shape == (48,)
 
 
+def test_blocks_are_filled_as_by_best_fit_decreasing() -> None:
+    """The longest first, each where it leaves least room, by a search of all blocks; so does TRL's `bfd`."""
+    lengths = random.Random(0).choices(range(1, 65), k=300)
+    fills: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = [fill for fill in fills if fill + length <= 64]
+        if fits:
+            fills.remove(max(fits))
+        fills.append(max(fits, default=0) + length)
+    assert sorted(sum(lengths[item] for item in block) for block in pack(lengths, 64)) == sorted(fills)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_loss_is_the_unpacked_one(attention: str) -> None:
+def test_a_packed_conversation_has_the_loss_it_has_alone(attention: str) -> None:
     torch.manual_seed(0)
     some = chats(*by_rules()[:9])
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=64, attn_implementation=attention)).eval()
-    alone = with_losses(copy.deepcopy(model))
-    samples = [ChatDataset(some)[index] for index in range(9)]
-    losses = [alone(sample["tokens"][None], sample["labels"][None])[0] * sample["weight"] for sample in samples]
-    expected = sum(losses) / sum(sample["weight"] for sample in samples)
-    together = with_losses(model, packs=True)
-    blocks = [PackedDataset(some, 128)[index] for index in range(len(PackedDataset(some, 128)))]
-    assert 1 < len(blocks) < 9
-    batch = {name: torch.stack([block[name] for block in blocks]) for name in ("tokens", "labels", "positions")}
-    weights = torch.tensor([block["weight"] for block in blocks])
-    found = (together(**batch) * weights).sum() / weights.sum()
-    assert abs(found - expected) <= 1e-6 * expected
+    alone, together = with_losses(copy.deepcopy(model)), with_losses(model, packs=True)
+    dataset = PackedDataset(some, 128)
+    assert 1 < len(dataset) < 9
+    seen = 0
+    for block, rows in zip(dataset, dataset.blocks):
+        starts = [place for place, position in enumerate(block["positions"]) if position == 0] + [128]
+        for row, first, last in zip(rows, starts, starts[1:]):
+            labels = block["labels"].clone()
+            labels[:first] = labels[last:] = IGNORED
+            sample, given = ChatDataset(some)[row], (block["tokens"], labels, block["positions"])
+            expected = alone(sample["tokens"][None], sample["labels"][None])
+            torch.testing.assert_close(together(*(each[None] for each in given)), expected, rtol=1e-6, atol=0)
+            seen += 1
+    assert seen == 9
 
 
 def test_models_that_see_other_conversations_are_refused() -> None:
@@ -101,18 +118,41 @@ def test_models_that_see_other_conversations_are_refused() -> None:
             with_losses(model, packs=True)
 
 
-def test_chunks_give_the_same_losses_and_gradients() -> None:
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_chunks_give_the_losses_gradients_accuracies_and_entropies_of_all_logits(chunk: int) -> None:
+    """Against transformers' logits; the entropy is that of torch's distribution of them."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=32, tie_word_embeddings=True))
-    tokens, labels = torch.randint(0, 256, (2, 3, 20)).unbind()
+    tokens, labels = torch.randint(0, 256, (3, 20)), torch.randint(0, 256, (3, 20))
+    logits = model(tokens).logits
+    labels[:, ::3] = logits.argmax(-1)[:, ::3]  # a third is right
     labels[0, :15] = IGNORED
-    found = []
-    for chunk in (0, 7):
-        chunked = with_losses(copy.deepcopy(model), chunk=chunk, longest=30)
-        losses = chunked(tokens, labels)
-        losses.sum().backward()
-        found.append((losses.detach(), [weight.grad for weight in chunked.parameters()]))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+    counted, each = labels != IGNORED, torch.distributions.Categorical(logits=logits)
+    expected = {
+        "loss": -each.log_prob(labels.clamp(min=0)),
+        "token_accuracy": (logits.argmax(-1) == labels).float(),
+        "entropy": each.entropy(),
+    }
+    expected = {name: (value * counted).sum(1) / counted.sum(1) for name, value in expected.items()}
+    assert expected["token_accuracy"].tolist() == pytest.approx([0.4, 0.35, 0.35])
+    expected["loss"].sum().backward()
+    gradients = [weight.grad for weight in model.parameters()]
+    for measures in (False, True):
+        chunked = with_losses(copy.deepcopy(model), chunk=chunk, longest=30, measures=measures)
+        chunked.zero_grad()
+        found = chunked(tokens, labels) if measures else {"loss": chunked(tokens, labels)}
+        found["loss"].sum().backward()
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close([weight.grad for weight in chunked.parameters()], gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_token_that_cannot_come_has_no_entropy_and_a_close_one_is_right_in_part() -> None:
+    logits = torch.log(torch.tensor([[0.0, 0.5, 0.5], [0.2, 0.4, 0.4 * math.exp(5e-4)]]))
+    found = _of_labels(logits, torch.tensor([1, 1]), True)
+    half = torch.tensor([0.5, 0.5])
+    assert found[1].tolist() == pytest.approx([1, 0.5], abs=1e-3)
+    assert found[2, 0].item() == pytest.approx(-(half * half.log()).sum().item())
 
 
 def write(path: Path, *rows: dict) -> str:

@@ -1,16 +1,20 @@
 """Promise: `--lora_targets` takes any layer that PEFT adapts, and PEFT loads what a run exports."""
 
 import copy
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.causal_lm import with_losses
-from accelerate_recipes.common.tasks.lora import add_lora
+from accelerate_recipes.common.tasks.lora import LoraFlags, add_lora, base_of, continue_lora
 
 TOKENS = torch.arange(3, 40).unsqueeze(0)
 
@@ -37,22 +41,27 @@ def llama() -> PreTrainedModel:
         (gpt2, "c_attn,wpe", 3),  # an embedding, whose adapters PEFT names in another way
         (llama, "all-linear", 14),
         (llama, "q_proj,embed_tokens", 3),
+        (llama, r".*\.1\.self_attn\.[qv]_proj", 2),
     ],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT's, when it loads Conv1D
 def test_adapters_load_with_peft(tmp_path: Path, make: type, targets: str, number: int) -> None:
     model = make()
     plain = copy.deepcopy(model)
-    adapted = add_lora(with_losses(model), 4, targets, "base")
+    adapted = add_lora(with_losses(model), 4, targets, "base", alpha=3, dropout=0.5)
     trained = {name: weight for name, weight in adapted.named_parameters() if weight.requires_grad}
     assert len(trained) == 2 * number and all("lora" in name for name in trained)
     with torch.no_grad():
         for weight in trained.values():
             weight.normal_(std=0.3)
-        expected = type(plain).forward(adapted.get_base_model(), TOKENS).logits
+        expected = type(plain).forward(adapted.eval().get_base_model(), TOKENS).logits
+        drawn = type(plain).forward(adapted.train().get_base_model(), TOKENS).logits
+        assert not torch.allclose(drawn, expected, atol=1e-3)
     adapter = adapted.peft_adapter
     adapter.write({name: weight.detach() for name, weight in trained.items()}, tmp_path)
     adapter.settings.save_pretrained(str(tmp_path))
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert written["lora_alpha"] == 3 and written["lora_dropout"] == 0.5
     before = plain(TOKENS).logits
     loaded = PeftModel.from_pretrained(plain, str(tmp_path)).eval()
     found = loaded(TOKENS).logits
@@ -71,8 +80,72 @@ def test_adapters_load_with_peft(tmp_path: Path, make: type, targets: str, numbe
         ("lm_head", "no layer lm_head .the head does not count.; use all-linear"),
         ("", "use all-linear, or some of c_attn"),
         ("c_attn,ln_1", "LayerNorm.* is not supported.*; use all-linear, or some of c_attn"),
+        (".*q_proj", r"no layer .\*q_proj .the head does not count.; use all-linear, or some of c_attn"),
+        (".*(c_attn|lm_head)", r"no layer .\*.c_attn.lm_head. .the head does not count."),
+        ("c_attn|(", "no regular expression .*; use all-linear"),
     ],
 )
 def test_layers_that_cannot_be_adapted(targets: str, line: str) -> None:
-    with pytest.raises(UsageError, match=f"--lora_targets {targets}: .*{line}"):
+    with pytest.raises(UsageError, match=f"--lora_targets {re.escape(targets)}: .*{line}"):
         add_lora(with_losses(gpt2()), 4, targets, "base")
+
+
+def of_peft(folder: Path, **more: Any) -> PeftModel:
+    """Adapters that PEFT has written."""
+    settings = LoraConfig(r=4, lora_alpha=5, target_modules=r".*\.(q_proj|down_proj)", init_lora_weights=False, **more)
+    made = get_peft_model(llama(), settings)
+    made.peft_config["default"].base_model_name_or_path = "base"
+    made.save_pretrained(str(folder))
+    return made.eval()
+
+
+def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
+    expected = of_peft(tmp_path)(TOKENS).logits
+    assert base_of(LoraFlags(model_name_or_path=str(tmp_path))) == "base"
+    base = llama()
+    adapted = continue_lora(with_losses(base), str(tmp_path)).eval()
+    assert torch.allclose(type(base).forward(base, TOKENS).logits, expected, atol=1e-6)
+    assert {name.rpartition(".lora_")[2] for name, weight in adapted.named_parameters() if weight.requires_grad} == {
+        "A.default.weight",
+        "B.default.weight",
+    }
+    adapter = adapted.peft_adapter
+    assert adapter.settings.base_model_name_or_path == "base" and adapter.settings.lora_alpha == 5
+    assert (
+        adapter.start_digest
+        != adapter.base_digest
+        == add_lora(with_losses(llama()), 4, "q_proj", "").peft_adapter.start_digest
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda folder: of_peft(folder, modules_to_save=["norm"]), "is more than the matrices of LoRA"),
+        (lambda folder: (of_peft(folder), (folder / "adapter_model.safetensors").unlink()), "no adapters of Llama"),
+        (lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors")), "its weights are not"),
+        (
+            lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors", {"base": "other"})),
+            "was made with base other, this run has",
+        ),
+    ],
+)
+def test_adapters_that_cannot_go_on(tmp_path: Path, spoil: Any, line: str) -> None:
+    spoil(tmp_path)
+    with pytest.raises(UsageError, match=line):
+        continue_lora(with_losses(llama()), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"lora_dropout": 0.1}, "--lora_dropout adapts a pretrained model: use --model_name_or_path, too"),
+        ({"lora_alpha": 8, "model_name_or_path": "base"}, "--lora_alpha is for adapters: use --lora_rank, too"),
+        ({"lora_rank": 8, "model_name_or_path": "HERE"}, "--lora_rank: the adapters in .* go on as they are"),
+    ],
+)
+def test_flags_that_do_not_go_together(tmp_path: Path, flags: dict[str, Any], line: str) -> None:
+    of_peft(tmp_path)
+    flags = {name: str(tmp_path) if value == "HERE" else value for name, value in flags.items()}
+    with pytest.raises(UsageError, match=line):
+        base_of(LoraFlags(**flags))

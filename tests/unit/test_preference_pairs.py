@@ -21,15 +21,21 @@ from transformers import (
 )
 
 from accelerate_recipes.common.data import pad_to_longest
+from accelerate_recipes.common.data.mixture import Mixture
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.plan import Plan, _generator
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.chat_models import small_chat_model, without_dropout
 from accelerate_recipes.common.tasks.chats import Chats, encode
 from accelerate_recipes.common.tasks.preferences import (
     PairDataset,
+    drawn_pairs,
     load_pairs,
     log_probabilities,
+    losses_of,
     pairs_by_rules,
+    preference_loss,
     split_pair,
 )
 from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
@@ -74,6 +80,74 @@ def test_loss_is_that_of_a_plain_computation(kind: str) -> None:
         assert values["loss"][number].item() == pytest.approx(expected.item(), rel=1e-5)
         assert values["reward_margin"][number].item() == pytest.approx(beta * (ratios[0] - ratios[1]).item(), rel=1e-4)
         assert bool(values["reward_accuracy"][number]) == bool(ratios[0] > ratios[1])
+        for side, log_probability, ratio in zip(("chosen", "rejected"), (chosen, rejected), ratios):
+            assert values[f"reward_{side}"][number].item() == pytest.approx(beta * ratio.item(), rel=1e-4)
+            assert values[f"logp_{side}"][number].item() == pytest.approx(log_probability.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "smoothing", "values"),
+    [
+        # Ratios of (1, -2) with (2, 4) tokens and of (-3, 1) with (5, 1) at beta 0.5: margins of 3 and -4, per token of
+        # 1 and -1.6. Each line is a formula of its paper, by a pocket calculator.
+        ("dpo", 0.0, [0.2014133, 2.1269280]),  # log(1 + exp(-1.5)), log(1 + exp(2))
+        ("dpo", 0.1, [0.3514133, 1.9269280]),  # 0.9 × that + 0.1 × log(1 + exp(1.5)); and so on
+        ("robust", 0.1, [0.0139133, 2.3769280]),  # (0.9 × that - 0.1 × log(1 + exp(1.5))) / 0.8
+        ("dpo_norm", 0.0, [0.4740770, 1.1711007]),  # log(1 + exp(-0.5)), log(1 + exp(0.8))
+        ("ipo", 0.0, [0.0, 6.76]),  # (1 - 1)², (-1.6 - 1)²
+        ("hinge", 0.0, [0.0, 3.0]),  # max(0, 1 - 1.5), max(0, 1 + 2)
+        ("apo_zero", 0.0, [0.6464821, 1.4400338]),  # σ(-0.5) + σ(-1); σ(1.5) + σ(0.5)
+        ("apo_down", 0.0, [0.8048849, 1.0632226]),  # σ(0.5) + σ(-1.5); σ(-1.5) + σ(2)
+        ("dpo:0.5,ipo:2", 0.0, [0.1007067, 14.5834640]),
+        ("robust,hinge", 0.1, [0.0139133, 5.3769280]),
+    ],
+)
+def test_losses_are_those_of_the_papers(kind: str, smoothing: float, values: list[float]) -> None:
+    ratios, counts = torch.tensor([[1.0, -2.0], [-3.0, 1.0]]), torch.tensor([[2, 4], [5, 1]])
+    found = preference_loss(ratios, counts, losses_of(kind, smoothing), 0.5, smoothing)
+    assert found.tolist() == pytest.approx(values, rel=1e-6, abs=1e-6)
+
+
+def test_the_reference_is_that_of_the_pairs_that_the_steps_draw() -> None:
+    def drawn(train_set: Any = range(103), **flags: Any) -> list[int]:
+        return drawn_pairs(recipe.Config(batch_size=4, **flags), Layout(), train_set)
+
+    plan = Plan.of(recipe.Config(batch_size=4), Layout(), 103)
+    steps = torch.cat([ids for step in range(5) for _, ids in plan.global_micro_batches(step)]).tolist()
+    for number in (3, 5):
+        found = drawn(max_steps=number)
+        assert found[: 4 * number] == steps[: 4 * number] and len({*found}) == len(found) < 4 * number + 17
+        assert {*found} == {*steps[: 4 * number]} | {103 * part // 16 for part in range(16)}
+    assert drawn(max_steps=25) == drawn(epochs=9, seed=3) == [*range(103)]  # 3 pairs are no batch
+    assert drawn(epochs=9, evaluate_only=True) == drawn(max_steps=1)
+    sources = Mixture({"a": range(50), "b": range(500)}, {"a": 1.0, "b": 1.0})  # an epoch has 50 of each
+    found = drawn(sources, epochs=1)
+    assert {*found} == {*sources.sampler(0, _generator(0, 0)).tolist()}
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.4])
+def test_robust_loss_of_flipped_labels_is_on_average_that_of_the_right_ones(smoothing: float) -> None:
+    """What its paper proves, and how it differs from cDPO."""
+    ratios, counts = torch.randn(8, 2), torch.ones(8, 2)
+    right, flipped = (preference_loss(each, counts, {"robust": 1}, 0.5, smoothing) for each in (ratios, ratios.flip(1)))
+    mean = (1 - smoothing) * right + smoothing * flipped
+    torch.testing.assert_close(mean, preference_loss(ratios, counts, {"dpo": 1}, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("text", "smoothing", "line"),
+    [
+        ("ppo", 0.0, "--loss ppo: expected one of dpo, dpo_norm, robust, ipo, hinge, apo_zero, apo_down, or a sum"),
+        ("dpo,dpo:2", 0.0, "--loss dpo,dpo:2: expected one of"),
+        ("dpo:-1", 0.0, "--loss dpo:-1: expected one of"),
+        ("dpo:", 0.0, "--loss dpo:: expected one of"),
+        ("dpo:nan", 0.0, "--loss dpo:nan: expected one of"),
+        ("ipo,hinge", 0.1, "--label_smoothing: --loss ipo,hinge takes none: use one of dpo, dpo_norm, robust"),
+    ],
+)
+def test_losses_that_are_none(text: str, smoothing: float, line: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(line)):
+        losses_of(text, smoothing)
 
 
 def test_only_what_differs_is_trained() -> None:
