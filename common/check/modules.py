@@ -109,8 +109,8 @@ class Recorder:
                 tensor.register_hook(partial(self._note, self.trace.backward, key))
 
     @torch.no_grad()
-    def _note(self, sums: Sums, key: Key, tensor: Tensor) -> None:
-        if (own := own_values(tensor)) is None:
+    def _note(self, sums: Sums, key: Key, tensor: Tensor | None) -> None:
+        if tensor is None or (own := own_values(tensor)) is None:  # a function may give its input no gradient
             return
         values = by_sample(own, self.engine.plan.micro_batch_size)
         if self.trace.parts:

@@ -1,9 +1,20 @@
 """The sums that are kept of what a module gives: a part of it is found in them, and a distance follows."""
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from accelerate_recipes.common.check.modules import block_sums, by_sample, relative_distances, sizes_of_blocks
+from accelerate_recipes.common.check.modules import (
+    ModuleTrace,
+    Recorder,
+    block_sums,
+    by_sample,
+    relative_distances,
+    sizes_of_blocks,
+)
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (30, 48), (4, 16, 16), (17,), (10, 3, 8)])
@@ -44,3 +55,23 @@ def test_tokens_in_one_dimension_belong_to_samples() -> None:
     tokens = torch.arange(24.0).view(12, 2)
     assert by_sample(tokens, 4).shape == (4, 3, 2) and by_sample(tokens, 5).shape == (1, 12, 2)
     assert by_sample(torch.ones(4, 2), 4).shape == (4, 2) and by_sample(torch.tensor(1.0), 4).shape == (1,)
+
+
+class Dropped(torch.autograd.Function):
+    """Gives no gradient to its input."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+def test_an_output_that_gets_no_gradient_is_left_out() -> None:
+    trace, layer = ModuleTrace(), torch.nn.Linear(3, 4)
+    engine: Any = SimpleNamespace(row=0, plan=SimpleNamespace(micro_batch_size=2))
+    layer.register_forward_hook(partial(Recorder(trace, engine).after, "layer"))
+    (Dropped.apply(layer(torch.ones(2, 3))).sum() + layer.weight.sum()).backward()
+    assert len(trace.forward) == 1 and not trace.backward
