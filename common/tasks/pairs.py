@@ -138,7 +138,8 @@ def _rows(table: Table, query: str, document: str, negative: str | None, score: 
     for name in negatives:
         table.check_columns({"--negative_column": name})
     if score is None:
-        say(f"--data {table.name}: negatives in {', '.join(negatives)}") if negatives else None
+        if negatives:
+            say(f"--data {table.name}: negatives in {', '.join(negatives)}")
         return [Pair(texts) for texts in rows_with_text(table, query, document, *negatives)]
     table.check_columns({"--score_column": score})
     if negatives:

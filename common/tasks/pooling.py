@@ -82,8 +82,9 @@ def read_pooling(path: str | None, mode: str, prompts: dict[str, str | None], ar
         raise UsageError(f"--model_name_or_path {path}: modules.json or a file with it is damaged ({error})") from None
     found |= {side: text for side, text in prompts.items() if text is not None}
     if path is not None:
-        begins = (f"; a {side} begins with {text!r}" for side, text in found.items() if text)
-        print_once(f"pooling: {mode} ({why}){''.join(begins)}")
+        facts = [f"; a {side} begins with {text!r}" for side, text in found.items() if text]
+        facts += ["; cosines are compared, not dot products"] * (settings.get("similarity_fn_name") == "dot")
+        print_once(f"pooling: {mode} ({why}){''.join(facts)}")
     return Pooling(mode, found, not parts or "Normalize" in parts, settings)
 
 

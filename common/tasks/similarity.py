@@ -40,10 +40,6 @@ def _find(scores: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device), reduction="none")
 
 
-def _both(scores: Tensor) -> Tensor:
-    return (_find(scores) + _find(scores[:, : len(scores)].T)) / 2
-
-
 def _cosines(values: Values) -> Tensor:
     return (values["query"] * values["document"]).sum(-1)
 
@@ -54,8 +50,9 @@ def _order(cosines: Tensor, score: Tensor) -> Tensor:
     return torch.cat([over.new_zeros(1), over.flatten()]).logsumexp(0).expand(len(cosines))
 
 
-LOSSES: dict[str, Callable[[Values], Tensor]] = {  # of each pair; in sentence-transformers they are
-    "symmetric": lambda values: _both(_scores(values)),  # MultipleNegativesSymmetricRankingLoss: InfoNCE both ways
+LOSSES: dict[str, Callable[[Values], Tensor]] = {  # of each pair, shape (batch,); sentence-transformers calls them
+    # MultipleNegativesSymmetricRankingLoss, which is InfoNCE in both directions
+    "symmetric": lambda values: (_find(scores := _scores(values)) + _find(scores[:, : len(scores)].T)) / 2,
     "one_direction": lambda values: _find(_scores(values)),  # MultipleNegativesRankingLoss
     "cosine": lambda values: (_cosines(values) - values["score"]).square(),  # CosineSimilarityLoss
     "cosent": lambda values: _order(values["scale"] * _cosines(values), values["score"]),  # CoSENTLoss
@@ -76,13 +73,10 @@ def make_batch_loss(kind: str, matryoshka: str, width: int, scores: list[float |
     if kind == "cosine" and (most := max(abs(score or 0) for score in scores)) > 1:
         raise UsageError(f"--loss cosine: a score of {most:g} is no cosine: divide the scores, or use --loss cosent")
 
-    def shorten(values: Values, width: int) -> Values:
-        vectors = {name: value for name, value in values.items() if name in ("query", "document", "negative")}
-        return values | {name: F.normalize(value[..., :width], dim=-1) for name, value in vectors.items()}
-
     def batch_loss(values: Values) -> Values:
-        losses = [LOSSES[kind](values if each == width else shorten(values, each)) for each in widths]
-        return {"loss": torch.stack(losses).sum(0)}
+        vectors = {name: value for name, value in values.items() if value.ndim > 1 and value.is_floating_point()}
+        short = [{name: F.normalize(whole[..., :each], dim=-1) for name, whole in vectors.items()} for each in widths]
+        return {"loss": torch.stack([LOSSES[kind](values | each) for each in short]).sum(0)}
 
     return batch_loss
 

@@ -76,18 +76,21 @@ def test_a_model_without_modules(folder: Path, capsys: pytest.CaptureFixture) ->
     assert capsys.readouterr().out == ""
 
 
-def test_prompts_of_the_flags_and_of_texts_that_are_alike(folder: Path) -> None:
+def test_prompts_of_the_flags_and_of_texts_that_are_alike(folder: Path, capsys: pytest.CaptureFixture) -> None:
     found = read_pooling(str(folder), "auto", {"query": "", "document": "it: "}, False)
     assert found.prompts == {"query": "", "document": "it: "}
     assert read_pooling(str(folder), "auto", NO_PROMPTS, True).prompts == {"query": "", "document": ""}
-    settings = {"prompts": {"query": "q", "both": "b"}, "default_prompt_name": "both"}
+    settings = {"prompts": {"query": "q", "both": "b"}, "default_prompt_name": "both", "similarity_fn_name": "dot"}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     assert read_pooling(str(folder), "auto", NO_PROMPTS, True).prompts == {"query": "b", "document": "b"}
+    assert "begins with 'b'; cosines are compared, not dot products" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
 @pytest.mark.parametrize("normalizes", [True, False])
-def test_files_of_sentence_transformers(mode: str, normalizes: bool, tmp_path: Path) -> None:
+def test_files_of_sentence_transformers(
+    mode: str, normalizes: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """In the format that all its versions read."""
     settings = {"prompts": {"passage": "p"}, "default_prompt_name": None, "similarity_fn_name": "dot", "kept": 1}
     pooling = Pooling(mode, {"query": "a ", "document": "b "}, normalizes, settings)
@@ -109,4 +112,5 @@ def test_files_of_sentence_transformers(mode: str, normalizes: bool, tmp_path: P
         "similarity_fn_name": "cosine",
     }
     again = read_pooling(str(tmp_path), "auto", NO_PROMPTS, False)
+    assert "dot products" not in capsys.readouterr().out
     assert (again.mode, again.normalizes, again.prompts) == (mode, normalizes, {"query": "a ", "document": "b "})
