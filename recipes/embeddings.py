@@ -3,11 +3,11 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/embeddings.py
 
 Data: functions of Python's standard library; a docstring belongs to the code of its function. Or your own CSV,
-JSON-lines or parquet file with two columns of texts, or a Hub id.
+JSON-lines or parquet file, or a Hub id, with two columns of texts, and perhaps wrong documents, or a score of a pair.
 Expect: of 263 held-out docstrings, 43 % have their function as the nearest text, and 71 % among the ten nearest.
 Time: a minute and a half on two CPU cores.
 
-To train on your own pairs, or to continue from a pretrained encoder:
+To train on your own pairs, or to continue from a pretrained encoder with its pooling and prompts:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/embeddings.py \\
         --data path/to/pairs.csv --query_column question --document_column answer
