@@ -26,7 +26,7 @@ SMALL, LARGE = 96, 256  # pixels a side of a shown image
 COLOURS = (1, 3)  # channels of an image
 MOST_COLUMNS = 4  # texts of a sample side by side
 # Tensors of whole numbers that are no tokens.
-BESIDE_TOKENS = {"labels", "attention_mask", "positions", "position_ids", "places", "token_type_ids"}
+BESIDE_TOKENS = {"labels", "text_ids", "attention_mask", "positions", "position_ids", "places", "token_type_ids"}
 
 
 def look(

@@ -21,14 +21,13 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..data import Examples, Metrics
 from ..data.facts import say
 from ..environment import print_once
 from ..errors import UsageError
+from .pooling import POOLINGS
 from .pretrained import load
 
 PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
-ROUNDING = 1e-6  # of a similarity in float32
 PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
 
 
@@ -91,9 +90,9 @@ def freeze_key_biases(model: nn.Module, names: tuple[str, ...] = ("attention.sel
 def with_tokens(pairs: Any) -> Any:
     """The samples of a dataset all of whose texts have tokens; a line tells how many have not. Raises UsageError if
     all have not."""
-    kept = [number for number in range(len(pairs)) if all(len(tokens) for tokens in pairs[number].values())]
+    kept = [number for number in range(len(pairs)) if all(part.numel() for part in pairs[number].values())]
     if not kept:
-        raise UsageError("no pair has tokens in both of its texts: look at the columns that --query_column and "
+        raise UsageError("no pair has tokens in each of its texts: look at the columns that --query_column and "
                          "--document_column name")  # fmt: skip
     if len(kept) == len(pairs):
         return pairs
@@ -102,47 +101,38 @@ def with_tokens(pairs: Any) -> Any:
 
 
 class Embedder(nn.Module):
-    """Vectors of length 1: the means of an encoder's last hidden states.
+    """Vectors of length 1, which an encoder's last hidden states make.
 
-    The encoder has the name that it has in transformers' models with heads, so that `AutoModel` loads the export.
+    The encoder has the name that it has in transformers' models with heads, so that `AutoModel` loads the export. One
+    with adapters has PEFT's name.
 
     Args:
-        encoder: a model of transformers.
+        encoder: a model of transformers, perhaps from `add_lora`.
         pad: token that the encoder gets in the place of padding.
         temperature: at the start.
+        pooling: a key of `POOLINGS`.
     """
 
-    def __init__(self, encoder: Any, pad: int, temperature: float):
+    def __init__(self, encoder: Any, pad: int, temperature: float, pooling: str = "mean"):
         super().__init__()
         self.config, self._no_split_modules = encoder.config, encoder._no_split_modules
-        self.name, self.pad = encoder.base_model_prefix, pad
+        self.name, self.pad, self.pooling = encoder.base_model_prefix, pad, POOLINGS[pooling]
+        if (adapter := getattr(encoder, "peft_adapter", None)) is not None:
+            self.name, encoder, self.peft_adapter = "base_model", encoder.base_model, adapter
+            adapter.settings.task_type = "FEATURE_EXTRACTION"
         self.add_module(self.name, encoder)
         self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)]))
 
-    def forward(self, query: Tensor, document: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(vectors of the queries, vectors of the documents, 1 / temperature for each pair)"""
-        return self.vectors(query), self.vectors(document), self.log_scale.exp().expand(len(query))
+    def forward(self, *texts: Tensor) -> tuple[Tensor, ...]:
+        """(vectors of the queries, of the documents, and of each column of negatives; 1 / temperature for each pair)"""
+        return *map(self.vectors, texts), self.log_scale.exp().expand(len(texts[0]))
 
     def vectors(self, tokens: Tensor) -> Tensor:
         """(batch, length), filled up with `PADDING` -> (batch, hidden)"""
         mask = (tokens != PADDING).long()
         given = {"input_ids": tokens.masked_fill(tokens == PADDING, self.pad), "attention_mask": mask}
         hidden = self.get_submodule(self.name)(**given).last_hidden_state.float()
-        return F.normalize((hidden * mask[..., None]).sum(1), dim=-1)  # the mean's length does not matter
-
-
-def recall(examples: Examples) -> Metrics:
-    """The share of queries whose document is the nearest, or one of the ten nearest, of the whole evaluation set. Where
-    documents are equally near, their order is random: the chance counts. What is not a number is never near."""
-    nearer, ties = [], []
-    for start_at in range(0, len(examples["query"]), 1024):
-        scores = examples["query"][start_at : start_at + 1024] @ examples["document"].T
-        over = scores - scores.diagonal(start_at)[:, None]
-        ties.append((over.abs() <= ROUNDING).sum(1))
-        nearer.append((~(over <= ROUNDING)).sum(1))
-    first, number = torch.cat(nearer), torch.cat(ties)
-    chances = {k: ((k - first) / number.clamp(min=1)).clamp(0, 1) * (number > 0) for k in (1, 10)}
-    return {f"recall@{k}": float(chance.mean()) for k, chance in chances.items()}
+        return F.normalize((hidden * self.pooling(mask)[..., None]).sum(1), dim=-1)  # the mean's length does not matter
 
 
 def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizerFast:

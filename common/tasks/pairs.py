@@ -1,14 +1,18 @@
 """Pairs of texts that belong together: embedded, in a file, or on the Hub."""
 
 import ast
+import hashlib
+import re
 import sysconfig
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..data.facts import say
 from ..errors import UsageError
 from .rows import Table, rows_with_text
 from .sources import hold_out, load_tables
@@ -22,36 +26,60 @@ FEWEST_WORDS = 4  # of a docstring: fewer say too little
 HELD_OUT = 10  # one pair in so many is for evaluation, if the source has no evaluation part
 ADVICE = "use --data stdlib for the embedded pairs, or the path of a .csv, .jsonl or .parquet file"
 
-Pair = tuple[str, str]
+
+class Pair(NamedTuple):
+    """Texts that belong together: a query, its document, and negatives, documents that are wrong. Or two texts and how
+    much they are alike."""
+
+    texts: tuple[str, ...]
+    score: float | None = None
 
 
 class EncodedPairs(Dataset):
-    """Samples {"query": int64 of shape (length,), "document": the same}.
+    """Samples {"query": int64 of shape (length,), "document", "negative_1", ...: the same; "text_ids": int64 of shape
+    (texts,), the same for equal texts; and "score": float32, 0-dim, if the pairs have one}.
 
     Args:
-        pairs: the texts.
+        pairs: of as many texts each.
         tokenizer: a tokenizer of transformers.
         max_length: tokens beyond this number are left out.
+        prompts: {"query": text before each query, "document": text before each other text}
     """
 
-    def __init__(self, pairs: list[Pair], tokenizer: Any, max_length: int):
-        self.queries, self.documents = (
-            [
-                torch.tensor(tokens)
-                for tokens in tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
-            ]
-            for texts in zip(*pairs)
-        )
+    def __init__(self, pairs: list[Pair], tokenizer: Any, max_length: int, prompts: dict[str, str]):
+        self.names, self.pairs = text_names([pairs]), pairs
+        self.columns = []
+        for name, texts in zip(self.names, zip(*(pair.texts for pair in pairs))):
+            # Outer white space goes, as in sentence-transformers.
+            given = [(prompts["query" if name == "query" else "document"] + text).strip() for text in texts]
+            encoded = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
+            self.columns.append([torch.tensor(tokens) for tokens in encoded])
 
     def __len__(self) -> int:
-        return len(self.queries)
+        return len(self.pairs)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"query": self.queries[index], "document": self.documents[index]}
+        texts, score = self.pairs[index]
+        sample = {name: column[index] for name, column in zip(self.names, self.columns)}
+        digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+        sample["text_ids"] = torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests])
+        return sample if score is None else sample | {"score": torch.tensor(score)}
+
+
+def text_names(parts: list[list[Pair]]) -> list[str]:
+    """The names of the texts of each pair. Raises UsageError if parts of the data have other numbers of negatives."""
+    numbers = {len(part[0].texts) for part in parts}
+    if len(numbers) > 1:
+        raise UsageError("parts of --data have other columns of negatives: name those to use with --negative_column")
+    return ["query", "document", *(f"negative_{number}" for number in range(1, numbers.pop() - 1))]
 
 
 def load_pairs(
-    data: str, query_column: str = "query", document_column: str = "document"
+    data: str,
+    query_column: str = "query",
+    document_column: str = "document",
+    negative_column: str | None = None,
+    score_column: str | None = None,
 ) -> tuple[list[Pair], list[Pair]]:
     """Loads pairs of texts.
 
@@ -59,17 +87,23 @@ def load_pairs(
         data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.
         query_column: name of the column with the first texts.
         document_column: name of the column with the second texts.
+        negative_column: names of columns with wrong documents, with commas between them; None for those that are called
+            negative, or negative_1 and so on.
+        score_column: name of a column with numbers that say how much the two texts are alike; then nothing is wrong.
 
     Returns:
         (training pairs, evaluation pairs). If the source has only one part, one pair in ten is held out.
 
     Raises:
-        UsageError: no data, no such column, an empty text, or fewer than two pairs in a part.
+        UsageError: no data, no such column, a score that is no number, or fewer than two pairs in a part.
     """
     if data == "stdlib":
+        if negative_column or score_column:
+            raise UsageError("--data stdlib has no negatives and no scores: use the path of a file that has them")
         parts = [_standard_library()]
     else:
-        parts = [_rows(table, query_column, document_column) for table in load_tables(data, ADVICE)]
+        columns = query_column, document_column, negative_column, score_column
+        parts = [_rows(table, *columns) for table in load_tables(data, ADVICE)]
     if len(parts) == 1:
         parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
     train, evaluation = parts
@@ -94,9 +128,21 @@ def _standard_library() -> list[Pair]:
                 if len(words) >= FEWEST_WORDS:
                     del node.body[0]
                     pairs.setdefault(" ".join(words), ast.unparse(node))
-    return list(pairs.items())
+    return [Pair(texts) for texts in pairs.items()]
 
 
-def _rows(table: Table, query_column: str, document_column: str) -> list[Pair]:
-    table.check_columns({"--query_column": query_column, "--document_column": document_column})
-    return [(query, document) for query, document in rows_with_text(table, query_column, document_column)]
+def _rows(table: Table, query: str, document: str, negative: str | None, score: str | None) -> list[Pair]:
+    found = [name for name in table.column_names if re.fullmatch(r"negative(_\d+)?", name) and score is None]
+    negatives = found if negative is None else [name.strip() for name in negative.split(",") if name.strip()]
+    table.check_columns({"--query_column": query, "--document_column": document})
+    for name in negatives:
+        table.check_columns({"--negative_column": name})
+    if score is None:
+        if negatives:
+            say(f"--data {table.name}: negatives in {', '.join(negatives)}")
+        return [Pair(texts) for texts in rows_with_text(table, query, document, *negatives)]
+    table.check_columns({"--score_column": score})
+    if negatives:
+        raise UsageError("--score_column says how much two texts are alike: leave out --negative_column")
+    deque(table.numbers(score), maxlen=0)  # or the line that says which is none
+    return [Pair(row[:2], float(row[2])) for row in rows_with_text(table, query, document, score)]

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -81,15 +81,18 @@ def load(
     return model, tokenizer, sorted(info["missing_keys"]) + misfits
 
 
-def export_of(model: Any, processor: Any) -> Callable[[Path], None]:
-    """What `fit` calls to write files beside the exported weights: those of the tokenizer or processor, and the Python
-    code that the model brought."""
+def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
+    """What `fit` calls to write files beside the exported weights: those of the tokenizer or processor, the Python code
+    that the model brought, and {path in the folder: content of a JSON file}."""
 
     def export(folder: Path) -> None:
         processor.save_pretrained(folder)
         brought = [module for module in model.modules() if getattr(module, "_auto_class", None) is not None]
         if brought and not hasattr(model, "peft_adapter"):  # adapters name their base, which has it
             custom_object_save(brought[0], folder)
+        for name, content in (files or {}).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     return export
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -106,6 +107,20 @@ class Table:
                 yield text_of_cell(cell, kind)
             except UsageError as error:
                 raise UsageError(f"--data {self.name}, row {number}, column {column}: {error}") from None
+
+    def numbers(self, column: str) -> Iterator[float]:
+        """The number that stands in each row of a column. Raises UsageError where there is none."""
+        for row, text in enumerate(self.texts(column), start=1):
+            try:
+                number = float(text or "nan") if "_" not in (text or "") else math.nan  # Python reads 1_000 as 1000
+            except ValueError:
+                number = math.nan
+            if not math.isfinite(number):
+                raise UsageError(
+                    f"--data {self.name}: column {column}, row {row} below the header: expected a number, got "
+                    f"'{text or ''}'; correct it or remove the row or column"
+                )
+            yield number
 
 
 def table_of_dataset(data: str, split: Any) -> Table:

@@ -1,7 +1,5 @@
 """Tables of numbers with a column to predict: embedded, synthetic, or in a file."""
 
-import math
-
 import numpy
 import torch
 from torch import Tensor
@@ -9,7 +7,6 @@ from torch import Tensor
 from ..data.sets import Batch, InMemoryDataset
 from ..errors import UsageError
 from .embedded import sklearn_file
-from .rows import Table
 from .sources import load_tables
 
 ADVICE = "use --data diabetes or synthetic, or the path of a .csv file"
@@ -80,26 +77,12 @@ def load_numbers(data: str, target: str | None) -> TableDataset:
         raise UsageError(f"--target {target}: no such column in {data}; use one of {', '.join(names)}")
     if len(table) < 2 or len(names) < 2:
         raise UsageError(f"--data {data} has {len(table)} rows and {len(names)} columns: expected 2 or more")
-    columns = [[_number(table, name, row, text) for row, text in enumerate(table.texts(name), 1)] for name in names]
-    values = torch.tensor(columns, dtype=torch.float64).T
+    values = torch.tensor([[*table.numbers(name)] for name in names], dtype=torch.float64).T
     position = names.index(target)
     if (values[:, position] == values[0, position]).all():
         raise UsageError(f"--target {target} has the same value in each row of {data}: use another column")
     features = torch.cat([values[:, :position], values[:, position + 1 :]], dim=1)
     return TableDataset(standardise(features), standardise(values[:, position]))
-
-
-def _number(table: Table, column: str, row: int, text: str | None) -> float:
-    try:
-        number = float(text or "nan") if "_" not in (text or "") else math.nan  # Python reads 1_000 as 1000
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise UsageError(
-            f"--data {table.name}: column {column}, row {row} below the header: expected a number, got '{text or ''}'; "
-            "correct it or remove the row or column"
-        )
-    return number
 
 
 def standardise(values: Tensor) -> Tensor:

@@ -115,7 +115,8 @@ def test_pairs_of_several_sources_are_compared_with_each_other(tmp_path: Path, r
     run, expected = fork(tmp_path / "run", "ddp", EMBEDDINGS, flags), reference(EMBEDDINGS, flags)
     assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= TOLERANCE
     assert "mixture: an epoch has" in run.stdout
-    assert by_source(run).keys() == {"eval/recall@1", "eval/recall@10"}  # no sources: the best and the best ten
+    measures = ["recall@1", "recall@10", "ndcg@10", "mrr@10", "map@100"]
+    assert by_source(run).keys() == {f"eval/{name}" for name in measures}  # no sources: among so many nearest
 
 
 def test_mistakes_get_one_line(tmp_path: Path, chats: str) -> None:

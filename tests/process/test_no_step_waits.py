@@ -34,7 +34,7 @@ RECIPES = {
     IMAGE_CLASSIFICATION: "--image_size 16 --patch_size 8 --hidden_size 32 --num_layers 1 --batch_size 32",
 }
 # The values of each sample, which `examples` gets beside the means: four of a batch, and one more of images.
-OF_EVALUATION = {TEXT_CLASSIFICATION: 5, EMBEDDINGS: 5, IMAGE_CLASSIFICATION: 6}
+OF_EVALUATION = {TEXT_CLASSIFICATION: 5, EMBEDDINGS: 6, IMAGE_CLASSIFICATION: 6}
 PASS = "find_packed_sequence_indices"  # of transformers
 # (precision, recipe, flags) -> the waits of a step
 CASES = {

@@ -53,3 +53,36 @@ def write_gpt2(folder: Path) -> None:
     shape = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=257, n_positions=128, **ends)
     GPT2LMHeadModel(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_embedder(folder: Path, words: list[str], pooling: dict, kinds: str = "Pooling", causal: bool = False) -> None:
+    """Writes a small BERT or Llama that knows these words, with sentence-transformers' files: `pooling` is the content
+    of that of the pooling, `kinds` are the modules after the encoder."""
+    import json
+
+    import torch
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+
+    from accelerate_recipes.common.tasks.encoder import word_tokenizer
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"vocab_size": 128, "max_position_embeddings": 32, "pad_token_id": 0, "initializer_range": 0.2}
+    without_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (LlamaModel(LlamaConfig(**shape)) if causal else BertModel(BertConfig(**shape, **without_dropout))).save_pretrained(
+        folder
+    )
+    word_tokenizer(words * 2, 128).save_pretrained(folder)
+    modules = ["Transformer", *kinds.split()]
+    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(modules[1:], start=1))]
+    files = {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for number, (path, kind) in enumerate(zip(paths, modules))
+        ],
+        "1_Pooling/config.json": {"word_embedding_dimension": 32} | pooling,
+        "config_sentence_transformers.json": {"prompts": {"query": "where is ", "passage": "over "}, "kept": 1},
+    }
+    (folder / "1_Pooling").mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))

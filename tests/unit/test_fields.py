@@ -1,8 +1,8 @@
-"""Promise: the text recipes compute what their fields do: transformers, and sentence-transformers.
+"""Promise: the text recipes compute what transformers does.
 
-test_chats.py and test_vision_chats.py have transformers' loss of answers, test_preference_pairs.py TRL's losses."""
+test_similarity.py has sentence-transformers' losses and measures, test_chats.py and test_vision_chats.py transformers'
+loss of answers, test_preference_pairs.py TRL's losses."""
 
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from transformers import (
 from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.encoder import PADDING, Embedder, always_mask, with_tokens
-from recipes import embeddings, text_classification
+from recipes import text_classification
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
 PAD = 2  # also the mark that ends a sentence, within texts
@@ -50,10 +50,15 @@ def test_vectors_are_those_of_transformers_with_a_mask(kind: str) -> None:
     always_mask(encoder)
     samples = [{"query": torch.tensor(text), "document": torch.tensor(text[::-1])} for text in TEXTS]
     batch = pad_to_longest({"query": PADDING, "document": PADDING}, mask=None)(samples)
-    query, document, _ = Embedder(encoder, PAD, 0.05)(**batch)
+    query, document, _ = Embedder(encoder, PAD, 0.05)(*batch.values())
     torch.testing.assert_close(query, expected, rtol=1e-5, atol=1e-6)
     alone = Embedder(encoder, PAD, 0.05).vectors(torch.tensor([TEXTS[1][::-1]]))
     torch.testing.assert_close(document[1:2], alone, rtol=1e-5, atol=1e-6)
+    for pooling, place in (("cls", lambda text: 0), ("lasttoken", lambda text: len(text) - 1)):
+        places = torch.tensor([place(text) for text in TEXTS])
+        expected = F.normalize(hidden[torch.arange(len(TEXTS)), places], dim=1)
+        found = Embedder(encoder, PAD, 0.05, pooling).vectors(batch["query"])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_texts_without_tokens_are_left_out(capsys: pytest.CaptureFixture) -> None:
@@ -62,52 +67,8 @@ def test_texts_without_tokens_are_left_out(capsys: pytest.CaptureFixture) -> Non
     kept: Any = with_tokens(samples)  # a list is a map-style dataset, too
     assert [len(kept[index]["query"]) for index in range(len(kept))] == [1, 2]
     assert "1 of 3 pairs have a text without tokens: left out" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="no pair has tokens in both of its texts"):
+    with pytest.raises(UsageError, match="no pair has tokens in each of its texts"):
         with_tokens(samples[1:2])
-
-
-def test_loss_is_that_of_sentence_transformers() -> None:
-    """MultipleNegativesRankingLoss in both directions (MultipleNegativesSymmetricRankingLoss), from its formula."""
-    torch.manual_seed(0)
-    query, document = (F.normalize(torch.randn(7, 16), dim=1) for _ in range(2))
-    scale = 20.0
-    values = {"query": query, "document": document, "scale": torch.full((7,), scale)}
-    found = embeddings.batch_loss(values)["loss"].mean()
-    expected = torch.zeros(())
-    for one, other in ((query, document), (document, query)):
-        for at in range(7):
-            scores = torch.stack([scale * F.cosine_similarity(one[at], candidate, dim=0) for candidate in other])
-            expected -= torch.log(scores[at].exp() / scores.exp().sum()) / 14
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_recall_is_the_share_of_hits_in_a_random_order_of_ties() -> None:
-    """Recall as InformationRetrievalEvaluator counts it: the k nearest of a sorted list; all orders of equal ones."""
-    query = F.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [-1.0, 0.0], [1.0, 0.2]]), dim=1)
-    document = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), dim=1)
-    scores = query @ document.T
-    for k in (1, 10):
-        hits = [
-            at in sorted(order, key=lambda one, at=at: -round(float(scores[at, one]), 5))[:k]
-            for order in permutations(range(5))
-            for at in range(5)
-        ]
-        assert embeddings.recall({"query": query, "document": document})[f"recall@{k}"] == pytest.approx(
-            sum(hits) / len(hits), abs=1e-6
-        )
-
-
-def test_recall_of_a_model_that_tells_nothing_apart() -> None:
-    same = F.normalize(torch.randn(1, 24).expand(236, -1), dim=1)
-    assert embeddings.recall({"query": same, "document": same})["recall@1"] == pytest.approx(1 / 236)
-    broken = torch.full((236, 24), torch.nan)
-    assert embeddings.recall({"query": broken, "document": broken}) == {"recall@1": 0, "recall@10": 0}
-    few = torch.full((3, 4), torch.nan)
-    assert embeddings.recall({"query": few, "document": few}) == {"recall@1": 0, "recall@10": 0}
-    ten_times = F.normalize(torch.randn(30, 24), dim=1).repeat_interleave(10, 0)
-    assert embeddings.recall({"query": ten_times, "document": ten_times}) == pytest.approx(
-        {"recall@1": 0.1, "recall@10": 1}
-    )
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
