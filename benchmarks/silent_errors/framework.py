@@ -169,8 +169,8 @@ def divided_weights_not_initialised(parts: Parts) -> None:
 
     original = fsdp2.average_scalars
 
-    def wrong(model: nn.Module, device: torch.device) -> None:
-        original(model, device)
+    def wrong(model: nn.Module, groups: Any) -> None:
+        original(model, groups)
         with torch.no_grad():
             model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(2)
 

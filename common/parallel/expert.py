@@ -24,6 +24,7 @@ from ..step.checks import sizes_that_divide
 from ..weights.on_disk import materialized
 from ..weights.shards import local
 from .grid import Grid, Part
+from .sharding import offloads
 from .strategy import Strategy
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in transformers
@@ -42,9 +43,10 @@ def check_config(layout: Layout, config: RunConfig) -> None:
             f"--expert_parallel {layout.ep} does not divide {num_processes} processes{' of a stage' * (layout.pp > 1)}",
             f"use --num_processes {layout.ep * layout.pp} after accelerate launch",
         )
-    for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading"):
-        if layout.environment.is_true(key):
-            raise UsageError(f"--expert_parallel does not work with {key}", "use false there in the config file")
+    if offloads(layout):
+        raise UsageError(
+            "--expert_parallel does not work with fsdp_offload_params", "use false there in the config file"
+        )
     if layout.precision == "fp16" or config.compile:
         raise UsageError("--expert_parallel needs float32 or bf16, without --compile", "remove that flag or use bf16")
 

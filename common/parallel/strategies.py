@@ -104,9 +104,7 @@ def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
     on_disk = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
     main, names = main_strategy(setup.plan.layout), setup.plan.layout.strategies
-    # Accelerate shards a model that FSDP2 wraps.
-    divide = [strategy for strategy in ORDER if strategy.name in names and (strategy is not FSDP2 or main is not FSDP2)]
-    engine = main.wrap(setup, Division(setup, divide))
+    engine = main.wrap(setup, Division(setup, [strategy for strategy in ORDER if strategy.name in names]))
     own = sum(local(weight).nbytes for name, weight in engine.module.named_parameters() if name in on_disk)
     whole = sum(on_disk.values())
     if own < whole and main.reads_own_parts:
