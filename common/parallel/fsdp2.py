@@ -117,7 +117,7 @@ class Fsdp2(Strategy):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # the import takes a second
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard  # takes a second
 
         layout, model = grid.layout, part.model
         scalars, experts = scalars_of(model), [weight for weight in model.parameters() if is_of_experts(weight)]
@@ -135,7 +135,11 @@ class Fsdp2(Strategy):
         if head:  # the backward pass begins with it, before it would be gathered again
             fully_shard(head, **options | {"reshard_after_forward": False})
         fully_shard(part.root, **options)  # what runs: it gathers the rest
-        average_scalars(model, grid.shards.get_all_groups())
+        for module in part.root.modules():
+            if isinstance(module, FSDPModule):  # not those of before: it has changed their classes
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        sum_scalars(model, grid.shards.get_all_groups())
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
@@ -191,23 +195,23 @@ def scalars_of(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in model.parameters() if weight.ndim == 0]
 
 
-def average_scalars(model: nn.Module, groups: Sequence[Any]) -> None:
-    """Lets processes average the gradients of the weights without dimensions, as FSDP2 does for the others.
+def sum_scalars(model: nn.Module, groups: Sequence[Any]) -> None:
+    """Lets processes sum the gradients of the weights without dimensions, as FSDP2 does for the others.
 
     Args:
         model: with such weights.
-        groups: of the processes, along each dimension of their mesh; None: all.
+        groups: of the processes, along each dimension of their mesh.
     """
 
-    def mean(gradient: Tensor) -> Tensor:
+    def total(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()  # autograd may need it elsewhere
         for group in groups:
-            gradient = gradient / dist.get_world_size(group)  # not in place: autograd may need the gradient elsewhere
             dist.all_reduce(gradient, group=group)
         return gradient
 
     for weight in scalars_of(model):
         if weight.requires_grad:
-            weight.register_hook(mean)
+            weight.register_hook(total)
 
 
 def is_of_experts(weight: Tensor) -> bool:

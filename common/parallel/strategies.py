@@ -43,6 +43,7 @@ def layout_of(environment: Environment, config: RunConfig) -> Layout:
     precision = environment.mixed_precision
     if precision == "no":
         precision = next((own for strategy in asked if (own := strategy.precision(environment))), "float32")
+    main = next(strategy for strategy in asked if strategy.wraps)
     layout = Layout(
         environment=environment,
         strategies=tuple(strategy.name for strategy in asked),
@@ -51,6 +52,7 @@ def layout_of(environment: Environment, config: RunConfig) -> Layout:
         precision=precision,
         device=device_type(),
         needs_all_weights=environment.world_size > 1 and any(strategy.needs_all_weights for strategy in asked),
+        takes_means=main.takes_means,
     )
     for strategy in asked:
         layout = replace(layout, **strategy.sizes(environment, config))
