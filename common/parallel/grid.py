@@ -98,7 +98,7 @@ class Division:
 
     def __init__(self, setup: Setup, strategies: Sequence["Strategy"]):
         self.grid, self._optimizer = Grid(setup.plan.layout, setup.accelerator.device), setup.optimizer
-        self._plans = [(strategy, strategy.plan(setup)) for strategy in strategies]
+        self._plans = [(strategy, setup.plans.get(strategy.name)) for strategy in strategies]
         self._whole = dict(setup.model.named_parameters(remove_duplicate=False))
 
     def apply(self, part: Part) -> None:

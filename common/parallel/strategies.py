@@ -91,9 +91,7 @@ def check_trainable(setup: Setup) -> Setup:
 
 def with_plans(setup: Setup) -> Setup:
     """The setup, with how the strategies of the layout will divide the model. Raises UsageError if they cannot."""
-    for strategy in strategies_of(setup.plan.layout):
-        setup = strategy.with_plan(setup)
-    return setup
+    return replace(setup, plans={strategy.name: strategy.plan(setup) for strategy in strategies_of(setup.plan.layout)})
 
 
 def check_batch_loss(batch_loss: BatchLossFn | None, plan: Plan) -> None:

@@ -101,12 +101,8 @@ class Strategy:
         """Raises UsageError if this strategy cannot take a `batch_loss`."""
 
     def plan(self, setup: Setup) -> Any:
-        """What `divide` needs to know of the whole model."""
-
-    def with_plan(self, setup: Setup) -> Setup:
-        """The setup, with how this strategy will divide the model. Raises UsageError if it cannot. `model_checks` have
-        accepted the model."""
-        return setup
+        """What `divide` needs to know of the whole model, which `model_checks` have accepted. Raises UsageError if this
+        strategy cannot divide it."""
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
         """Divides what this process runs of the model in place. Its weights may still be on the meta device."""
