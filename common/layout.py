@@ -26,6 +26,7 @@ class Layout:
         pp: stages of a pipeline.
         ep: processes that share the experts of each layer; each has samples of its own.
         needs_all_weights: whether each forward pass must use all weights.
+        takes_means: whether what wraps the model takes the mean of the processes' gradients, where others take the sum.
     """
 
     environment: Environment = field(default_factory=Environment)
@@ -42,6 +43,7 @@ class Layout:
     pp: int = 1
     ep: int = 1
     needs_all_weights: bool = False
+    takes_means: bool = False
 
     def __str__(self) -> str:
         return self.title
@@ -57,9 +59,9 @@ class Layout:
         return self.num_processes // self.model_parallel_size
 
     @property
-    def averaging_size(self) -> int:
-        """The number of processes over which the mean of gradients is taken: with other samples, or other tokens."""
-        return self.num_processes // (self.tp * self.pp)
+    def num_averaged(self) -> int:
+        """The number of processes of whose gradients a mean is taken: the loss is multiplied by it. 1: it is a sum."""
+        return self.num_processes if self.takes_means else 1
 
     @property
     def data_parallel_rank(self) -> int:

@@ -167,14 +167,14 @@ def divided_weights_not_initialised(parts: Parts) -> None:
     """A path for divided weights that leaves out their initialisation."""
     from accelerate_recipes.common.parallel import fsdp2
 
-    original = fsdp2.average_scalars
+    original = fsdp2.sum_scalars
 
-    def wrong(model: nn.Module, device: torch.device) -> None:
-        original(model, device)
+    def wrong(model: nn.Module, groups: Any) -> None:
+        original(model, groups)
         with torch.no_grad():
             model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(2)
 
-    fsdp2.average_scalars = wrong
+    fsdp2.sum_scalars = wrong
 
 
 # TTrace's kinds
@@ -227,15 +227,16 @@ def recomputed_from_a_wrong_input(parts: Parts) -> None:
     TTRACE,
     "context parallelism: the scale of the loss",
     "sequence_parallel",
-    cause="multiplies the gradients by a number of processes",
+    cause="by a number of its own, as of tokens, micro-batches or processes",
 )
-def loss_of_a_slice_not_scaled(parts: Parts) -> None:
-    """The share of a process in the loss of a sample lacks the number of processes that share it."""
+def loss_of_a_slice_scaled(parts: Parts) -> None:
+    """The share of a process in the loss of a sample has the number of processes that share it as a factor."""
 
     def wrong(self: Any, own: Tensor) -> Tensor:
         whole = own.detach().clone()
         dist.all_reduce(whole, group=self._group)
-        return own + (whole - own.detach())
+        share = self.size * own
+        return share + (whole - share.detach())
 
     Group.total = wrong  # type: ignore[method-assign]
 
@@ -451,9 +452,16 @@ def padding_that_is_trained(parts: Parts) -> None:
     names="experts",
     cause="adds them up wrongly",
 )
-def experts_not_averaged(parts: Parts) -> None:
-    """The gradients of experts are sums over the tokens of a group, where others are means."""
-    expert.ExpertGroup._average = lambda self, gradient: gradient  # type: ignore[method-assign]
+def experts_averaged(parts: Parts) -> None:
+    """The gradients of experts are means over the processes, where others are sums."""
+    original = expert.ExpertGroup.take_over
+
+    def wrong(self: Any, experts: Any) -> None:
+        original(self, experts)
+        for weight in experts.parameters():
+            weight.register_hook(lambda gradient: gradient / dist.get_world_size())
+
+    expert.ExpertGroup.take_over = wrong  # type: ignore[method-assign]
 
 
 @fault(OURS, "a wrong cast to FP8", "ddp_bf16", cause="adds them up wrongly")

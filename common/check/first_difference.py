@@ -47,7 +47,7 @@ class FirstDifference:
         is_compared = kind != "eval" and any(trace.forward for trace in self.traces)
         if not is_compared:
             return "", ""
-        if (found := self._first_module([trace.forward for trace in self.traces], "forward", {1})) is not None:
+        if (found := self._first_module([trace.forward for trace in self.traces], "forward")) is not None:
             _, place, extent = found
             return "forward", f"first difference: {self._name(place)}, forward, {extent}"
         if kind == "value":
@@ -59,10 +59,9 @@ class FirstDifference:
 
     def _first_backward(self) -> tuple[str, str]:
         """The same for the backward pass, of the modules and then of the weights."""
-        # The processes take the mean of their gradients, so each has more than its part of the whole. Those that share
-        # the tokens of a sample have more of what belongs to tokens, and not of the loss.
-        factors = {self.plan.layout.data_parallel_size, self.plan.layout.averaging_size}
-        if (found := self._first_module([trace.backward for trace in self.traces], "backward", factors)) is None:
+        # Where the processes take the mean of their gradients, each has more than its part of the whole.
+        factor = self.plan.layout.num_averaged
+        if (found := self._first_module([trace.backward for trace in self.traces], "backward", factor)) is None:
             return self._first_gradient()
         before, place, extent = found
         sources = self._sources(before, place)
@@ -70,19 +69,19 @@ class FirstDifference:
             return "loss", f"first difference: the gradient of the loss, {extent}"
         return "backward", f"first difference: {' or '.join(map(self._name, sources))}, backward, {extent}"
 
-    def _first_module(self, traces: Sequence[Sums], direction: str, factors: set[int]) -> tuple[str, str, str] | None:
-        """(the module before it, the first module whose tensors, divided by one of the factors, are not those of one
-        process, how they differ)"""
+    def _first_module(self, traces: Sequence[Sums], direction: str, factor: int = 1) -> tuple[str, str, str] | None:
+        """(the module before it, the first module whose tensors are not the factor times those of one process, how they
+        differ)"""
         expected: Sums = getattr(self.reference.steps[self.number].modules, direction)
         perturbed = [getattr(other.steps[self.number].modules, direction) for other in self.reference.perturbed]
         # A table of positions has no weights, and so no floor: 16 bits round it otherwise.
         least, before = BF16[""] if self.reference.is_low else TOLERANCE, list[str]()
         for place in dict.fromkeys(place for _, place in expected):
-            floors = [float(gap.max()) for other in perturbed for _, gap in self._gaps(place, other, expected, {1})]
+            floors = [float(gap.max()) for other in perturbed for _, gap in self._gaps(place, other, expected)]
             most = max([least, *(STEP_TIMES_FLOOR * floor for floor in floors)])
             found = Extent(self._ids)
             for rank, trace in enumerate(traces):
-                for row, gap in self._gaps(place, trace, expected, factors):
+                for row, gap in self._gaps(place, trace, expected, factor):
                     found.add(rank, row, gap, ~(gap <= most))
             if found.size is not None:
                 inner = [name for name in before if not place[0].startswith(f"{name}." if name else "")]
@@ -90,7 +89,7 @@ class FirstDifference:
             before.append(place[0])
         return None
 
-    def _gaps(self, place: Place, sums: Sums, expected: Sums, factors: set[int]) -> Iterator[tuple[int, Tensor]]:
+    def _gaps(self, place: Place, sums: Sums, expected: Sums, factor: int = 1) -> Iterator[tuple[int, Tensor]]:
         """(row, difference of each sample relative to its size, or to a larger mean of all) of each micro-batch"""
         rows_of: dict[tuple[torch.Size, torch.Size], list[int]] = {}  # {shapes: rows}, which are compared at once
         for row in range(len(self._ids)):
@@ -98,9 +97,8 @@ class FirstDifference:
                 rows_of.setdefault((sums[row, place].shape, expected[row, place].shape), []).append(row)
         for rows in rows_of.values():
             own, whole = (torch.cat([each[row, place] for row in rows]) for each in (sums, expected))
-            gaps = [gap for factor in factors if (gap := relative_distances(own / factor, whole)) is not None]
-            if gaps:
-                yield from zip(rows, min(gaps, key=lambda gap: float(gap.sum())).chunk(len(rows)))
+            if (gap := relative_distances(own / factor, whole)) is not None:
+                yield from zip(rows, gap.chunk(len(rows)))
 
     @cached_property
     def _ids(self) -> list[Tensor]:

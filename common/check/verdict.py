@@ -14,7 +14,8 @@ from .trace import Step
 
 # Where a difference begins, and what may do that: the recipe, or the framework under it.
 CAUSES = {
-    "loss": "a hook, or {layout}, weighs the losses of a process by a number of its own, as of tokens or micro-batches",
+    "loss": "a hook, or {layout}, weighs the losses of a process by a number of its own, as of tokens, micro-batches "
+    "or processes",
     "backward": "a hook or an autograd function depends on the process, or {layout} divides this module wrongly",
     "factor": "a hook, or {layout}, multiplies the gradients by a number of processes or of micro-batches",
     "norm": "{layout} counts some weights more or less than once",

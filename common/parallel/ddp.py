@@ -15,6 +15,7 @@ class Ddp(Strategy):
 
     name = "DDP"
     needs_all_weights = True  # DDP waits for the gradient of each
+    takes_means = True  # as torch's does; a hook that sums takes 60 µs a step more
     fallback = "--config_file accelerate_configs/single.yaml"
 
     def title(self, layout: Layout) -> str:

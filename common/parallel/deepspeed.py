@@ -161,6 +161,7 @@ class DeepSpeed(Strategy):
     name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
     needs_all_weights = True  # it applies weight decay to one that no pass used
+    takes_means = True
     reads_own_parts = False
     launch_checks = (check_config, check_packages)
     model_checks = (check_weights, check_hooks, check_section)

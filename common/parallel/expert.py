@@ -24,6 +24,7 @@ from ..step.checks import sizes_that_divide
 from ..weights.on_disk import materialized
 from ..weights.shards import local
 from .grid import Grid, Part
+from .sharding import offloads
 from .strategy import Strategy
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in transformers
@@ -42,9 +43,10 @@ def check_config(layout: Layout, config: RunConfig) -> None:
             f"--expert_parallel {layout.ep} does not divide {num_processes} processes{' of a stage' * (layout.pp > 1)}",
             f"use --num_processes {layout.ep * layout.pp} after accelerate launch",
         )
-    for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading"):
-        if layout.environment.is_true(key):
-            raise UsageError(f"--expert_parallel does not work with {key}", "use false there in the config file")
+    if offloads(layout):
+        raise UsageError(
+            "--expert_parallel does not work with fsdp_offload_params", "use false there in the config file"
+        )
     if layout.precision == "fp16" or config.compile:
         raise UsageError("--expert_parallel needs float32 or bf16, without --compile", "remove that flag or use bf16")
 
@@ -117,7 +119,7 @@ class ExpertGroup:
     def __init__(self, mesh: Any):
         self.size, self.rank = mesh["experts"].size(), mesh.get_local_rank("experts")
         self._group, self._replicas = mesh.get_group("experts"), mesh.get_group("replicas")
-        self._num_replicas, self._num_processes = mesh["replicas"].size(), mesh.size()
+        self._num_replicas = mesh["replicas"].size()
         # The numbers of tokens, which the CPU must know.
         self._counts = self._group if mesh.device_type == "cpu" else _group_on_cpu(mesh)
 
@@ -129,8 +131,8 @@ class ExpertGroup:
         if config._experts_implementation == "eager":  # it may leave a weight without a gradient
             config._experts_implementation = "grouped_mm"
         for weight in experts.parameters():
-            if weight.requires_grad:
-                weight.register_hook(self._average)
+            if weight.requires_grad and self._num_replicas > 1:
+                weight.register_hook(self._sum_over_replicas)
 
         def on_all_tokens(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             longest = self._longest(len(hidden))
@@ -145,11 +147,10 @@ class ExpertGroup:
 
         experts.forward = on_all_tokens
 
-    def _average(self, gradient: Any) -> Any:
-        """The gradient of the mean over all processes, as DDP and FSDP2 take it, of one for the tokens of a group."""
-        own = gradient.to_local() / self._num_processes  # not in place: autograd may need the gradient elsewhere
-        if self._num_replicas > 1:
-            dist.all_reduce(own, group=self._replicas)
+    def _sum_over_replicas(self, gradient: Any) -> Any:
+        """The gradient for the tokens of all groups, of one for those of this group."""
+        own = gradient.to_local().clone()  # autograd may need the gradient elsewhere
+        dist.all_reduce(own, group=self._replicas)
         return type(gradient).from_local(own, gradient.device_mesh, gradient.placements, run_check=False)
 
     def _longest(self, number: int) -> int:
@@ -175,7 +176,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _sum_and_divide(gradient.contiguous(), ctx.group, ctx.size), None, None
+        return _sum_scattered(gradient.contiguous(), ctx.group, ctx.size), None, None
 
 
 class _Summed(torch.autograd.Function):
@@ -184,7 +185,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any, size: int) -> Tensor:
         ctx.group, ctx.size = group, size
-        return _sum_and_divide(values, group, size)
+        return _sum_scattered(values, group, size)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -197,7 +198,7 @@ def _gather(values: Tensor, group: Any, size: int) -> Tensor:
     return whole
 
 
-def _sum_and_divide(values: Tensor, group: Any, size: int) -> Tensor:
+def _sum_scattered(values: Tensor, group: Any, size: int) -> Tensor:
     part = values.new_empty(len(values) // size, *values.shape[1:])
     dist.reduce_scatter_tensor(part, values, group=group)
     return part

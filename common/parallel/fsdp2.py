@@ -1,9 +1,10 @@
 """FSDP2: divides each weight among processes, and gathers a layer at a time."""
 
 import os
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from ..config import RunConfig
 from ..environment import Environment
@@ -25,12 +28,10 @@ from ..step.setup import (
     compile_if_asked,
     float32_outputs,
     say_what_is_cast,
-    split_groups_by_mesh,
 )
-from ..weights.on_disk import materialized
 from ..weights.shards import is_divided
 from .grid import Division, Grid, Part
-from .sharding import classes_in_the_file, gathers_again, named_classes, places_of, sharded_layers
+from .sharding import classes_in_the_file, ends_of, gathers_again, named_classes, offloads, sharded_layers
 from .strategy import Strategy
 
 if TYPE_CHECKING:
@@ -49,29 +50,20 @@ def check_version(layout: Layout, config: RunConfig) -> None:
             [Edit("fsdp_version", 2, "fsdp_config")],
             "or accelerate to-fsdp2 --config_file FILE --output_file fsdp2.yaml",
         )
-    if environment.is_true("fsdp_offload_params") and layout.device == "cpu":
+    if offloads(layout) and layout.device == "cpu":
         raise UsageError("fsdp_offload_params: true in the config file needs a GPU", "use false there to rehearse")
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Weights that FSDP2 cannot divide, or would silently cast, load apart, or hold in two kinds of memory."""
+    """Weights that FSDP2 cannot divide, or would silently cast, or hold in two kinds of memory."""
     check_dense_gradients(model, optimizer, Fsdp2.name)
     check_divisible_weights(model, Fsdp2.name, casts=plan.layout.precision != "float32")
-    names = {weight: name for name, weight in model.named_parameters(remove_duplicate=False)}
-    is_true = plan.layout.environment.is_true
-    for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading"):
-        if is_true(key) and (scalars := scalars_of(model)):
-            raise UsageError(
-                f"{names[scalars[0]]} has no dimension that FSDP2 could shard, and stays whole, which does not work "
-                f"with {key}",
-                "use false there in the config file, or give it the shape (1,)",
-            )
-    is_shared = len(names) < len([*model.named_parameters(remove_duplicate=False)])
-    if is_true("fsdp_cpu_ram_efficient_loading") and is_shared and not hasattr(model, "tie_weights"):
+    scalar = next((name for name, weight in model.named_parameters() if weight.ndim == 0), None)
+    if scalar is not None and offloads(plan.layout):
         raise UsageError(
-            f"layers of {type(model).__name__} share a weight, and fsdp_cpu_ram_efficient_loading would give each its "
-            "own",
-            "use false there in the config file",
+            f"{scalar} has no dimension that FSDP2 could shard, and stays whole, which does not work with "
+            "fsdp_offload_params",
+            "use false there in the config file, or give it the shape (1,)",
         )
 
 
@@ -120,57 +112,71 @@ class Fsdp2(Strategy):
         # data-parallel, too, as each has gradients of its own.
         return {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.dp_shard)}
 
+    def after_start(self) -> None:
+        # Else transformers loads weights in the first process alone. Here each process reads its shards from the disk.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        from torch.distributed.fsdp import fully_shard  # the import takes a second
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard  # takes a second
 
         layout, model = grid.layout, part.model
         scalars, experts = scalars_of(model), [weight for weight in model.parameters() if is_of_experts(weight)]
         options: dict[str, Any] = {
             "mesh": grid.shards,
             "mp_policy": mixed_precision_policy(layout.precision),
+            "offload_policy": CPUOffloadPolicy() if offloads(layout) else OffloadPolicy(),
             "reshard_after_forward": None if gathers_again(layout) else False,
             "ignored_params": {*scalars, *experts},
         }
-        for module in (*sharded_layers(model, layout), part.root):  # the root is what runs: it gathers the rest
-            fully_shard(module, **options)
-        average_scalars(model, grid.shards.get_all_groups())
+        layers = sharded_layers(model, layout)
+        embedding, head = ends_of(model, layers) if part.root is model else ([], [])  # a stage has one of them
+        for modules in filter(None, [*([layer] for layer in layers), embedding]):
+            fully_shard(modules, **options)
+        if head:  # the backward pass begins with it, before it would be gathered again
+            fully_shard(head, **options | {"reshard_after_forward": False})
+        fully_shard(part.root, **options)  # what runs: it gathers the rest
+        for module in part.root.modules():
+            if isinstance(module, FSDPModule):  # not those of before: it has changed their classes
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        sum_scalars(model, grid.shards.get_all_groups())
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
-        division.apply(Part(model, model), reads=False)
-        plugin, classes = accelerator.state.fsdp_plugin, wrapped_classes(model, plan.layout)
-        plugin.transformer_cls_names_to_wrap = classes
-        plugin.mixed_precision_policy = mixed_precision_policy(plan.layout.precision)
-        _say_what_is_gathered_at_once(setup, classes)
+        layers = sharded_layers(model, plan.layout)
+        _say_what_is_gathered_at_once(setup, layers)
         if plan.layout.precision != "float32":
             say_what_is_cast(accelerator, model, self.name)
+            _make_float32(model)
             model.register_forward_hook(float32_outputs)  # Accelerate's autocast under DDP casts; FSDP2 does not
-        compile_if_asked(model, plan, sharded_layers(model, plan.layout))
-        offloads = plan.layout.environment.is_true("fsdp_offload_params")
-        # Weights that another strategy has divided stay as they are, and those without dimensions whole.
-        ignored = [weight for weight in model.parameters() if is_divided(weight)] + scalars_of(model)
-        plugin.ignored_modules = [nn.ParameterList(ignored)] if ignored else None
-        device = torch.device("cpu") if offloads else accelerator.device
-        with materialized(model, device), _found_by_name(model, setup.optimizer), _ends_of_accelerate(model, classes):
-            model, optimizer = accelerator.prepare(model, setup.optimizer)
-        for weight in scalars_of(model):
-            weight.data = weight.data.to(accelerator.device)
-        average_scalars(model, [None])
-        split_groups_by_mesh(setup.optimizer)
+        compile_if_asked(model, plan, layers)
+        _checkpoint_activations(layers, plan.layout)
+        division.apply(Part(model, model))
+        optimizer = accelerator.prepare_optimizer(setup.optimizer)
         choose_fused_kernels(accelerator, setup.optimizer)
         return Engine(setup, model, optimizer)
 
 
-@contextmanager
-def _found_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Gives the optimizer the weights that replace its own in the `with` block. Accelerate finds them by their
-    addresses, and weights that are still on disk have none."""
-    names = {weight: name for name, weight in model.state_dict(keep_vars=True).items()}
-    groups = [[names[weight] for weight in group["params"]] for group in optimizer.param_groups]
-    yield
-    weights = model.state_dict(keep_vars=True)
-    for group, own in zip(optimizer.param_groups, groups):
-        group["params"] = [weights[name] for name in own]
+def _make_float32(model: nn.Module) -> None:
+    """Makes the trained weights float32, which the optimizer updates. Those on the disk stay there."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.float()
+
+
+def _checkpoint_activations(layers: Sequence[nn.Module], layout: Layout) -> None:
+    """Lets layers compute their activations again in the backward pass, as the config file says."""
+    if not layout.environment.is_true("fsdp_activation_checkpointing"):
+        return
+    to_cpu = layout.environment.is_true("fsdp_activation_checkpointing_offload")
+
+    def checkpointed(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        with save_on_cpu(pin_memory=layout.device != "cpu") if to_cpu else nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, **named)
+
+    for layer in layers:
+        layer.forward = partial(checkpointed, layer.forward)
 
 
 def mixed_precision_policy(precision: str) -> "MixedPrecisionPolicy":
@@ -189,23 +195,23 @@ def scalars_of(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in model.parameters() if weight.ndim == 0]
 
 
-def average_scalars(model: nn.Module, groups: Sequence[Any]) -> None:
-    """Lets processes average the gradients of the weights without dimensions, as FSDP2 does for the others.
+def sum_scalars(model: nn.Module, groups: Sequence[Any]) -> None:
+    """Lets processes sum the gradients of the weights without dimensions, as FSDP2 does for the others.
 
     Args:
         model: with such weights.
-        groups: of the processes, along each dimension of their mesh; None: all.
+        groups: of the processes, along each dimension of their mesh.
     """
 
-    def mean(gradient: Tensor) -> Tensor:
+    def total(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()  # autograd may need it elsewhere
         for group in groups:
-            gradient = gradient / dist.get_world_size(group)  # not in place: autograd may need the gradient elsewhere
             dist.all_reduce(gradient, group=group)
         return gradient
 
     for weight in scalars_of(model):
         if weight.requires_grad:
-            weight.register_hook(mean)
+            weight.register_hook(total)
 
 
 def is_of_experts(weight: Tensor) -> bool:
@@ -213,59 +219,20 @@ def is_of_experts(weight: Tensor) -> bool:
     return is_divided(weight) and "experts" in (weight.device_mesh.mesh_dim_names or ())
 
 
-def wrapped_classes(model: nn.Module, layout: Layout) -> list[str]:
-    """The classes of layers that Accelerate lets FSDP gather one at a time: those of `sharded_layers` without the input
-    embedding in one of them, which Accelerate shards separately."""
-    layers, embedding = sharded_layers(model, layout), embedding_of(model, "input")
-    whole = {type(layer).__name__ for layer in layers if any(module is embedding for module in layer.modules())}
-    return sorted({type(layer).__name__ for layer in layers} - whole)
-
-
-def _say_what_is_gathered_at_once(setup: Setup, classes: Container[str]) -> None:
+def _say_what_is_gathered_at_once(setup: Setup, layers: Sequence[nn.Module]) -> None:
     """Prints a line if FSDP gathers layers with the rest of the model, or all of it."""
     accelerator, model, layout = setup.accelerator, setup.model, setup.plan.layout
-    kept = {type(layer).__name__ for layer in sharded_layers(model, layout)}
+    kept = {type(layer).__name__ for layer in layers}
     if left := sorted({type(module).__name__ for module in model.modules()} & (named_classes(model, layout) - kept)):
         accelerator.print(
             f"a {left[0]} shares a weight with what is outside it: FSDP gathers each {', '.join(left)} with the rest "
             "of the model at once, which saves less memory"
         )
-    elif not classes:
+    elif not layers:
         accelerator.print(
             f"{type(model).__name__} names no layers in _no_split_modules: FSDP gathers the whole model at once, which "
             "saves less memory"
         )
-
-
-def embedding_of(model: nn.Module, end: str) -> nn.Module | None:
-    """The embedding at the "input" or "output" of a model of transformers; None if it has none."""
-    try:
-        return getattr(model, f"get_{end}_embeddings")()
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-@contextmanager
-def _ends_of_accelerate(model: nn.Module, classes: Container[str]) -> Iterator[None]:
-    """Decides for the `with` block whether Accelerate shards the last norm and the embeddings at both ends, which it
-    asks a model of transformers for, separately. If the rest of the model has shared weights, other than those of two
-    tied embeddings, they stay together."""
-    ends = {end: embedding_of(model, end) for end in ("input", "output")}
-    owners = [{module for module, layer in places if layer is model} for places in places_of(model, classes).values()]
-    together = any(len(modules) > 1 and not modules <= {*ends.values()} for modules in owners)
-    hidden: dict[str, Any] = {
-        f"get_{end}_embeddings": lambda: None  # some models raise an error instead
-        for end, embedding in ends.items()
-        if together or embedding is None
-    }
-    if together:
-        hidden["base_model_prefix"] = "training"  # which is no module: Accelerate finds no last norm
-    before = dict(vars(model))
-    vars(model).update(hidden)
-    yield
-    for name in hidden:
-        del vars(model)[name]
-    vars(model).update({name: before[name] for name in hidden if name in before})
 
 
 FSDP2 = Fsdp2()

@@ -1,7 +1,6 @@
 """The grid of the processes of a run, and the division of a model among them: one order for all strategies."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from ..layout import Layout
 from ..step.setup import Setup, exchange_weights
 from ..weights.on_disk import materialized
 from ..weights.shards import is_divided
+from .sharding import offloads
 
 if TYPE_CHECKING:  # the first import takes 0.7 s
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,22 +98,17 @@ class Division:
 
     def __init__(self, setup: Setup, strategies: Sequence["Strategy"]):
         self.grid, self._optimizer = Grid(setup.plan.layout, setup.accelerator.device), setup.optimizer
-        self._plans = [(strategy, strategy.plan(setup)) for strategy in strategies]
+        self._plans = [(strategy, setup.plans.get(strategy.name)) for strategy in strategies]
         self._whole = dict(setup.model.named_parameters(remove_duplicate=False))
 
-    def apply(self, part: Part, reads: bool = True) -> None:
-        """Divides a part, moves it to the device, and gives the optimizer its weights in place of those of the whole
-        model.
-
-        Args:
-            part: of the model.
-            reads: read the weights that are still on disk. False: what comes after divides them further.
-        """
+    def apply(self, part: Part) -> None:
+        """Divides a part, reads the weights that are still on disk, moves it to the device, and gives the optimizer its
+        weights in place of those of the whole model."""
         device = self.grid.device
-        with materialized(part.model, device) if reads else nullcontext():
+        with materialized(part.model, "cpu" if offloads(self.grid.layout) else device):
             for strategy, plan in self._plans:
                 strategy.divide(part, plan, self.grid)
-        for tensor in (*part.model.parameters(), *part.model.buffers()) if reads else ():
+        for tensor in (*part.model.parameters(), *part.model.buffers()):
             if not is_divided(tensor):
                 tensor.data = tensor.data.to(device)
         own = dict(part.model.named_parameters(remove_duplicate=False))

@@ -238,7 +238,7 @@ class Pipeline(nn.Module):
         with self.autocast():
             self.schedule.step(*inputs, target=target, losses=[], return_outputs=False)
         if self.data_group is not None:
-            self._average_over_pipelines()
+            self._sum_over_pipelines()
         if (copy := self.tied) is not None and copy.grad is not None:
             # Last: a + b and b + a are equal to the last bit, so the two copies stay equal.
             self._add_gradient_of_the_other_end(local(copy.grad))
@@ -308,12 +308,11 @@ class Pipeline(nn.Module):
             request.wait()
         gradient += other
 
-    def _average_over_pipelines(self) -> None:
+    def _sum_over_pipelines(self) -> None:
         # Not DDP: its buckets do not support a separate backward pass for each micro-batch.
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
         for request in [dist.all_reduce(gradient, group=self.data_group, async_op=True) for gradient in gradients]:
             request.wait()
-        torch._foreach_div_(gradients, dist.get_world_size(self.data_group))
 
 
 class PipelineEngine(Engine):

@@ -101,15 +101,10 @@ class SequenceGroup:
         return received.movedim(0, 2).flatten(2, 3)
 
     def total(self, own: Tensor) -> Tensor:
-        """The sum of a value over the group, in each process.
-
-        Its gradient is this process's share, times the size: the mean over all processes of the run, which they take
-        as for samples of their own, is then that of the whole samples.
-        """
+        """The sum of a value over the group, in each process. Its gradient is that of this process's share."""
         whole = own.detach().clone()
         dist.all_reduce(whole, group=self._group)
-        share = self.size * own
-        return share + (whole - share.detach())
+        return own + (whole - own.detach())
 
 
 class DividesSequences(Protocol):

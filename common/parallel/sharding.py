@@ -1,6 +1,6 @@
-"""Which layers FSDP2 gathers one at a time, and for how long: what the strategies that run such layers ask."""
+"""What FSDP2 gathers at a time, for how long, and where shards lie: what the strategies that run such layers ask."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from torch import nn
 
@@ -10,6 +10,11 @@ from ..layout import Layout
 def gathers_again(layout: Layout) -> bool:
     """Whether a layer's weights are freed between the forward and the backward pass, as the config file says."""
     return layout.environment.settings.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
+
+
+def offloads(layout: Layout) -> bool:
+    """Whether shards lie in the memory of the CPU, as the config file says."""
+    return layout.environment.is_true("fsdp_offload_params")
 
 
 def sharded_layers(model: nn.Module, layout: Layout) -> list[nn.Module]:
@@ -53,3 +58,28 @@ def places_of(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, s
         for weight in module.parameters(recurse=False):
             places.setdefault(weight, set()).add((module, layer))
     return places
+
+
+def ends_of(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(the input embedding, the last norm and the head) of a model of transformers, which FSDP gathers by themselves:
+    large embeddings are then not held for the whole step. None of those that are in layers; none at all if what is
+    outside layers shares a weight, as tied embeddings do."""
+    inside = {module for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    weights = [weight for module in outside for weight in module.parameters(recurse=False)]
+    embeddings = {end: _embedding_of(model, end) for end in ("input", "output")}
+    if len({*weights}) < len(weights) or not any(embeddings.values()):
+        return [], []
+    base = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    norms = [module for module in base.children() if "Norm" in type(module).__name__]
+    ends = [embeddings["input"]], [*norms[-1:], embeddings["output"]]
+    first, last = ([each for each in end if each in outside and [*each.parameters()]] for end in ends)
+    return first, last
+
+
+def _embedding_of(model: nn.Module, end: str) -> nn.Module | None:
+    """The embedding at the "input" or "output" of a model of transformers; None if it has none."""
+    try:
+        return getattr(model, f"get_{end}_embeddings")()
+    except (AttributeError, NotImplementedError):
+        return None

@@ -43,6 +43,7 @@ def layout_of(environment: Environment, config: RunConfig) -> Layout:
     precision = environment.mixed_precision
     if precision == "no":
         precision = next((own for strategy in asked if (own := strategy.precision(environment))), "float32")
+    main = next(strategy for strategy in asked if strategy.wraps)
     layout = Layout(
         environment=environment,
         strategies=tuple(strategy.name for strategy in asked),
@@ -51,6 +52,7 @@ def layout_of(environment: Environment, config: RunConfig) -> Layout:
         precision=precision,
         device=device_type(),
         needs_all_weights=environment.world_size > 1 and any(strategy.needs_all_weights for strategy in asked),
+        takes_means=main.takes_means,
     )
     for strategy in asked:
         layout = replace(layout, **strategy.sizes(environment, config))
@@ -89,9 +91,7 @@ def check_trainable(setup: Setup) -> Setup:
 
 def with_plans(setup: Setup) -> Setup:
     """The setup, with how the strategies of the layout will divide the model. Raises UsageError if they cannot."""
-    for strategy in strategies_of(setup.plan.layout):
-        setup = strategy.with_plan(setup)
-    return setup
+    return replace(setup, plans={strategy.name: strategy.plan(setup) for strategy in strategies_of(setup.plan.layout)})
 
 
 def check_batch_loss(batch_loss: BatchLossFn | None, plan: Plan) -> None:
@@ -104,9 +104,7 @@ def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
     on_disk = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
     main, names = main_strategy(setup.plan.layout), setup.plan.layout.strategies
-    # Accelerate shards a model that FSDP2 wraps.
-    divide = [strategy for strategy in ORDER if strategy.name in names and (strategy is not FSDP2 or main is not FSDP2)]
-    engine = main.wrap(setup, Division(setup, divide))
+    engine = main.wrap(setup, Division(setup, [strategy for strategy in ORDER if strategy.name in names]))
     own = sum(local(weight).nbytes for name, weight in engine.module.named_parameters() if name in on_disk)
     whole = sum(on_disk.values())
     if own < whole and main.reads_own_parts:

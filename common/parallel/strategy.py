@@ -48,6 +48,7 @@ class Strategy:
         wraps: whether it can be the one that wraps the model; the first such strategy of a layout does.
         distributed_type: of Accelerate, if it has one for this strategy.
         needs_all_weights: whether each forward pass must use all weights.
+        takes_means: whether what wraps the model takes the mean of the processes' gradients. Others take the sum.
         reads_own_parts: whether a process reads only its own parts of the weights that are on disk.
         launch_checks: raise UsageError for a launch that cannot work.
         model_checks: raise UsageError for a model or optimizer that this strategy cannot train with the result of one
@@ -59,6 +60,7 @@ class Strategy:
     wraps: ClassVar[bool] = True
     distributed_type: ClassVar[DistributedType | None] = None
     needs_all_weights: ClassVar[bool] = False
+    takes_means: ClassVar[bool] = False
     reads_own_parts: ClassVar[bool] = True
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
@@ -99,12 +101,8 @@ class Strategy:
         """Raises UsageError if this strategy cannot take a `batch_loss`."""
 
     def plan(self, setup: Setup) -> Any:
-        """What `divide` needs to know of the whole model."""
-
-    def with_plan(self, setup: Setup) -> Setup:
-        """The setup, with how this strategy will divide the model. Raises UsageError if it cannot. `model_checks` have
-        accepted the model."""
-        return setup
+        """What `divide` needs to know of the whole model, which `model_checks` have accepted. Raises UsageError if this
+        strategy cannot divide it."""
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
         """Divides what this process runs of the model in place. Its weights may still be on the meta device."""

@@ -1,7 +1,6 @@
 """Tensor parallelism: the processes of a group share each layer in a model's plan. FSDP2 may divide the rest again."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class TensorParallel(Strategy):
     def title(self, layout: Layout) -> str:
         return f"TP {layout.tp}"
 
-    def with_plan(self, setup: Setup) -> Setup:
+    def plan(self, setup: Setup) -> Mapping[str, str]:
         model, size, whole = setup.model, setup.plan.layout.tp, None
         if has_plan(model):
             plan = check_plan(model, size, can_pack(setup.plan.layout))
@@ -68,11 +67,7 @@ class TensorParallel(Strategy):
             if not setup.plan.config.check_steps:
                 setup.accelerator.print("--check_steps 0: the parity check does not prove the derived plan")
         setup.accelerator.print(what_is_divided(model, size, plan, whole))
-        return replace(setup, tp_plan=plan)
-
-    def plan(self, setup: Setup) -> Mapping[str, str]:
-        assert setup.tp_plan is not None
-        return setup.tp_plan
+        return plan
 
     def divide(self, part: Part, plan: Mapping[str, str], grid: Grid) -> None:
         parallelize(part.model, plan, grid.mesh["tp"])

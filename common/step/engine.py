@@ -72,8 +72,9 @@ class Engine(EngineState):
             group.setdefault("initial_lr", group["lr"])
         decay = self.plan.config.ema_decay
         self.ema = EMA(self._updated_tensors(), decay, self._after_swap) if decay else None
-        mean_scale = self.plan.layout.data_parallel_size / self.plan.config.batch_size
-        self._mean_scale = torch.tensor(mean_scale, device=self.accelerator.device)  # made once: a copy stalls a GPU
+        # Made once: a copy stalls a GPU.
+        self._num_averaged = torch.tensor(float(self.plan.layout.num_averaged), device=self.accelerator.device)
+        self._mean_scale = self._num_averaged / self.plan.config.batch_size
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """Takes optimizer step `number`, counted from 0, on this process's part of the global batch.
@@ -123,16 +124,16 @@ class Engine(EngineState):
         return StepResult(losses, weight, grad_norm, skipped, metrics)
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
-        """(factor, weight). The mean over data-parallel ranks of factor × (a rank's summed losses) is the mean loss of
-        the global batch; weight is the total weight of this process's samples."""
-        plan = self.plan
+        """(1 / the weight of the global batch, which losses are multiplied by; the weight of this process's samples).
+        Where a wrapper takes the mean of gradients in place of the sum, the first makes up for it."""
+        plan, layout = self.plan, self.plan.layout
         if "weight" not in micro_batches[0]:
-            return self._mean_scale, plan.config.batch_size / plan.layout.data_parallel_size
+            return self._mean_scale, plan.config.batch_size / layout.data_parallel_size
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
-        # Processes with the same samples count equally often in num_processes and in the sum.
-        total = self.accelerator.reduce(weight, "sum")
+        # Of the processes with the same samples, the first one counts them.
+        total = self.accelerator.reduce(weight * (layout.rank % layout.model_parallel_size == 0), "sum")
         # A total of 0 has losses of 0; divided by it, they would not be numbers.
-        return plan.layout.num_processes / total.where(total > 0, 1), weight
+        return self._num_averaged / total.where(total > 0, 1), weight
 
     def _first_pass(self, number: int, micro_batches: Sequence[Batch]) -> None:
         """With a `batch_loss`, finds the shares of these micro-batches in the loss of the global batch. One micro-batch

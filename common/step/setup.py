@@ -1,7 +1,7 @@
 """What takes the steps of a run, before it is wrapped, and what several strategies do with it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class Setup:
         plan: of the run.
         batch_loss: as for `fit`.
         train_set: for passes before the run; None: there are none.
-        tp_plan: {module: style}, how tensor parallelism divides the model; None: as the model says.
+        plans: {strategy: how it will divide the model}.
         watched: `forward_step` -> one that an observer watches; None: nobody does.
     """
 
@@ -43,7 +43,7 @@ class Setup:
     plan: Plan
     batch_loss: BatchLossFn | None = None
     train_set: MapDataset | None = None
-    tp_plan: Mapping[str, str] | None = None
+    plans: Mapping[str, Any] = field(default_factory=dict)
     watched: Callable[[NumberedStep], NumberedStep] | None = None
 
     def first_batch(self, size: int | None = None) -> Batch:

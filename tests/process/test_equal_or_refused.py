@@ -93,7 +93,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("optimizer Rprop", "fsdp2"): "FSDP2 cannot train this: RuntimeError",
     ("optimizer NAdam", "deepspeed_zero2"): None,
     ("optimizer lion", "fsdp2"): None,
-    ("optimizer state_from_the_constructor", "fsdp2"): "FSDP2 cannot train this: KeyError: 'start' (optimizers.py:",
+    ("optimizer state_from_the_constructor", "fsdp2"): None,
     ("optimizer Adagrad", "tensor_parallel"): None,
     ("optimizer LBFGS", "ddp"): "LBFGS calls the model several times",
     ("optimizer lookahead", "deepspeed_zero3"): None,

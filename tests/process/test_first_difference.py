@@ -57,6 +57,17 @@ def test_what_is_no_module_is_named(tmp_path: Path, config: str, fault: str, lin
     assert run.exit_code == 2 and line in run.stderr, run.stderr
 
 
+@pytest.mark.parametrize(
+    ("config", "factor"),
+    [("ddp", 0.5), ("fsdp2", 0.5), ("fsdp2_sequence_parallel", 0.5), ("fsdp2_sequence_parallel", 2)],
+)
+def test_a_factor_of_a_group_is_found(tmp_path: Path, config: str, factor: float) -> None:
+    """Also where the processes that share samples, or tokens, are as many."""
+    run = fork(tmp_path / "run", config, FAULTY, f"--fault scale --by {factor}", succeeds=False)
+    expected = f"first difference: the gradient of the loss, {abs(factor - 1):.1e} of its size"
+    assert run.exit_code == 2 and expected in run.stderr, run.stderr
+
+
 def test_bf16_names_the_module(tmp_path: Path) -> None:
     arguments = f"--fault forward --module {MODULE} --by 30"
     run = fork(tmp_path / "run", "ddp", FAULTY, arguments, options="--mixed_precision bf16", succeeds=False)

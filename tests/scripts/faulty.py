@@ -24,8 +24,8 @@ IS_WRONG = os.environ.get("RANK") == "1"  # the main process takes the steps of 
 class Config(RunConfig):
     batch_size: int = 8
     max_steps: int | None = 4
-    fault: Literal["none", "forward", "one_sample", "backward", "gradient", "gradients", "update", "loss"] = flag(
-        "none", "what is wrong"
+    fault: Literal["none", "forward", "one_sample", "backward", "gradient", "gradients", "update", "loss", "scale"] = (
+        flag("none", "what is wrong")
     )
     module: str = flag("model.layers.1.mlp.down_proj", "the module; of a gradient or an update, the weight")
     by: float = flag(1.01, "the factor")
@@ -99,7 +99,10 @@ def main(config: Config) -> None:
 
     def forward_step(given: nn.Module, batch: Batch) -> dict[str, Tensor]:
         factor = config.by if IS_WRONG and config.fault == "loss" else 1
-        return {"loss": given(batch["tokens"], batch["labels"]) * factor}
+        losses = given(batch["tokens"], batch["labels"]) * factor
+        if config.fault == "scale" and dist.is_initialized():  # of the gradient, in all processes
+            losses = Scale.apply(losses, config.by)
+        return {"loss": losses}
 
     fit(accelerator, model, optimizer, forward_step, Tokens(), Tokens(), config)
 

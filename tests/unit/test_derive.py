@@ -136,7 +136,7 @@ def test_a_run_says_what_is_divided(capsys: pytest.CaptureFixture[str], check_st
         plan,
         train_set=train_set,
     )
-    assert TENSOR.with_plan(setup).tp_plan == {"0.up": "colwise", "0.down": "rowwise"}
+    assert TENSOR.plan(setup) == {"0.up": "colwise", "0.down": "rowwise"}
     *before, line = capsys.readouterr().out.splitlines()
     assert before == ["--check_steps 0: the parity check does not prove the derived plan"] * (check_steps == 0)
     assert line == (

@@ -5,7 +5,7 @@ from typing import Any
 
 from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.config import Config
-from accelerate_recipes.doctor.finding import Finding, words
+from accelerate_recipes.doctor.finding import Finding
 
 TRUTH = ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off")  # words that Accelerate reads
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -72,7 +72,7 @@ def _name(strategy: Any) -> str:
 
 
 def wrapping(config: Config) -> Iterator[Finding]:
-    """What to gather at a time: an unknown policy, or a key that another policy reads."""
+    """What to gather at a time: an unknown policy, or a key that nothing reads."""
     section = config.section("fsdp_config", "FSDP")
     policy = str(section.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
     if policy not in POLICIES:
@@ -81,17 +81,13 @@ def wrapping(config: Config) -> Iterator[Finding]:
             f"Accelerate refuses it; it knows {', '.join(POLICIES)}",
             Edit("fsdp_auto_wrap_policy", POLICIES[0], "fsdp_config"),
         )
-        return
-    readers = {"fsdp_transformer_layer_cls_to_wrap": POLICIES[0], "fsdp_min_num_params": POLICIES[1]}
-    for key, reader in readers.items():
-        if section.get(key) not in (None, "") and policy != reader:
-            is_missing = "fsdp_auto_wrap_policy" not in section
-            right = Edit("fsdp_auto_wrap_policy", reader, "fsdp_config")
-            yield Finding(
-                f"{key} has no effect, because fsdp_auto_wrap_policy is {'missing' if is_missing else policy}",
-                f"Accelerate reads it under {reader} alone",
-                *((right,) if is_missing else (Edit(key, None, "fsdp_config"), f"or {next(words([right]))}")),
-            )
+    if section.get("fsdp_min_num_params") not in (None, ""):
+        yield Finding(
+            "fsdp_min_num_params has no effect",
+            "layers are gathered by their classes: those of fsdp_transformer_layer_cls_to_wrap, or else of the model's "
+            "_no_split_modules",
+            Edit("fsdp_min_num_params", None, "fsdp_config"),
+        )
 
 
 def activation_offload(config: Config) -> Iterator[Finding]:
