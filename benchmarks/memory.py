@@ -155,7 +155,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
 
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
-    from accelerate_recipes.common.parallel.strategies import prepare
+    from accelerate_recipes.common.parallel.strategies import prepare, with_plans
     from accelerate_recipes.common.parallel.tensor_plan import check_plan
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
@@ -182,7 +182,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
 
     share = Plan.of(config, layout, batch_size)
     before = live_bytes()
-    engine = prepare(Setup(accelerator, model, optimizer, forward_step, share))
+    engine = prepare(with_plans(Setup(accelerator, model, optimizer, forward_step, share)))
     del model
     weights = live_bytes()
     tokens = torch.randint(SIZES[size][-1], (share.micro_batch_size, context), device=accelerator.device)

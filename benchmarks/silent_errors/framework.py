@@ -189,16 +189,16 @@ def divided_weights_not_initialised(parts: Parts) -> None:
 )
 def mask_of_the_embedding(parts: Parts) -> None:
     """A vocabulary-parallel embedding masks one token more than those of other processes."""
-    from torch.distributed.tensor.placement_types import _MaskPartial
+    from accelerate_recipes.common.parallel import tensor_styles
 
     parts.model.tp_plan = {**parts.model.tp_plan, "model.embed_tokens": "embedding_rowwise"}  # type: ignore
-    original = _MaskPartial._mask_tensor
+    original = tensor_styles._look_up
 
-    def wrong(tensor: Tensor, offset: Any, size: Any) -> Any:
-        mask, masked = original(tensor, offset, size)
-        return mask | (tensor == offset + 1), masked
+    def wrong(module: nn.Embedding, group: Any) -> Any:
+        look_up, token = original(module, group), group.rank * module.num_embeddings // group.size + 1
+        return lambda ids: look_up(ids).masked_fill((ids == token).unsqueeze(-1), 0)
 
-    _MaskPartial._mask_tensor = staticmethod(wrong)
+    tensor_styles._look_up = wrong
 
 
 @fault(
@@ -353,16 +353,9 @@ def layer_in_no_stage(parts: Parts) -> None:
 )
 def gradient_of_an_input_not_summed(parts: Parts) -> None:
     """The gradient of the input of a divided layer is read before the sum over the processes has come."""
-    from torch.distributed.tensor._api import _FromTorchTensor
+    from accelerate_recipes.common.parallel.tensor_styles import TensorGroup
 
-    original = _FromTorchTensor.backward
-
-    def wrong(ctx: Any, gradient: Any) -> Any:
-        if any(placement.is_partial() for placement in gradient.placements):
-            return gradient._local_tensor, *[None] * 6
-        return original(ctx, gradient)
-
-    _FromTorchTensor.backward = staticmethod(wrong)
+    TensorGroup.copy = lambda self, value: value  # type: ignore[method-assign]
 
 
 @fault(

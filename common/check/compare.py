@@ -21,10 +21,11 @@ OfMicroBatches = Mapping[int, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Gap:
-    """A relative difference, and how to say it."""
+    """A relative difference, and how to say it; of a weight, what it is."""
 
     size: float
     text: str = ""
+    weight: Sketch | None = None
 
 
 def step_gaps(step: Step, expected: Step, plan: Plan, number: int, rank: int = 0) -> dict[Key, Gap]:
@@ -70,7 +71,7 @@ def weight_gap(name: str, weight: Sketch, expected: Sketch, initial: Sketch) -> 
     # Infinities, as in a mask, have no distance.
     distance = (weight - expected).norm if math.isfinite(expected.norm) else 0.0
     size = _share(distance, slack, (expected - initial).norm)
-    return Gap(size, f"the update of {name} differs by {size:.2g} of its size from that on one process")
+    return Gap(size, f"the update of {name} differs by {size:.2g} of its size from that on one process", weight)
 
 
 def _share(distance: float, slack: float, update: float) -> float:

@@ -2,10 +2,13 @@
 
 import math
 
+import torch
+from torch import Tensor
+
 from ..plan import Plan
 from .compare import Gap, Key, step_gaps, weight_gap
 from .reference import Perturbed, Reference
-from .sketch import Sketch
+from .sketch import WIDTH, Sketch
 from .tolerances import METRIC_TIMES_FLOOR, STEP_TIMES_FLOOR, TOLERANCE
 
 MOST_LOSS = 0.01  # by which rounding errors in the weights change a loss in float32
@@ -22,15 +25,20 @@ def without_noise(
     part)"""
     if reference.is_low:  # a metric such as an accuracy jumps with the rounding
         gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
-    gaps, lines = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}, []
-    for other in reference.perturbed if gaps and repeats(reference, plan) else ():
+    gaps, lines = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}, list[str]()
+    if not gaps or not repeats(reference, plan):
+        return gaps, lines
+    gaps = {key: _of_other_elements(gap, reference, number, key[1]) for key, gap in gaps.items()}
+    gaps = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}
+    for other in reference.perturbed:
         floors = _floors(reference, other, plan, number)
         for key, gap in list(gaps.items()):
             floor = floors[key].size
             is_metric = key[0] in ("value", "eval") and key[1] != "loss"
             if not gap.size <= (METRIC_TIMES_FLOOR if is_metric else STEP_TIMES_FLOOR) * floor:
                 continue
-            if key[0] in ("weight", "replica") and not _is_explained(floor, *_gradients(reference, other, number, key)):
+            of_both = _gradients(reference, other, number, key[1])
+            if key[0] in ("weight", "replica") and not _is_explained(floor, *of_both):
                 if floor >= 1:  # nothing but a gradient of zero lets a weight move by its own size
                     continue
                 lines.append(
@@ -52,6 +60,32 @@ def repeats(reference: Reference, plan: Plan) -> bool:
     return True
 
 
+def _of_other_elements(gap: Gap, reference: Reference, number: int, name: str) -> Gap:
+    """The difference of a weight without the elements that rounding moves so far. A perturbed step may move another
+    element, or by chance less: here counts by how much it changes the gradient of an element on average."""
+    expected, initial = reference.steps[number].weights.get(name), reference.initial.get(name)
+    if gap.weight is None or expected is None or initial is None or len(expected.sums) == WIDTH:
+        return gap  # the sums of a large weight are not its elements
+    moved = torch.zeros_like(expected.sums)
+    for step in range(min(reference.steps), number + 1):
+        update = (reference.steps[step].weights[name] - initial).sums.abs()
+        for other in reference.perturbed:
+            moved = moved.maximum(_moved(update, *_gradients(reference, other, step, name)))
+    difference = (gap.weight - expected).sums
+    others = difference.masked_fill(difference.abs() <= STEP_TIMES_FLOOR * moved, 0)
+    return weight_gap(name, Sketch(expected.sums + others, gap.weight.rounding), expected, initial)
+
+
+def _moved(update: Tensor, gradient: Sketch | None, perturbed: Sketch | None) -> Tensor:
+    """By how much rounding moves each element of a small weight: by its share of the gradient, if that is not small."""
+    if gradient is None or perturbed is None:
+        return torch.zeros_like(update)
+    changes = (perturbed - gradient).sums.abs()
+    share = changes.square().mean().sqrt() / gradient.sums.abs().clamp(min=1e-30)
+    share = share.where((share > IS_ROUNDING) & (changes > 0), 0)  # what gets no gradient has no rounding
+    return (update * share).clamp(max=float(update.max()))
+
+
 def _floors(reference: Reference, other: Perturbed, plan: Plan, number: int) -> dict[Key, Gap]:
     """What rounding errors in the weights change in step `number`."""
     step, expected, initial = other.steps[number], reference.steps[number], reference.initial
@@ -62,8 +96,8 @@ def _floors(reference: Reference, other: Perturbed, plan: Plan, number: int) -> 
     return floors
 
 
-def _gradients(reference: Reference, other: Perturbed, number: int, key: Key) -> tuple[Sketch | None, Sketch | None]:
-    return reference.steps[number].gradients.get(key[1]), other.steps[number].gradients.get(key[1])
+def _gradients(reference: Reference, other: Perturbed, number: int, name: str) -> tuple[Sketch | None, Sketch | None]:
+    return reference.steps[number].gradients.get(name), other.steps[number].gradients.get(name)
 
 
 def _is_explained(floor: float, gradient: Sketch | None, perturbed: Sketch | None) -> bool:

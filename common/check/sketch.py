@@ -34,7 +34,7 @@ class Sketch:
         exact = torch.complex128 if tensor.is_complex() else torch.float64
         values = tensor.detach().reshape(-1)
         if len(values) <= width:
-            sums = values.to(exact)
+            sums = values.to(exact, copy=True)  # the weight changes
         else:
             sums = torch.zeros(width, dtype=exact, device=values.device)
             values = values if has_rounding else values.to(exact)

@@ -99,13 +99,13 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
         plan: {module or number: style}, for the whole model.
         mesh: of the processes that share each layer.
     """
-    from torch.distributed.tensor.parallel import parallelize_module  # the import takes 0.7 s
+    from .tensor_styles import TensorGroup, divide  # the import takes 0.7 s
 
-    from .tensor_styles import parallel_style
-
+    group = TensorGroup(mesh)
     present = {name: module for name, module in model.named_modules() if not isinstance(module, Absent)}
-    styles = divide_numbers(present, plan, mesh.size())
-    parallelize_module(model, mesh, {name: parallel_style(style) for name, style in styles.items() if name in present})
+    for name, style in divide_numbers(present, plan, mesh.size()).items():
+        if name in present:
+            divide(present[name], style, group)
 
 
 TENSOR = TensorParallel()

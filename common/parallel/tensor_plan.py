@@ -10,12 +10,17 @@ from torch import nn
 from ..errors import UsageError
 from ..layout import Layout
 
-# The styles of transformers' `tp_plan`. For a linear layer, colwise shards the outputs and rowwise the inputs; a
-# colwise layer before a rowwise layer needs only one all-reduce. With a suffix, the input or output is whole.
-STYLES = (
-    *("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_rep", "rowwise_split_input"),
-    "embedding_rowwise",
-)
+# The styles of transformers' `tp_plan` for a linear layer: colwise shards the outputs, rowwise the inputs. {style: what
+# a process does with what the layer is given, and with what it returns}, functions of TensorGroup.
+ENDS = {
+    "colwise": ("copy_once", "keep"),
+    "rowwise": ("keep", "sum"),
+    "colwise_rep": ("copy_once", "gather"),
+    "colwise_gather_output": ("copy_once", "gather"),
+    "rowwise_rep": ("split", "sum"),
+    "rowwise_split_input": ("split", "sum"),
+    "embedding_rowwise": ("keep", "sum"),
+}
 NORM_OF_HEADS = "replicated_with_grad_allreduce"  # of the queries or keys of a head: each process has its own heads
 SHARED_KEYS = "mla_kv_a_proj"  # its last outputs, a number of the config, are a part of the keys of all heads
 EXPERTS = "moe_tp_experts"  # each process has a share of the width of each expert
@@ -92,7 +97,7 @@ def what_is_divided(model: nn.Module, size: int, plan: Mapping[str, str], whole:
         whole: {linear layer that stays whole: why}, of a derived plan; None: the plan is the model's.
     """
     linear = {name: module.weight.numel() for name, module in model.named_modules() if is_linear(module)}
-    divided = (model.get_submodule(name) for name, style in plan.items() if style in (*STYLES, EXPERTS, *PACKED))
+    divided = (model.get_submodule(name) for name, style in plan.items() if style in (*ENDS, EXPERTS, *PACKED))
     numbers = [sum(weight.numel() for weight in module.parameters()) for module in (*divided, model)]
     share = sum(numbers[:-1]) / numbers[-1]
     which = f"the tp_plan of {type(model).__name__}" if whole is None else f"{why_no_plan(model)}: a derived one"
@@ -145,10 +150,10 @@ def check_plan(model: nn.Module, size: int, packs: bool = True) -> dict[str, str
             owners.setdefault(weight, []).append(name)
     resolved: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style not in (*STYLES, NORM_OF_HEADS, SHARED_KEYS, EXPERTS):
-            raise UsageError(f"tp_plan: {pattern}: {style}", f"expected one of {', '.join(STYLES)}")
+        if style not in (*ENDS, NORM_OF_HEADS, SHARED_KEYS, EXPERTS):
+            raise UsageError(f"tp_plan: {pattern}: {style}", f"expected one of {', '.join(ENDS)}")
         matches = _named(prefix + pattern, modules, model)
-        if style not in STYLES:
+        if style not in ENDS:
             resolved |= _of_modules(style, {name: modules[name] for name in matches}, model, size, packs)
             continue
         for name in [part for match in matches for part in _divided_parts(match, modules[match], style)]:

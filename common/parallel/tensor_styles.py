@@ -1,4 +1,8 @@
-"""The styles of a plan of tensor parallelism, as torch applies them. The import takes 0.7 s."""
+"""How a process computes its share of a module, in each style of a plan. The import takes 0.7 s.
+
+A divided weight is a DTensor, which FSDP2 and checkpoints know. The pass works on plain tensors, such as this process's
+shard of it: each collective stands here.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,128 +11,160 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional as F
 
-from .tensor_plan import EXPERTS, NORM_OF_HEADS, SHARED_KEYS, dims_of, is_conv1d
+from ..weights.shards import local
+from .tensor_plan import ENDS, EXPERTS, NORM_OF_HEADS, SHARED_KEYS, dims_of, is_conv1d
 
-
-def parallel_style(style: str) -> ParallelStyle:
-    """What divides a module in this style of a plan."""
-    name, _, number = style.rpartition("_")
-    if number.isdigit():
-        return SharedKeys(int(number)) if name == SHARED_KEYS else PackedColwise(int(number))
-    whole = Replicate()
-    styles: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": Colwise,
-        "rowwise": Rowwise,
-        "colwise_rep": lambda: Colwise(output_layouts=whole),
-        "colwise_gather_output": lambda: Colwise(output_layouts=whole),
-        "rowwise_rep": lambda: Rowwise(input_layouts=whole),
-        "rowwise_split_input": lambda: Rowwise(input_layouts=whole),
-        "embedding_rowwise": lambda: Rowwise(input_layouts=whole),
-        # The weight is whole, and its gradient the sum over the parts. Any dimension but the last will do.
-        NORM_OF_HEADS: lambda: SequenceParallel(sequence_dim=1, use_local_output=True),
-        EXPERTS: Experts,
-    }
-    return styles[style]()
+COLLECTIVES = torch.ops._c10d_functional
+Change = Callable[[Tensor], Tensor]
 
 
-class Colwise(ColwiseParallel):
-    """Also of GPT-2's Conv1D."""
+class _Pair(torch.autograd.Function):
+    """Does one thing in the forward pass and another in the backward pass. Each is the derivative of the other."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not is_conv1d(module):
-            return super()._apply(module, device_mesh)
-        given = partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
-        returned = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
-        return distribute_module(module, device_mesh, partial(_divide, 0), given, returned)
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, there: Change, back: Change) -> Tensor:
+        ctx.there, ctx.back = there, back
+        return there(value)
 
-
-class Rowwise(RowwiseParallel):
-    """Also of GPT-2's Conv1D."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not is_conv1d(module):
-            return super()._apply(module, device_mesh)
-        given = partial(self._prepare_input_fn, self.input_layouts, (Shard(-1),))
-        returned = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
-        return distribute_module(module, device_mesh, partial(_divide, 1), given, returned)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Pair.apply(gradient, ctx.back, ctx.there), None, None
 
 
-def _divide(end: int, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divides a layer by its outputs (0) or its inputs (1)."""
+class TensorGroup:
+    """The processes that share each layer. Between layers a value is whole, and the same in all of them."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
+        self._name = mesh.get_group().group_name
+        self._last: tuple[Tensor, int, Tensor] | None = None
+
+    @staticmethod
+    def keep(value: Tensor) -> Tensor:
+        """The same value."""
+        return value
+
+    def copy(self, value: Tensor) -> Tensor:
+        """A whole value, of whose gradient each process has a part."""
+        return _Pair.apply(value, self.keep, self._sum)
+
+    def copy_once(self, value: Tensor) -> Tensor:
+        """As `copy`. Layers that get the same value one after the other, as queries, keys and values do, get the same
+        copy: the parts of its gradient are summed once."""
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return value
+        if self._last is None or self._last[0] is not value or self._last[1] != value._version:
+            self._last = value, value._version, self.copy(value)
+        return self._last[2]
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all parts."""
+        self._last = None  # frees its memory
+        return _Pair.apply(part, self._sum, self.keep)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All parts, side by side in the last dimension."""
+        self._last = None
+        return _Pair.apply(part, self._gather, self._chunk)
+
+    def split(self, value: Tensor) -> Tensor:
+        """This process's part of the last dimension."""
+        return _Pair.apply(value, self._chunk, self._gather)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(part.contiguous(), "sum", self._name))
+
+    def _gather(self, part: Tensor) -> Tensor:
+        parts = COLLECTIVES.all_gather_into_tensor(part.contiguous()[None], self.size, self._name)
+        return torch.cat(COLLECTIVES.wait_tensor(parts).unbind(), -1)
+
+    def _chunk(self, value: Tensor) -> Tensor:
+        return value.chunk(self.size, -1)[self.rank].contiguous()
+
+
+def divide(module: Any, style: str, group: TensorGroup) -> None:
+    """Divides the weights of a module, which then computes this process's share.
+
+    Args:
+        module: whole.
+        style: of `check_plan` or `derive`.
+        group: of the processes.
+    """
+    kind, _, number = style.rpartition("_")
+    if kind == SHARED_KEYS:
+        module.register_forward_hook(partial(_copy_end, int(number), group))
+        return
+    own, packs = module.forward, int(number) if number.isdigit() else 1
+    if style == NORM_OF_HEADS:  # the weight is whole, and its gradient the sum over the heads
+        _replace_forward(module, own, weights=group.copy)
+        return
+    if style == EXPERTS:  # both halves of the first weight, gate and up, are colwise
+        _divide_weight(module, "gate_up_proj", group, 1, 2)
+        _divide_weight(module, "down_proj", group, 2)
+        _replace_forward(module, own, group.copy, group.sum)
+        return
+    by_inputs = "rowwise" in style
     for key, weight in list(module.named_parameters()):
-        dim = dims_of(module)[end] if weight.ndim > 1 else 0
-        _divide_weight(module, key, mesh, Replicate() if weight.ndim == 1 and end == 1 else Shard(dim))
+        if weight.ndim > 1 or not by_inputs:
+            _divide_weight(module, key, group, dims_of(module)[by_inputs] if weight.ndim > 1 else 0, packs)
+    given, returned = (getattr(group, name) for name in ENDS["colwise" if packs > 1 else style])
+    if is_conv1d(module):
+        own = lambda value: F.linear(value, module.weight.T, module.bias)  # noqa: E731  # its own has the whole width
+    elif isinstance(module, nn.Embedding) and by_inputs:
+        own, given = _look_up(module, group), group.keep
+    _replace_forward(module, own, given, returned, adds_bias=by_inputs)
 
 
-def _divide_weight(module: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
-    weight = module.get_parameter(key)
-    divided = distribute_tensor(weight, mesh, [placement])
+def _divide_weight(module: nn.Module, key: str, group: TensorGroup, dim: int, packs: int = 1) -> None:
+    weight, placement = module.get_parameter(key), Shard(dim) if packs == 1 else _StridedShard(dim, split_factor=packs)
+    divided = distribute_tensor(weight, group.mesh, [placement])
     module.register_parameter(key, nn.Parameter(divided, weight.requires_grad))
 
 
-def _given(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same value, which each process gets whole and of whose gradient each has a part."""
-    whole: Any = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
+def _replace_forward(
+    module: nn.Module,
+    own: Callable[..., Tensor],
+    given: Change = TensorGroup.keep,
+    returned: Change = TensorGroup.keep,
+    weights: Change = local,
+    adds_bias: bool = False,
+) -> None:
+    """Changes what the pass of a module is given, what it returns, and the weights that it sees. With `adds_bias` the
+    bias is added to what it returns."""
+
+    def forward(*args: Any, **named: Any) -> Tensor:
+        held = dict(module._parameters)
+        bias = held.get("bias") if adds_bias else None
+        seen = {key: None if weight is None or weight is bias else weights(weight) for key, weight in held.items()}
+        module._parameters.update(seen)  # type: ignore[arg-type]
+        try:
+            output = returned(own(*map(given, (*args, *named.values()))))
+        finally:
+            module._parameters.update(held)
+        return output if bias is None else output + bias
+
+    module.forward = forward
 
 
-class PackedColwise(ParallelStyle):
-    """Divides the outputs of a layer that are several equal parts side by side: a process holds its share of each. The
-    pass works on plain tensors, because torch's operations know no such shards."""
+def _look_up(module: nn.Embedding, group: TensorGroup) -> Change:
+    """The pass of an embedding of which each process has some rows: zeros for the others."""
+    own, num_rows = module.forward, module.num_embeddings // group.size
+    first = num_rows * group.rank
+    if module.padding_idx is not None:
+        is_here = first <= module.padding_idx < first + num_rows
+        module.padding_idx = module.padding_idx - first if is_here else None
 
-    def __init__(self, packs: int):
-        super().__init__()
-        self._packs = packs
+    def look_up(ids: Tensor) -> Tensor:
+        is_here = (ids >= first) & (ids < first + num_rows)
+        return own((ids - first).where(is_here, 0)).masked_fill(~is_here.unsqueeze(-1), 0)
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        for key, weight in list(module.named_parameters()):
-            dim = dims_of(module)[0] if weight.ndim > 1 else 0
-            _divide_weight(module, key, device_mesh, _StridedShard(dim, split_factor=self._packs))
-
-        def forward(value: Tensor) -> Tensor:
-            weight, bias = module.weight.to_local(), None if module.bias is None else module.bias.to_local()
-            return nn.functional.linear(_given(value, device_mesh), weight.T if is_conv1d(module) else weight, bias)
-
-        module.forward = forward
-        return module
+    return look_up
 
 
-class Experts(ParallelStyle):
-    """Divides the width of each expert. Both halves of the first weight, gate and up, are colwise."""
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        _divide_weight(module, "gate_up_proj", device_mesh, _StridedShard(1, split_factor=2))
-        _divide_weight(module, "down_proj", device_mesh, Shard(2))
-        own = module.forward
-
-        def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            before = dict(module._parameters)
-            module._parameters.update({key: weight.to_local() for key, weight in before.items()})
-            try:
-                part = own(_given(hidden, device_mesh), index, _given(weights, device_mesh))
-            finally:
-                module._parameters.update(before)
-            whole: Any = DTensor.from_local(part, device_mesh, [Partial()], run_check=False)
-            return whole.redistribute(placements=[Replicate()]).to_local()
-
-        module.forward = forward
-        return module
-
-
-class SharedKeys(ParallelStyle):
-    """For a layer that stays whole, and whose last outputs each process uses for its own heads."""
-
-    def __init__(self, num_outputs: int):
-        super().__init__()
-        self._num = num_outputs
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def end_is_given(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            return torch.cat([output[..., : -self._num], _given(output[..., -self._num :], device_mesh)], -1)
-
-        module.register_forward_hook(end_is_given)
-        return module
+def _copy_end(num_outputs: int, group: TensorGroup, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """The output of a layer whose last features each process uses for its own heads."""
+    return torch.cat([output[..., :-num_outputs], group.copy(output[..., -num_outputs:])], -1)

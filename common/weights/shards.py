@@ -95,8 +95,6 @@ def norm_over_processes(tensors: list[Tensor]) -> Tensor:
         if not is_divided(tensor):
             groups.setdefault(None, []).append(tensor)
             continue
-        if any(each.is_partial() for each in tensor.placements):  # a sum that is still to be taken
-            tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
         cuts, _ = _place(tensor)
         key = tensor.device_mesh, tuple(Replicate() if along is None else Partial() for along in cuts)
         groups.setdefault(key, []).append(tensor)

@@ -28,7 +28,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step order_by_data", "fsdp2"): None,
     ("step metric_of_evaluation --metric_for_best_model near", "deepspeed_zero3"): None,
     ("step metric_without_gradients", "ddp"): None,
-    ("step gradient_penalty", "tensor_parallel"): "in step 1, the norm of the gradient is",
+    ("step gradient_penalty", "tensor_parallel"): None,
     ("step divides_by_processes", "ddp"): "the process, on the number of processes, or on what it did before",
     ("step divides_by_ranks", "fsdp2"): "the recipe asks for torch.distributed.is_initialized (steps.py:",
     ("step gathers", "ddp"): None,

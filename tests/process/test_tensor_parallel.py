@@ -17,7 +17,7 @@ OFTEN = ("gpt2", "encoder", "deepseek_v2")
 # {model: the share of its weights that is divided, in %}
 SHIPPED = {"experts": 99, "deepseek_v2": 90, "phi3": 99}
 DERIVED = {"gpt2": 27, "encoder": 34, "encoder_decoder": 94, "vit": 55, "swin": 50, "convnext": 54, "dinov2": 64}
-DERIVED |= {"clip": 64, "bart": 90, "bert_masked": 32, "whisper": 80, "wav2vec2": 71, "opt": 84}
+DERIVED |= {"clip": 64, "bart": 90, "bert_masked": 32, "whisper": 80, "wav2vec2": 71, "opt": 84, "falcon": 66}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,19 @@
-"""Promise: a weight that is not a number under a config differs from one that is; a mask of infinities does not."""
+"""Promise: what differs from one process is found, such as a weight that is not a number; what rounding does is not."""
 
 import math
 
+import pytest
 import torch
+from torch import Tensor
 
 from accelerate_recipes.common.check.compare import replica_gaps, weight_gap
+from accelerate_recipes.common.check.noise import without_noise
+from accelerate_recipes.common.check.reference import Perturbed, Reference
 from accelerate_recipes.common.check.reference_run import Step
 from accelerate_recipes.common.check.sketch import Sketch
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.plan import Plan
 
 
 def test_a_weight_that_is_not_a_number_differs() -> None:
@@ -25,3 +32,37 @@ def test_a_part_that_is_not_a_number_in_one_process_differs() -> None:
 def test_infinities_in_a_mask_are_equal() -> None:
     mask = Sketch.of(torch.tensor([0.0, -math.inf]))
     assert weight_gap("mask", mask, mask, mask).size == 0
+
+
+def test_sums_of_a_weight_stay_when_it_changes() -> None:
+    weight = torch.zeros(3, dtype=torch.float64)
+    before = Sketch.of(weight)
+    weight += 1
+    assert before.norm == 0
+
+
+@pytest.mark.parametrize("fault", [0, 1e-4])
+def test_rounding_of_one_small_gradient_is_noise_and_a_fault_of_all_is_not(fault: float) -> None:
+    """Adam divides a gradient by its own size. The perturbed step by chance hardly changes the smallest one."""
+    gradient, rounding = torch.randn(2, 768, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    gradient, rounding = 1e-4 * gradient.sign() * (0.1 + gradient.abs()), 2e-9 * rounding
+    gradient[0], luck = 7e-9, rounding.clone()
+    luck[0] = 1e-11
+
+    def step(gradient: Tensor, factor: float = 1) -> Step:
+        weight = torch.zeros_like(gradient, requires_grad=True)
+        weight.grad = gradient
+        torch.optim.AdamW([weight], lr=1e-4 * factor).step()
+        return Step(weights={"bias": Sketch.of(weight)}, gradients={"bias": Sketch.of(gradient)}, grad_norm=1.0)
+
+    zero, one, run = Sketch.of(torch.zeros(768)), step(gradient), step(gradient + rounding.abs(), 1 + fault)
+    perturbed = [Perturbed({0: step(gradient + luck)}, {"bias": zero})]
+    for each in (one, perturbed[0].steps[0]):
+        each.values[0] = {"loss": torch.ones(1)}
+    gap = weight_gap("bias", run.weights["bias"], one.weights["bias"], zero)
+    assert gap.size > 1e-3
+    plan = Plan.of(RunConfig(batch_size=1), Layout(num_processes=1), 1)
+    left, lines = without_noise(
+        {("weight", "bias"): gap}, Reference({"bias": zero}, {0: one}, perturbed, False), plan, 0
+    )
+    assert [gap.size for gap in left.values()] == pytest.approx([fault] * (fault > 0), rel=0.01) and not lines
