@@ -37,7 +37,7 @@ from accelerate_recipes.common.tasks.causal_lm import (
     with_losses,
 )
 from accelerate_recipes.common.tasks.chat_models import answer, small_chat_model, with_chat_template, without_dropout
-from accelerate_recipes.common.tasks.chats import Chats, pad_chats
+from accelerate_recipes.common.tasks.chats import PAD_CHATS, Chats
 from accelerate_recipes.common.tasks.lora import add_lora, check_flags
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.preferences import (
@@ -131,14 +131,13 @@ def main(config: Config) -> Any:
         model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_pairs(data, tokenizer, config.max_length, config.max_samples))
     print_once(sources.train.facts(config.max_length))
-    padding = pad_chats(config, config.max_length)
     train_set, eval_set = sources.sets(PairDataset, PairDataset)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
 
     parts = parts_of(train_set, eval_set)
-    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, parts, config, padding)
+    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, parts, config, PAD_CHATS)
     fit(
         accelerator,
         model,
@@ -147,7 +146,7 @@ def main(config: Config) -> Any:
         train_set,
         eval_set,
         config,
-        collate_fn=padding,
+        collate_fn=PAD_CHATS,
         export=export_of(model, tokenizer),
     )
     return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)

@@ -49,6 +49,7 @@ class Strategy:
         distributed_type: of Accelerate, if it has one for this strategy.
         needs_all_weights: whether each forward pass must use all weights.
         reads_own_parts: whether a process reads only its own parts of the weights that are on disk.
+        of_weights: whether it divides weights, and not only what a pass computes.
         launch_checks: raise UsageError for a launch that cannot work.
         model_checks: raise UsageError for a model or optimizer that this strategy cannot train with the result of one
             process.
@@ -60,6 +61,7 @@ class Strategy:
     distributed_type: ClassVar[DistributedType | None] = None
     needs_all_weights: ClassVar[bool] = False
     reads_own_parts: ClassVar[bool] = True
+    of_weights: ClassVar[bool] = True
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
     fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
@@ -94,9 +96,6 @@ class Strategy:
 
     def after_start(self) -> None:
         """Called when the processes have joined."""
-
-    def refuse_batch_loss(self) -> None:
-        """Raises UsageError if this strategy cannot take a `batch_loss`."""
 
     def plan(self, setup: Setup) -> Any:
         """What `divide` needs to know of the whole model."""

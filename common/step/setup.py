@@ -33,6 +33,7 @@ class Setup:
         batch_loss: as for `fit`.
         train_set: for passes before the run; None: there are none.
         tp_plan: {module: style}, how tensor parallelism divides the model; None: as the model says.
+        chain: of the layers, which a pipeline cuts; None: nobody has looked for it.
         watched: `forward_step` -> one that an observer watches; None: nobody does.
     """
 
@@ -44,6 +45,7 @@ class Setup:
     batch_loss: BatchLossFn | None = None
     train_set: MapDataset | None = None
     tp_plan: Mapping[str, str] | None = None
+    chain: Any = None
     watched: Callable[[NumberedStep], NumberedStep] | None = None
 
     def first_batch(self, size: int | None = None) -> Batch:
