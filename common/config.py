@@ -53,6 +53,10 @@ class RunConfig:
     pipeline_stages: int = flag(
         1, "pipeline stages: processes that each hold some of the layers; several pipelines divide the batch", minimum=1
     )
+    pipeline_schedule: Literal["1f1b", "interleaved", "zbv"] = flag(
+        "1f1b",
+        "order of the passes in a pipeline; with interleaved and zbv a process holds two stages, and waits less",
+    )
     expert_parallel: int = flag(
         1, "processes that each hold some of the experts of a mixture, and share each other's tokens", minimum=1
     )
@@ -122,6 +126,10 @@ class RunConfig:
             _check(type(self), field.name, getattr(self, field.name))
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             raise UsageError("--early_stopping_patience needs a metric: use --metric_for_best_model loss")
+        if self.pipeline_schedule != "1f1b" and self.pipeline_stages == 1:
+            raise UsageError(
+                f"--pipeline_schedule {self.pipeline_schedule} is of a pipeline: use --pipeline_stages, too"
+            )
         if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would begin anew
             raise UsageError(
                 "--overwrite_output_dir starts over, --resume_from_checkpoint latest goes on: use one of them; in a "

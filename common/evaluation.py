@@ -187,7 +187,7 @@ def evaluate_set(
             if poll():
                 return None
             seed_forward(plan.config.seed, EVALUATION, plan.row(index), device)
-            values = engine.forward_step(engine.model, batch, number)
+            values = engine.evaluate(batch, number)
             if not keeps and batch_loss is None:  # predictions of many dimensions would fill the memory for nothing
                 values = {name: value for name, value in values.items() if value.ndim == 1}
             weight = batch.get("weight", torch.ones(size, device=device))

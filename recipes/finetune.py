@@ -35,7 +35,7 @@ from accelerate_recipes.common.tasks.causal_lm import (
     with_losses,
 )
 from accelerate_recipes.common.tasks.chat_models import answer, num_right, small_chat_model, with_chat_template
-from accelerate_recipes.common.tasks.chats import ChatDataset, Chats, PackedDataset, load_chats, pad_chats
+from accelerate_recipes.common.tasks.chats import PAD_CHATS, ChatDataset, Chats, PackedDataset, load_chats
 from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters, write_merged
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import export_of
@@ -136,7 +136,7 @@ def main(config: Config) -> Any:
         eval_set,
         config,
         summarize=summarize,
-        collate_fn=pad_chats(config, config.max_length),
+        collate_fn=PAD_CHATS,
         export=export_of(model, tokenizer),
     )
     return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)

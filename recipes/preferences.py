@@ -36,7 +36,7 @@ from accelerate_recipes.common.tasks.causal_lm import (
     with_losses,
 )
 from accelerate_recipes.common.tasks.chat_models import answer, small_chat_model, with_chat_template, without_dropout
-from accelerate_recipes.common.tasks.chats import Chats, pad_chats
+from accelerate_recipes.common.tasks.chats import PAD_CHATS, Chats
 from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.preferences import (
@@ -133,13 +133,12 @@ def main(config: Config) -> Any:
         model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_pairs(data, tokenizer, config.max_length, config.max_samples))
     print_once(sources.train.facts(config.max_length))
-    padding = pad_chats(config, config.max_length)
     pairs = sources.sets(PairDataset, PairDataset)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
 
-    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, *pairs, config, padding)
+    add_reference(accelerator, model, lambda: build(config)[0], optimizer_of, *pairs, config, PAD_CHATS)
     fit(
         accelerator,
         model,
@@ -147,7 +146,7 @@ def main(config: Config) -> Any:
         forward_step,
         *pairs,
         config,
-        collate_fn=padding,
+        collate_fn=PAD_CHATS,
         export=export_of(model, tokenizer),
     )
     return None if config.evaluate_only else partial(write_answers, config, tokenizer, sources.evaluation)

@@ -81,7 +81,7 @@ def refusals(
     from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
-    from accelerate_recipes.common.parallel.strategies import check_batch_loss, layout_of, model_checks, with_plans
+    from accelerate_recipes.common.parallel.strategies import layout_of, model_checks, with_plans
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.checks import check_given
     from accelerate_recipes.common.step.setup import Setup
@@ -120,7 +120,6 @@ def refusals(
                 plan = Plan.of(replace(flags, **divides), layout, len(train_set), *sampling)
             for of_model in model_checks(layout):
                 _note(found, of_model, model, optimizer, plan)
-            _note(found, check_batch_loss, options.get("batch_loss"), plan)
             if not found:  # it takes passes of the model
                 loss = options.get("batch_loss")
                 _note(found, with_plans, Setup(accelerator, model, optimizer, forward_step, plan, loss, samples))

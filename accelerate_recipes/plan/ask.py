@@ -164,8 +164,7 @@ def _seconds_of_step(run: Run, step: Step, gpu: Gpu, num_processes: int) -> tupl
         per_machine = max(per_machine, PER_MACHINE)
     times = [step_seconds(grow(events, before, num_processes), gpu, per_machine) for events in (step.first, step.more)]
     seconds, waits = (step.whole(first, more) for first, more in zip(*times))
-    # Stages wait for the first and the last micro-batch: the bubble.
-    bubble = 1 + (run.stages - 1) / run.accumulation if run.stages > 1 else 1
+    bubble = 1 / (1 - run.idle)  # stages wait for the first and the last micro-batch
     return seconds * bubble, waits + seconds * (bubble - 1)
 
 

@@ -97,8 +97,10 @@ def _measure(
 
 def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, options: dict[str, Any]) -> Run:
     from accelerate_recipes.common.check.reference_run import MAX_SECONDS
+    from accelerate_recipes.common.parallel.schedules import cost
 
     config, layout, last = plan.config, plan.layout, plan.num_steps - 1
+    waits = cost(config.pipeline_schedule, layout.pp, plan.accumulation)
     steps = sorted({0, min(config.warmup_steps, last), last // 2, last})  # they show a schedule
     return Run(
         layout=str(layout),
@@ -110,6 +112,8 @@ def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, options: d
         micro_batch_size=plan.micro_batch_size,
         accumulation=plan.accumulation,
         stages=layout.pp,
+        idle=waits.idle,
+        live=max(waits.live),
         num_steps=plan.num_steps,
         steps_per_epoch=plan.steps_per_epoch,
         num_samples=plan.num_samples,

@@ -58,6 +58,8 @@ class Run:
         batch_size, micro_batch_size: samples of a step, and of a forward pass of a process.
         accumulation: forward passes of a process in a step.
         stages: of a pipeline.
+        idle: share of the time of a step in which a stage waits, by the schedule of a pipeline.
+        live: micro-batches whose activations a process of a pipeline holds at most; of that which holds most.
         num_samples: of the training set.
         save_every: steps; 0: no checkpoints.
         learning_rates: {step, from 0: rate}, for steps that show the schedule; JSON has no other keys than text.
@@ -77,6 +79,8 @@ class Run:
     micro_batch_size: int
     accumulation: int
     stages: int
+    idle: float
+    live: float
     num_steps: int
     steps_per_epoch: int
     num_samples: int

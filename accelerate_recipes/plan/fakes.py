@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -69,6 +69,7 @@ def processes(number: int, rank: int) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (dist, "init_process_group", joined),
+            (dist, "broadcast_object_list", lambda *_, **__: None),
             (device_mesh, "init_device_mesh", make_mesh),
             (_fsdp_init, "init_device_mesh", make_mesh),
             (device_mesh.DeviceMesh, "__init__", with_ranks(device_mesh.DeviceMesh.__init__)),
@@ -85,30 +86,10 @@ def processes(number: int, rank: int) -> Iterator[None]:
         if sharing := sys.modules.get("accelerate_recipes.common.parallel.expert"):
             # All processes have as many tokens as this one.
             stack.enter_context(patch.object(sharing.ExpertGroup, "_longest", lambda _, number: number))
+        if stages := sys.modules.get("accelerate_recipes.common.parallel.pipeline"):  # states of generators have values
+            stack.enter_context(patch.object(stages, "restore_generators", nullcontext))
         if number > 1:
             joined()
-        yield
-
-
-@contextmanager
-def pipeline_with_shapes(tokens: Tensor) -> Iterator[None]:
-    """Stages of a pipeline know their shapes in the `with` block. Real ones ask each other.
-
-    Args:
-        tokens: that the model gets for a micro-batch, of shape (batch, tokens).
-    """
-    from torch.distributed import pipelining
-
-    kind: Any = pipelining.PipelineStage
-
-    def stage(model: Any, index: int, number: int, device: torch.device, group: Any) -> Any:
-        given = torch.empty(tokens.shape, dtype=tokens.dtype)
-        if index > 0:
-            config: Any = next(module.config for module in model.modules() if hasattr(module, "config"))
-            given = torch.empty(*tokens.shape, config.hidden_size, requires_grad=True)
-        return kind(model, index, number, torch.device("cpu"), given, model(given), group=group)
-
-    with patch.object(pipelining, "PipelineStage", stage):
         yield
 
 

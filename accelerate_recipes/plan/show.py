@@ -28,6 +28,8 @@ def show_one(plan: Plan, gpu: Gpu) -> None:
         "machines": str(run.num_machines),
         "set in it": ", ".join(f"{key}: {value}" for key, value in plan.settings.items()),
         "batch": f"{run.batch_size} = {run.data_parallel} × {run.micro_batch_size}{accumulated}",
+        "pipeline": f"{run.idle:.0%} of a step idle; activations of at most {run.live:g} micro-batches in a process"
+        * (run.stages > 1),
         "run": f"{run.num_steps:,} steps, {epochs:.3g} epochs of {run.num_samples:,} samples",
         "learning rate": ", ".join(
             f"{rate:.3g} in step {int(number) + 1:,}" for number, rate in run.learning_rates.items()

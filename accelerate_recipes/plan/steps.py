@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerate_recipes.doctor.launched import remove_variables
 from accelerate_recipes.plan.facts import Step, Zero
-from accelerate_recipes.plan.fakes import make_fake, pipeline_with_shapes, processes
+from accelerate_recipes.plan.fakes import make_fake, processes
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.tracker import Tracker
 
@@ -63,14 +63,6 @@ class DryRun:
             warnings.simplefilter("ignore")
             stack.enter_context(processes(number, number - 1 if self.last else 0))
             accelerator = _accelerator(plan.layout)
-            if layout.pp > 1:
-                from accelerate_recipes.common.data.sets import as_numbered_step
-                from accelerate_recipes.common.parallel import pipeline
-
-                names: Any = model.loss_names
-                step = as_numbered_step(self.setup.forward_step)
-                tokens = pipeline._model_arguments(step, batches[0], 0, names)[0]
-                stack.enter_context(pipeline_with_shapes(tokens))
             for each in (mode, tracker.track_freed_storages(), tracker):
                 stack.enter_context(each)
             make_fake(model, optimizer, dtype)
@@ -160,4 +152,6 @@ def _accelerator(layout: "Layout") -> Any:
         start.prepare_rehearsal(layout, timedelta(minutes=1))
         with start.mesh_of_accelerate(layout):
             # bf16 has the same size; a CPU has no fp16.
-            return Accelerator(mixed_precision="bf16" if layout.precision == "fp16" else None)
+            accelerator = Accelerator(mixed_precision="bf16" if layout.precision == "fp16" else None)
+    AcceleratorState._shared_state["device"] = torch.device("cpu")  # where tensors without data are, and not cpu:0
+    return accelerator

@@ -255,12 +255,12 @@ def mean_of_each_process(parts: Parts) -> None:
 @fault(TTRACE, "pipelines: the scale of the loss", "pipeline_parallel", "--micro_batch_size 2", cause="micro-batches")
 def loss_scaled_by_micro_batches(parts: Parts) -> None:
     """A pipeline divides a loss by the number of its micro-batches that is a share already."""
-    original = pipeline.Pipeline.backward
+    original = pipeline.PipelineEngine._backward
 
-    def wrong(self: Any, step: Any, number: int, micro_batches: Any, scale: Tensor, seed: Any) -> Any:
-        return original(self, step, number, micro_batches, scale / len(micro_batches), seed)
+    def wrong(self: Any, number: int, micro_batches: Any, scale: Tensor) -> Any:
+        return original(self, number, micro_batches, scale / len(micro_batches))
 
-    pipeline.Pipeline.backward = wrong  # type: ignore[method-assign]
+    pipeline.PipelineEngine._backward = wrong  # type: ignore[method-assign]
 
 
 @fault(
@@ -273,7 +273,7 @@ def loss_scaled_by_micro_batches(parts: Parts) -> None:
 )
 def tied_embedding_apart(parts: Parts) -> None:
     """The first and the last stage do not add up the gradients of their copies of a tied embedding."""
-    pipeline.Pipeline._add_gradient_of_the_other_end = lambda self, gradient: None  # type: ignore[method-assign]
+    pipeline.PipelineEngine._sum_over_stages = lambda self: None  # type: ignore[method-assign]
 
 
 @fault(
@@ -341,7 +341,7 @@ def updates_not_gathered(parts: Parts) -> None:
 )
 def layer_in_no_stage(parts: Parts) -> None:
     """The stages leave out a layer."""
-    stages.layer_bounds = lambda num_layers, num_stages: [0, num_layers // 2 + rank(), num_layers]
+    pipeline.layer_bounds = lambda num_layers, num_stages: [0, num_layers // 2 + rank(), num_layers]
 
 
 @fault(

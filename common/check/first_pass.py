@@ -76,26 +76,6 @@ class FirstPass:
         later = dict(module.named_buffers())
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
 
-    @contextmanager
-    def watch_layers(self, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Looks for draws in each layer in the `with` block: a pipeline passes them no call of the whole model."""
-        before: list[Any] = []
-
-        def enter(layer: nn.Module, args: Any) -> None:
-            before.append(generator_states(device))
-
-        def leave(layer: nn.Module, args: Any, output: Any) -> None:
-            self.draws = generator_states(device) != before.pop() or self.draws
-
-        layers = [layer for layer in module.modules() if not isinstance(layer, torch.jit.ScriptModule)]
-        hooks = [layer.register_forward_pre_hook(enter, prepend=True) for layer in layers]
-        hooks += [layer.register_forward_hook(leave) for layer in layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
     def compare_half(self, whole: Values, model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> None:
         """Finds values that depend on the other samples of a micro-batch, by a pass of its first half alone.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..parallel.stages import Absent
+from ..parallel.stages import is_absent
 from ..step.engine import Engine
 from ..weights.shards import is_divided, local
 
@@ -57,7 +57,7 @@ class ModuleTrace:
         modules that take no hooks, such as scripted ones, and those that another stage has a part of."""
         hooks, recorder = [], Recorder(self, engine)
         for name, module in engine.module.named_modules():
-            is_whole = not any(isinstance(each, Absent) for each in module.modules())
+            is_whole = not any(map(is_absent, module.modules()))
             if is_whole and not isinstance(module, torch.jit.ScriptModule):
                 self.classes[name] = type(module).__name__
                 hooks.append(module.register_forward_pre_hook(partial(recorder.before, name), with_kwargs=True))

@@ -4,7 +4,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -181,11 +181,9 @@ class ParityCheck:
 
     def _observe_step(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """The first step of a run that is not checked. Says what it does beside computing values."""
-        first_pass, compiles = self._first_pass, self.plan.config.compile
-        layers = first_pass.watch_layers(engine.module, self.accelerator.device) if not compiles else nullcontext()
-        with layers:
-            _, result = self._observer.step(engine, number, micro_batches, is_first=False, modules=None)
-        if first_pass.draws and self.layout.model_parallel_size > 1:
+        first_pass = self._first_pass
+        _, result = self._observer.step(engine, number, micro_batches, is_first=False, modules=None)
+        if first_pass.draws and self.layout.tp * self.layout.sp > 1:  # stages draw the same beside their layers
             raise UsageError(
                 f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
                 f"0, or use {main_strategy(self.layout).fallback}"

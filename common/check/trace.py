@@ -77,7 +77,9 @@ class Observer:
         own = Step(modules=modules or ModuleTrace())
         with ExitStack() as hooks:
             if is_first:
-                values = evaluate_batch(engine.model, engine.forward_step, micro_batches[0], number)
+                values = evaluate_batch(
+                    engine.model, lambda _, *given: engine.evaluate(*given), micro_batches[0], number
+                )
                 if engine.plan.row(0) == 0:
                     own.evaluated[0] = on_cpu(values)
                 if self.first_pass is not None and engine.plan.micro_batch_size > 1:
@@ -90,21 +92,22 @@ class Observer:
             finally:
                 self._own, self._micro_batches = None, ()
         for index, share in enumerate(engine.shares):
-            own.values[engine.plan.row(index)] |= on_cpu(share.metrics)
+            if (row := engine.plan.row(index)) in own.values:  # not in the first stages of a pipeline
+                own.values[row] |= on_cpu(share.metrics)
         own.grad_norm = math.nan if result.grad_norm is None else float(result.grad_norm)
         return own, result
 
     def _observe(self, values_of: NumberedStep, model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
-        """A call of `forward_step`. A pipeline also calls it for the arguments of the model alone."""
+        """A call of `forward_step`. In a pipeline it ends where the next stage begins, but for the last one."""
         own, engine = self._own, self._engine
         assert own is not None
         index = next(index for index, other in enumerate(self._micro_batches) if other is batch)
         row, first_pass = engine.plan.row(index), None if own.samples else self.first_pass
         watches = first_pass is not None and isinstance(model, nn.Module)
-        device = engine.accelerator.device
-        with first_pass.watch(model, engine.module, device) if first_pass and watches else nullcontext():
+        device, own.samples[row] = engine.accelerator.device, checksums(batch)
+        module = engine.module if model is engine.model else model  # of a pipeline, that of a stage
+        with first_pass.watch(model, module, device) if first_pass and watches else nullcontext():
             values = values_of(model, batch, number)
-        own.samples[row] = checksums(batch)
         if not torch.is_grad_enabled():
             return values
         own.values[row] = on_cpu(values)
@@ -116,7 +119,7 @@ class Observer:
             share.check_same(values)
         if engine.plan.layout.needs_all_weights:
             names = ["loss"] if engine.batch_loss is None else list(values if share is None else share.gradients)
-            check_all_used(engine.module, [values[name] for name in names], engine.accelerator.process_index)
+            check_all_used(module, [values[name] for name in names], engine.accelerator.process_index)
         return values
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..data.batches import batches
-from ..data.padding import Padding
-from ..data.sets import Collated, MapDataset
+from ..data.sets import MapDataset
 from ..plan import Plan
 from ..seeds import CPU, restore_generators
 
@@ -75,8 +74,6 @@ def _facts(dataset: MapDataset, ids: list[int], config: RunConfig) -> Facts:
 def _read(dataset: MapDataset, ids: list[int], config: RunConfig) -> Iterator[tuple[str, dict[str, Fact]]]:
     """(id, what the sample is) of each. With workers one of them reads: a dataset may open its files at its first
     sample, and processes that share an open file read each other's bytes."""
-    if isinstance(dataset, Collated) and isinstance(dataset.collate_fn, Padding):  # the data do not depend on a layout
-        dataset = Collated(dataset.dataset, dataset.collate_fn.without_layout())
     config = copy.copy(config)
     config.num_workers = min(config.num_workers, 1)
     stream = batches(dataset, [(0, torch.tensor([index])) for index in ids], CPU, config)

@@ -1,7 +1,7 @@
 """Batches of sequences of different lengths."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ def pad_to_longest(
     padding: Mapping[str, float] | None = None,
     mask: str | None = "attention_mask",
     multiple_of: int = 1,
-    without: Collection[str] = (),
 ) -> "Padding":
     """A `collate_fn` that pads the first dimension of each tensor to the longest in the batch.
 
@@ -24,13 +23,12 @@ def pad_to_longest(
         mask: name of a tensor to add, of shape (batch, length) and type int64: 1 for a position of the sample, 0 for
             padding. It follows the first padded tensor. None adds nothing; a sample's own tensor of this name stays.
         multiple_of: pad to a multiple of this length.
-        without: names to leave out.
 
     Returns:
         A function from samples, dicts of tensors and numbers, to a batch. Tensors of one name may differ in their first
         dimension only.
     """
-    return Padding(dict(padding or {}), mask, multiple_of, without)
+    return Padding(dict(padding or {}), mask, multiple_of)
 
 
 @dataclass(frozen=True)
@@ -40,15 +38,10 @@ class Padding:
     padding: Mapping[str, float]
     mask: str | None
     multiple_of: int
-    without: Collection[str]
-
-    def without_layout(self) -> "Padding":
-        """The same, without what a pipeline asks for: one length for all, and names that it leaves out."""
-        return replace(self, multiple_of=1, without=()) if self.without else self
 
     def __call__(self, samples: list[Any]) -> Batch:
         batch: Batch = {}
-        for name in [name for name in samples[0] if name not in self.without]:
+        for name in samples[0]:
             column = [sample[name] for sample in samples]
             if not isinstance(column[0], Tensor) or column[0].ndim == 0:
                 batch[name] = default_collate(column)

@@ -99,17 +99,21 @@ class Division:
     def __init__(self, setup: Setup, strategies: Sequence["Strategy"]):
         self.grid, self._optimizer = Grid(setup.plan.layout, setup.accelerator.device), setup.optimizer
         self._plans = [(strategy, setup.plans.get(strategy.name)) for strategy in strategies]
-        self._whole = dict(setup.model.named_parameters(remove_duplicate=False))
 
-    def apply(self, part: Part) -> None:
+    def apply(self, part: Part, weights: bool = True) -> None:
         """Divides a part, reads the weights that are still on disk, moves it to the device, and gives the optimizer its
-        weights in place of those of the whole model."""
-        device = self.grid.device
+        weights in place of those of the whole model.
+
+        Args:
+            part: of the model.
+            weights: False: the part has none, and what it computes is divided alone.
+        """
+        device, before = self.grid.device, dict(part.model.named_parameters(remove_duplicate=False))
         with materialized(part.model, "cpu" if offloads(self.grid.layout) else device):
-            for strategy, plan in self._plans:
+            for strategy, plan in self._plans if weights else [each for each in self._plans if not each[0].of_weights]:
                 strategy.divide(part, plan, self.grid)
         for tensor in (*part.model.parameters(), *part.model.buffers()):
             if not is_divided(tensor):
                 tensor.data = tensor.data.to(device)
         own = dict(part.model.named_parameters(remove_duplicate=False))
-        exchange_weights(self._optimizer, {self._whole[name]: weight for name, weight in own.items()})
+        exchange_weights(self._optimizer, {before[name]: weight for name, weight in own.items()})

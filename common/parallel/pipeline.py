@@ -1,7 +1,8 @@
-"""Pipeline parallelism: each process holds a stage, a range of the layers."""
+"""Pipeline parallelism: each process holds a stage, a range of the layers, or two."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -9,19 +10,21 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..config import RunConfig
-from ..data.sets import Batch, NumberedStep
+from ..data.sets import Batch, as_numbered_step
 from ..environment import Environment
 from ..errors import Edit, UsageError
 from ..layout import Layout
-from ..norms import clip
-from ..plan import Plan
-from ..seeds import UPDATE, seed_forward
-from ..step.engine import Engine, StepResult, step_if_finite, weighted_sum
+from ..plan import Plan, next_smaller_divisor
+from ..seeds import restore_generators
+from ..step.batch_loss import Values
+from ..step.engine import Engine, StepResult
 from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
 from ..weights.shards import local, norm_over_processes, whole
+from .chain import Chain, layer_bounds
 from .grid import Division, Part
-from .sharding import gathers_again, sharded_layers
-from .stages import Stage, check_pipeline, keep_stage
+from .schedules import SCHEDULES, Shape, Steps, cost
+from .sharding import gathers_again
+from .stages import Entry, Stage, chain_of, copied, take_away
 from .strategy import Strategy, Symptoms
 
 
@@ -55,16 +58,50 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
         )
 
 
-def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A model that cannot be cut into stages."""
-    check_pipeline(model, plan.layout.pp)
+def check_schedule(layout: Layout, config: RunConfig) -> None:
+    """A schedule without stages, or one that goes wrong beside another choice."""
+    name = config.pipeline_schedule
+    if SCHEDULES[name].splits and layout.dp_shard > 1 and gathers_again(layout):
+        # Torch looks for the gradients of the weights that it finds in the module: then not those of the graph.
+        raise UsageError(
+            f"--pipeline_schedule {name} loses gradients where FSDP2 frees a layer's weights before the backward pass",
+            "use --fsdp_reshard_after_forward false after accelerate launch",
+            [Edit("fsdp_reshard_after_forward", False, "fsdp_config")],
+            "or --pipeline_schedule interleaved",
+        )
+    if SCHEDULES[name].splits and config.compile:
+        raise UsageError(
+            f"--pipeline_schedule {name} does not work with --compile", "use --pipeline_schedule interleaved"
+        )
+
+
+def check_micro_batches(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """A number of micro-batches that the schedule does not take."""
+    name, layout = plan.config.pipeline_schedule, plan.layout
+    own = plan.config.batch_size // layout.data_parallel_size
+
+    def reason(size: int) -> str | None:
+        try:
+            cost(name, layout.pp, own // size)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    size: int | None = plan.micro_batch_size
+    if why := reason(plan.micro_batch_size):
+        while size is not None and reason(size):
+            size = next_smaller_divisor(own, size)
+        advice = f"use --micro_batch_size {size}" if size else "use --pipeline_schedule 1f1b"
+        raise UsageError(
+            f"--pipeline_schedule {name} with {plan.accumulation} micro-batches: {why.rstrip('.')}", advice
+        )
 
 
 class PipelineParallel(Strategy):
     name = "pipeline"
     fallback = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
-    launch_checks = (check_stages,)
-    model_checks = (check_layers,)
+    launch_checks = (check_stages, check_schedule)
+    model_checks = (check_micro_batches,)
 
     def is_requested(self, environment: Environment, config: RunConfig) -> bool:
         return config.pipeline_stages > 1
@@ -79,279 +116,256 @@ class PipelineParallel(Strategy):
     def variables(self, layout: Layout) -> dict[str, str]:
         return super().variables(layout) | {"ACCELERATE_USE_FSDP": "false"}
 
-    def refuse_batch_loss(self) -> None:
-        raise UsageError("batch_loss needs two passes per step, which a pipeline does not have", f"use {self.fallback}")
+    def plan(self, setup: Setup) -> Chain:
+        name, layout = setup.plan.config.pipeline_schedule, setup.plan.layout
+        num_stages = layout.pp * SCHEDULES[name].per_process
+        chain = chain_of(setup, num_stages)
+        process_of, bounds = SCHEDULES[name].places(layout.pp), layer_bounds(len(chain.layers), num_stages)
+        held = dict.fromkeys(range(layout.pp), 0)
+        for weight_name, weight in setup.model.named_parameters():
+            processes = [process_of[stage] for stage in chain.stages_of(weight_name, bounds)]
+            if layout.dp_shard > 1 and len(processes) > len({*processes}):
+                raise UsageError(
+                    f"--pipeline_schedule {name}: two stages of one process need {weight_name}, of which FSDP2 would "
+                    "make two weights",
+                    "use --pipeline_schedule 1f1b",
+                )
+            held |= {process: held[process] + weight.numel() for process in processes}
+        total = sum(weight.numel() for weight in setup.model.parameters())
+        shares = ", ".join(f"{number / total:.0%}" for number in held.values())
+        setup.accelerator.print(
+            f"the processes of a pipeline hold {shares} of the weights; schedule {name} of {setup.plan.accumulation} "
+            f"micro-batches: {cost(name, layout.pp, setup.plan.accumulation)}"
+        )
+        return chain
 
     def wrap(self, setup: Setup, division: Division) -> "PipelineEngine":
-        pipeline = Pipeline(setup, division)
-        optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
-        choose_fused_kernels(setup.accelerator, setup.optimizer)
-        return PipelineEngine(setup, pipeline, optimizer)
+        return PipelineEngine(setup, division)
 
     def likely_cause(self, seen: Symptoms) -> str | None:
         if not seen.at_once:
             return None
         return (
-            f"something beside the layers {'draws random numbers, or ' * seen.draws}changes hidden states, logits or "
-            f"losses, which a pipeline cannot divide: use {self.fallback}"
+            f"something beside the layers {'draws random numbers, or ' * seen.draws}changes hidden states, logits "
+            f"or losses in a way that one stage alone does not see: use {self.fallback}"
         )
 
 
-def _check_named(named: dict[str, Any]) -> None:
-    if named:
-        raise UsageError(
-            f"a pipeline cannot pass on {', '.join(named)}",
-            f"leave out the flag that adds it (--packing), or use {PipelineParallel.fallback}",
-        )
-
-
-class StandIn:
-    """What `forward_step` calls in place of the model while a pipeline trains."""
-
-    training = True
-
-    def __init__(self, call: Callable[..., Any]):
-        self.call = call
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.call(*args, **named)
-
-
-def _as_returned(values: Tensor, names: Sequence[str]) -> Tensor | dict[str, Tensor]:
-    """What a model from `with_losses` returns of these values, of shape (names, batch)."""
-    return dict(zip(names, values)) if len(names) > 1 else values[0]
-
-
-def _model_arguments(forward_step: NumberedStep, batch: Batch, number: int, names: Sequence[str]) -> tuple[Any, ...]:
-    """The arguments with which `forward_step` calls the model. A stand-in records them and returns zero losses. Raises
-    UsageError for arguments that the stages cannot pass on."""
-    noted: list[tuple[Any, ...]] = []
-
-    def stand_in(*args: Any, **named: Any) -> Any:
-        _check_named(named)
-        noted.append(args)
-        return _as_returned(torch.zeros(len(names), len(args[0]), device=args[0].device), names)
-
-    with torch.no_grad():
-        forward_step(StandIn(stand_in), batch, number)
-    if len(noted) != 1:
-        raise UsageError(
-            f"forward_step calls the model {len(noted)} times, but a pipeline has one pass",
-            f"call it once, or use {PipelineParallel.fallback}",
-        )
-    return noted[0]
-
-
-class Pipeline(nn.Module):
-    """The stage of this process, and the passes through all stages.
-
-    A call takes the arguments of the model, runs a forward pass without gradients and returns the losses in all
-    processes of the pipeline. Training uses `backward` and `clip`.
+class PipelineEngine(Engine):
+    """Steps through a pipeline. Only the process of its last stage has the losses.
 
     Args:
-        setup: of the run, with a whole transformers model from `with_losses`. The layers of other stages are removed
-            from it, and their weights from the optimizer.
+        setup: of the run, with a whole model and its chain.
         division: of the model.
     """
 
     def __init__(self, setup: Setup, division: Division):
-        super().__init__()
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # the import takes a second
-
         plan, layout, mesh = setup.plan, setup.plan.layout, division.grid.mesh
-        self.device, self.num_stages, self.autocast = division.grid.device, layout.pp, setup.accelerator.autocast
-        self.group, self.index = mesh.get_group("pp"), mesh.get_local_rank("pp")
-        self.is_first, self.is_last = self.index == 0, self.index == self.num_stages - 1
-        model: Any = setup.model
-        self.model, self.is_tied = model, model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        self.in_all_stages = keep_stage(model, self.index, self.num_stages)
-        kept = set(model.parameters())
-        for group in setup.optimizer.param_groups:
-            group["params"] = [weight for weight in group["params"] if weight in kept]
-        self.stage = Stage(model, self.is_first, self.is_last)
+        chain: Chain = setup.plans[PipelineParallel.name]
+        self.device = setup.accelerator.device
+        self.group, self.process = mesh.get_group("pp"), mesh.get_local_rank("pp")
+        schedule = SCHEDULES[plan.config.pipeline_schedule]
+        self._process_of, self._num_stages = schedule.places(layout.pp), schedule.per_process * layout.pp
+        self._chain, self._bounds = chain, layer_bounds(len(chain.layers), self._num_stages)
+        self._module, self.stages = setup.model, self._cut(setup, division)
+        self._is_last = self._num_stages - 1 in self.stages
+        choose_fused_kernels(setup.accelerator, setup.optimizer)
+        optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
+        super().__init__(setup, nn.ModuleList(self.stages.values()), optimizer)
         is_sharded = layout.dp_shard > 1
-        compile_if_asked(self.stage, plan, sharded_layers(model, layout) if is_sharded else ())
-        division.apply(Part(model, self.stage))
-        self.data_group = None if is_sharded or layout.data_parallel_size == 1 else mesh.get_group("dp_replicate")
+        axes = [axis for axis in ("dp_replicate", "sp") if axis in division.grid.sizes and not is_sharded]
+        self._replicas = [mesh.get_group(axis) for axis in axes]
         # A schedule that sees FSDP2 gathers a stage once for all micro-batches, and holds its whole gradients. Hidden
         # in another module, FSDP2 gathers a layer at a time, and sums the gradients of each micro-batch.
-        runs = nn.Sequential(self.stage) if is_sharded and gathers_again(layout) else self.stage
-        stage: Any = PipelineStage(runs, self.index, self.num_stages, self.device, group=self.group)
-        stage.forward_one_chunk = partial(self._forward_one, stage.forward_one_chunk)
-        stage.backward_one_chunk = partial(self._backward_one, stage.backward_one_chunk)
-        self.schedule = Schedule1F1B(stage, plan.accumulation, loss_fn=self._loss, scale_grads=False)
+        hides = is_sharded and gathers_again(layout)
+        roots = {index: nn.Sequential(stage) if hides else stage for index, stage in self.stages.items()}
+        self._steps = Steps(schedule, roots, plan.accumulation, self.device, self.group, self)
+        self._unchecked_step = as_numbered_step(setup.forward_step)
+        self._shapes: dict[Any, Shape] = {}  # {shapes of a batch: that of its hidden states}
+        self._facts: dict[Any, Any] = {}  # {(in training, shapes of a batch): names, shapes and types of its values}
+        self._names: list[str] | None = None  # of the metrics in training
 
-    @property
-    def tied(self) -> nn.Parameter | None:
-        """This process's copy of an embedding that is tied to the head, in the first and in the last stage."""
-        if not self.is_tied or not (self.is_first or self.is_last):
-            return None
-        return (self.model.get_input_embeddings() if self.is_first else self.model.get_output_embeddings()).weight
-
-    def forward(self, *args: Tensor, **named: Any) -> Tensor | dict[str, Tensor]:
-        """What the model returns for these arguments, without a graph."""
-        _check_named(named)
-        with torch.no_grad(), self.autocast():
-            given = args[0]
-            if not self.is_first:
-                given = torch.empty(*given.shape, self.model.config.hidden_size, device=self.device)
-                dist.recv(given, group_src=self.index - 1, group=self.group)
-            output = self.stage(given)
-            if not self.is_last:
-                dist.send(output.float().contiguous(), group_dst=self.index + 1, group=self.group)
-            shape = len(self.model.loss_names), len(args[0])
-            result = self.model.losses(output, *args) if self.is_last else torch.empty(shape, device=self.device)
-        dist.broadcast(result, group_src=self.num_stages - 1, group=self.group)
-        return _as_returned(result, self.model.loss_names)
-
-    def backward(
-        self,
-        forward_step: NumberedStep,
-        number: int,
-        micro_batches: Sequence[Batch],
-        scale: Tensor,
-        seed: Callable[[int], None],
-    ) -> list[Tensor]:
-        """Accumulates the gradient of scale × the sum of the losses.
-
-        Args:
-            forward_step: of the engine.
-            number: of the optimizer step.
-            micro_batches: of this step.
-            scale: 0-dim.
-            seed: called before the forward pass of each micro-batch, with its index.
-
-        Returns:
-            The sum of the losses of each micro-batch, 0-dim, in the last stage; zeros in the others.
-        """
-        self._forward_step, self._number, self._seed = forward_step, number, seed
-        self._micro_batches, self._scale = micro_batches, scale
-        self._sums = [torch.zeros((), device=self.device) for _ in micro_batches]
-        inputs, target, names = [], None, self.model.loss_names
-        if self.is_first:
-            tokens = [_model_arguments(forward_step, batch, number, names)[0] for batch in micro_batches]
-            if len({rows.shape for rows in tokens}) > 1:
-                raise UsageError("a pipeline needs samples of one length", "let the collate_fn pad all to the same")
-            inputs = [torch.cat(tokens)]
-        if self.is_last:
-            target = torch.arange(len(micro_batches))  # `_loss` takes the number of a micro-batch
-        with self.autocast():
-            self.schedule.step(*inputs, target=target, losses=[], return_outputs=False)
-        if self.data_group is not None:
-            self._sum_over_pipelines()
-        if (copy := self.tied) is not None and copy.grad is not None:
-            # Last: a + b and b + a are equal to the last bit, so the two copies stay equal.
-            self._add_gradient_of_the_other_end(local(copy.grad))
-        return self._sums
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Clips the gradient of the whole model to `max_norm`; returns the norm before clipping."""
-        weights, copy = [each for each in self.model.parameters() if each.grad is not None], self.tied
-        counted = [weight.grad for weight in weights if not (self.is_last and weight is copy)]
-        own = norm_over_processes(counted) if counted else torch.zeros((), device=self.device)
-        norms = [torch.empty_like(own) for _ in range(self.num_stages)]
-        dist.all_gather(norms, own, group=self.group)  # not a sum: its order might differ between pipelines
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        clip([local(weight.grad) for weight in weights], norm, max_norm)
-        return norm
-
-    def gathered(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) of all stages, one at a time, in the first stage; nothing in the others."""
-        shapes: list[Any] = [None] * self.num_stages
-        own_shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        dist.all_gather_object(shapes, own_shapes, self.group)
-        stage_of = {name: stage for stage, own in enumerate(shapes) for name in own}
-        for name, stage in stage_of.items():
-            if self.index == stage == 0:
-                yield name, tensors[name]
-            elif self.index == stage:
-                dist.send(whole(tensors[name]).detach().contiguous(), group_dst=0, group=self.group)
-            elif self.is_first:
-                shape, dtype = shapes[stage][name]
-                received = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(received, group_src=stage, group=self.group)
-                yield name, received
-
-    def _forward_one(self, forward: Callable[..., Any], index: int, *args: Any, **options: Any) -> Any:
-        """The stage's forward pass for micro-batch `index`. The passes of several micro-batches alternate."""
-        self._seed(index)
-        try:
-            return forward(index, *args, **options)
-        except RuntimeError as error:
-            if isinstance(error.__cause__, UsageError):  # torch wraps it
-                raise error.__cause__ from None
-            raise
-
-    def _backward_one(self, backward: Callable[..., Any], index: int, *args: Any, **options: Any) -> Any:
-        """The stage's backward pass for micro-batch `index`. Replicas of shards sum their gradients after the last."""
-        if sum_over_replicas := getattr(self.stage, "set_requires_all_reduce", None):  # of FSDP2
-            sum_over_replicas(index == len(self._micro_batches) - 1)
-        return backward(index, *args, **options)
-
-    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
-        number = int(target)
-        batch = self._micro_batches[number]
-        model = StandIn(lambda *args: _as_returned(self.model.losses(output, *args), self.model.loss_names))
-        losses = self._forward_step(model, batch, self._number)["loss"]
-        total = weighted_sum(losses, batch)
-        self._sums[number] = total.detach()
-        return total * self._scale
-
-    def _add_gradient_of_the_other_end(self, gradient: Tensor) -> None:
-        """Sums the gradients of the two copies of a tied embedding, in the first and in the last stage."""
-        other, peer = torch.empty_like(gradient), self.num_stages - 1 if self.is_first else 0
-        exchange = [
-            dist.P2POp(dist.isend, gradient, group=self.group, group_peer=peer),
-            dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
-        ]
-        for request in dist.batch_isend_irecv(exchange):
-            request.wait()
-        gradient += other
-
-    def _sum_over_pipelines(self) -> None:
-        # Not DDP: its buckets do not support a separate backward pass for each micro-batch.
-        gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-        for request in [dist.all_reduce(gradient, group=self.data_group, async_op=True) for gradient in gradients]:
-            request.wait()
-
-
-class PipelineEngine(Engine):
-    """Steps through a pipeline. Only its last stage has the losses."""
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline that holds this process's stage."""
-        assert isinstance(self.model, Pipeline)
-        return self.model
+    def _cut(self, setup: Setup, division: Division) -> dict[int, Stage]:
+        """The stages of this process. The optimizer gets their weights."""
+        model, own = setup.model, [stage for stage, process in self._process_of.items() if process == self.process]
+        entry, models = copied(model), [model if len(own) == 1 else copied(model) for _ in own]
+        stages = {index: Stage(part, self._chain, self._bounds, index, self.device) for index, part in zip(own, models)}
+        kept = {weight for stage in stages.values() for weight in stage.parameters()}
+        for group in setup.optimizer.param_groups:
+            group["params"] = [weight for weight in group["params"] if weight in kept]
+        for stage in stages.values():
+            compile_if_asked(stage, setup.plan, stage.layers)
+            division.apply(Part(stage.model, stage))
+            setup.accelerator.prepare_model(stage.model, evaluation_mode=True)  # which adds mixed precision alone
+        gathered = torch.bfloat16 if setup.plan.layout.dp_shard > 1 and setup.plan.layout.precision == "bf16" else None
+        self._entry = Entry(entry, self._chain, self.device, gathered)
+        division.apply(Part(entry, self._entry), weights=False)
+        setup.accelerator.prepare_model(entry, evaluation_mode=True)
+        if len(own) > 1:
+            _hold_weights_of(model, stages.values(), self._chain, self.device)
+        return stages
 
     @property
     def module(self) -> nn.Module:
-        return self.pipeline.model
+        return self._module
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        max_norm = self.plan.config.max_grad_norm
-        scale, weight = self._loss_scale(micro_batches)
-        losses = self.pipeline.backward(self.forward_step, number, micro_batches, scale, partial(self._seed, number))
-        grad_norm = self.pipeline.clip(max_norm or torch.inf) if max_norm or wants_norm else None
-        if wants_norm and self.reached is not None:
-            self.reached.look(number)
-        seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
-        step_if_finite(self._own_optimizer, grad_norm)
-        for updated in self._updated_tensors():
-            updated.grad = None
-        if self.ema is not None:
-            self.ema.update()
-        return StepResult(losses, weight if self.pipeline.is_last else 0.0, grad_norm)
+        result = super().step(number, micro_batches, wants_norm)
+        return result if self._is_last else replace(result, weight=0.0)
+
+    def _backward(
+        self, number: int, micro_batches: Sequence[Batch], scale: Tensor
+    ) -> tuple[list[Tensor], list[Values]]:
+        self._now, self._shapes_now = (number, micro_batches, scale), [self._shape_of(batch) for batch in micro_batches]
+        self._losses = [torch.zeros((), device=self.device) for _ in micro_batches]
+        self._metrics: list[Values] = [{} for _ in micro_batches]
+        self._steps.take()
+        gradients = [weight.grad for weight in self._updated_tensors() if weight.grad is not None]
+        for group in self._replicas:  # not DDP: its buckets do not support a separate backward pass of each micro-batch
+            for request in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
+                request.wait()
+        self._sum_over_stages()
+        if self._names is None:
+            self._names = self._from_last([*self._metrics[0]])
+        if not self._is_last:  # all processes sum up the same metrics
+            self._metrics[0] = {name: torch.zeros((), device=self.device) for name in self._names}
+        return self._losses, self._metrics
+
+    def before_forward(self, stage: int, index: int) -> None:
+        """As in `Passes`. The passes of several micro-batches alternate."""
+        number, micro_batches, _ = self._now
+        self._seed(number, index)
+        self.stages[stage].shape = self.shape(index)
+        self.stages[stage].run = partial(self._scaled_loss, number, index, micro_batches[index])
+
+    def before_backward(self, stage: int, index: int) -> None:
+        """As in `Passes`. Replicas of shards sum their gradients after the last micro-batch."""
+        if sum_over_replicas := getattr(self.stages[stage], "set_requires_all_reduce", None):  # of FSDP2
+            sum_over_replicas(index == self.plan.accumulation - 1)
+
+    def shape(self, index: int) -> Shape:
+        """As in `Passes`."""
+        return self._shapes_now[index]
+
+    def _scaled_loss(self, number: int, index: int, batch: Batch, model: nn.Module) -> Tensor:
+        loss, self._metrics[index] = self._loss(number, index, batch, self.forward_step(model, batch, number))
+        self._losses[index] = loss.detach()
+        return loss * self._now[2].to(loss)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, number: int) -> Values:
+        shape, hidden, values = self._shape_of(batch), torch.empty(0, device=self.device), Values()
+        for index in range(self._num_stages):
+            before, here, after = (self._process_of.get(index + step) for step in (-1, 0, 1))
+            if here != self.process:
+                continue
+            if before is not None and before != here:
+                hidden = torch.empty(shape[0], dtype=shape[1], device=self.device)
+                dist.recv(hidden, group_src=before, group=self.group)
+            stage = self.stages[index]
+            stage.shape, stage.run = shape, lambda model: self.forward_step(model, batch, number)
+            hidden = stage(hidden)
+            if after is None:
+                values = hidden
+            elif after != here:
+                dist.send(hidden, group_dst=after, group=self.group)
+        key = self.model.training, _shapes_in(batch)
+        if key not in self._facts:
+            self._facts[key] = self._from_last([(name, each.shape, each.dtype) for name, each in values.items()])
+        for name, size, dtype in self._facts[key]:
+            own = values[name].contiguous() if self._is_last else torch.empty(size, dtype=dtype, device=self.device)
+            dist.broadcast(own, group_src=self._process_of[self._num_stages - 1], group=self.group)
+            values[name] = own
+        return values
+
+    def _shape_of(self, batch: Batch) -> Shape:
+        """Shape and type of the hidden states of a micro-batch, from a pass up to the first layer."""
+        if (key := _shapes_in(batch)) not in self._shapes:
+            with torch.no_grad(), restore_generators(self.device):
+                hidden = self._entry(lambda model: self._unchecked_step(model, batch, 0))
+            self._shapes[key] = hidden.shape, hidden.dtype
+        return self._shapes[key]
+
+    def _from_last(self, value: Any) -> Any:
+        """The value of the process of the last stage."""
+        values = [value]
+        dist.broadcast_object_list(
+            values, group_src=self._process_of[self._num_stages - 1], group=self.group, device=self.device
+        )
+        return values[0]
+
+    def _holders_of(self, name: str) -> list[int]:
+        """The processes of the pipeline that hold a saved tensor."""
+        return sorted({self._process_of[stage] for stage in self._chain.stages_of(name, self._bounds)})
+
+    @cached_property
+    def _shared(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """(weight, processes that hold it) of the weights here that others hold, too, such as tied embeddings."""
+        found = [(weight, self._holders_of(name)) for name, weight in self.module.named_parameters()]
+        return [(weight, holders) for weight, holders in found if weight.requires_grad and len(holders) > 1]
+
+    def _sum_over_stages(self) -> None:
+        """Sums the gradients of a weight that several stages hold, in the order of the processes: so that the copies
+        stay equal to the last bit."""
+        for weight, holders in self._shared:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            gradients = {holder: torch.empty_like(local(weight.grad)) for holder in holders}
+            own = gradients[self.process] = local(weight.grad).contiguous()
+            exchange = [
+                dist.P2POp(operation, tensor, group=self.group, group_peer=other)
+                for other in holders
+                if other != self.process
+                for operation, tensor in ((dist.isend, own), (dist.irecv, gradients[other]))
+            ]
+            for request in dist.batch_isend_irecv(exchange):
+                request.wait()
+            local(weight.grad).copy_(sum(gradients.values()))  # type: ignore[arg-type]
+
+    def _norm(self) -> Tensor:
+        twice = {weight for weight, holders in self._shared if holders[0] != self.process}
+        once = [weight.grad for weight in self._updated_tensors() if weight not in twice]
+        gradients = [gradient for gradient in once if gradient is not None]
+        own = norm_over_processes(gradients) if gradients else torch.zeros((), device=self.device)
+        norms = [torch.empty_like(own) for _ in range(self.plan.layout.pp)]
+        dist.all_gather(norms, own, group=self.group)  # not a sum: its order might differ between pipelines
+        return torch.linalg.vector_norm(torch.stack(norms))
 
     def holders(self, name: str) -> Sequence[int]:
-        everybody, layout = super().holders(name), self.plan.layout
-        if name in self.pipeline.in_all_stages:
-            return everybody
+        layout, processes = self.plan.layout, self._holders_of(name)
         consecutive = layout.sp * layout.tp  # processes of the same stage
-        return tuple(rank for rank in everybody if rank // consecutive % layout.pp == self.pipeline.index)
+        return tuple(rank for rank in super().holders(name) if rank // consecutive % layout.pp in processes)
 
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        return self.pipeline.gathered(tensors)
+        """Yields (name, tensor) of all stages, one at a time, in the first process; nothing in the others."""
+        facts: list[Any] = [None] * self.plan.layout.pp
+        dist.all_gather_object(facts, {name: (each.shape, each.dtype) for name, each in tensors.items()}, self.group)
+        holder_of = {name: holder for holder, own in enumerate(facts) for name in own}
+        for name, holder in holder_of.items():
+            if self.process == holder == 0:
+                yield name, tensors[name]
+            elif self.process == holder:
+                dist.send(whole(tensors[name]).detach().contiguous(), group_dst=0, group=self.group)
+            elif self.process == 0:
+                shape, dtype = facts[holder][name]
+                received = torch.empty(shape, dtype=dtype, device=self.device)
+                dist.recv(received, group_src=holder, group=self.group)
+                yield name, received
+
+
+def _shapes_in(batch: Batch) -> tuple[Any, ...]:
+    return tuple((name, each.shape, each.dtype) for name, each in batch.items() if isinstance(each, Tensor))
+
+
+def _hold_weights_of(model: nn.Module, stages: Iterable[Stage], chain: Chain, device: torch.device) -> None:
+    """Gives a model, which does not run, the weights of these stages, which run copies of it."""
+    owners = dict(model.named_modules(remove_duplicate=False))
+    held = {name: weight for stage in stages for name, weight in stage.model.state_dict(keep_vars=True).items()}
+    for name in chain.uses:
+        owner, _, key = name.rpartition(".")
+        if key in owners[owner]._parameters and name in held:
+            owners[owner]._parameters[key] = held[name]
+        elif name not in held:
+            take_away(owners[owner], key, device)
 
 
 PIPELINE = PipelineParallel()

@@ -23,7 +23,7 @@ from .strategy import Strategy, Symptoms
 def check_config(layout: Layout, config: RunConfig) -> None:
     """An sp_size beside a strategy that divides more than weights."""
     wrapper = next(name for name in layout.strategies if name != SequenceParallel.name)
-    if wrapper not in ("DDP", "FSDP2", "TP"):
+    if wrapper not in ("DDP", "FSDP2", "TP", "pipeline"):
         raise UsageError(
             f"sp_size does not combine with {wrapper}",
             "use --config_file accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml",
@@ -42,7 +42,7 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
 
 class SequenceParallel(Strategy):
     name = "SP"
-    wraps = False
+    wraps = of_weights = False
     launch_checks = (check_config,)
     model_checks = (check_layers,)
 

@@ -30,7 +30,10 @@ def sharded_layers(model: nn.Module, layout: Layout) -> list[nn.Module]:
         if layer is not model
     }:
         classes -= apart
-    return [module for module in model.modules() if type(module).__name__ in classes][::-1]
+    # A layer of another stage of a pipeline has no weights.
+    return [
+        each for each in model.modules() if type(each).__name__ in classes and any(True for _ in each.parameters())
+    ][::-1]
 
 
 def classes_in_the_file(layout: Layout) -> list[str]:

@@ -5,8 +5,6 @@ from dataclasses import replace
 from ..config import RunConfig
 from ..environment import Environment, device_type
 from ..layout import Layout
-from ..plan import Plan
-from ..step.batch_loss import BatchLossFn
 from ..step.checks import check_model, check_optimizer
 from ..step.engine import Engine
 from ..step.setup import Setup
@@ -81,9 +79,8 @@ def model_checks(layout: Layout) -> list[ModelCheck]:
 
 
 def check_trainable(setup: Setup) -> Setup:
-    """The setup, with what the strategies of the layout need to know of the model. Raises UsageError for a model, an
-    optimizer or a loss that the run's layout cannot train, or would train with another result than one process."""
-    check_batch_loss(setup.batch_loss, setup.plan)
+    """The setup, with what the strategies of the layout need to know of the model. Raises UsageError for a model or an
+    optimizer that the run's layout cannot train, or would train with another result than one process."""
     for check in model_checks(setup.plan.layout):
         check(setup.model, setup.optimizer, setup.plan)
     return with_plans(setup)
@@ -92,12 +89,6 @@ def check_trainable(setup: Setup) -> Setup:
 def with_plans(setup: Setup) -> Setup:
     """The setup, with how the strategies of the layout will divide the model. Raises UsageError if they cannot."""
     return replace(setup, plans={strategy.name: strategy.plan(setup) for strategy in strategies_of(setup.plan.layout)})
-
-
-def check_batch_loss(batch_loss: BatchLossFn | None, plan: Plan) -> None:
-    """A loss that compares samples, which needs two passes per step."""
-    if batch_loss is not None:
-        main_strategy(plan.layout).refuse_batch_loss()
 
 
 def prepare(setup: Setup) -> Engine:

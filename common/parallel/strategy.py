@@ -50,6 +50,7 @@ class Strategy:
         needs_all_weights: whether each forward pass must use all weights.
         takes_means: whether what wraps the model takes the mean of the processes' gradients. Others take the sum.
         reads_own_parts: whether a process reads only its own parts of the weights that are on disk.
+        of_weights: whether it divides weights, and not only what a pass computes.
         launch_checks: raise UsageError for a launch that cannot work.
         model_checks: raise UsageError for a model or optimizer that this strategy cannot train with the result of one
             process.
@@ -62,6 +63,7 @@ class Strategy:
     needs_all_weights: ClassVar[bool] = False
     takes_means: ClassVar[bool] = False
     reads_own_parts: ClassVar[bool] = True
+    of_weights: ClassVar[bool] = True
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
     fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
@@ -96,9 +98,6 @@ class Strategy:
 
     def after_start(self) -> None:
         """Called when the processes have joined."""
-
-    def refuse_batch_loss(self) -> None:
-        """Raises UsageError if this strategy cannot take a `batch_loss`."""
 
     def plan(self, setup: Setup) -> Any:
         """What `divide` needs to know of the whole model, which `model_checks` have accepted. Raises UsageError if this

@@ -16,7 +16,7 @@ from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
 from .derive import derived_plan
 from .grid import Division, Grid, Part
 from .sharding import sharded_layers
-from .stages import Absent
+from .stages import is_absent
 from .strategy import Strategy, Symptoms
 from .tensor_plan import can_pack, check_plan, divide_numbers, has_plan, what_is_divided
 
@@ -102,7 +102,7 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
     from .tensor_styles import TensorGroup, divide  # the import takes 0.7 s
 
     group = TensorGroup(mesh)
-    present = {name: module for name, module in model.named_modules() if not isinstance(module, Absent)}
+    present = {name: module for name, module in model.named_modules() if not is_absent(module)}
     for name, style in divide_numbers(present, plan, mesh.size()).items():
         if name in present:
             divide(present[name], style, group)

@@ -1,4 +1,4 @@
-"""Takes optimizer steps: `Engine.step`, for one process, DDP, FSDP2 and tensor parallelism."""
+"""Takes optimizer steps: `Engine.step`, for all strategies but DeepSpeed."""
 
 import math
 import traceback
@@ -17,7 +17,7 @@ from ..failure import line_of
 from ..norms import clip
 from ..seeds import UPDATE, seed_forward
 from ..weights.shards import local, norm_over_processes
-from .batch_loss import Share, first_pass, gather
+from .batch_loss import Share, Values, first_pass, gather
 from .checks import NEEDS_CLOSURE
 from .ema import EMA
 from .engine_state import EngineState
@@ -37,7 +37,7 @@ class StepResult:
             clipping; None if not requested.
         skipped: whether the loss scaler found an overflow and left the weights unchanged.
         metrics: for each micro-batch, the other metrics of `forward_step`, each times the sample's weight, of shape
-            (micro_batch,). A pipeline has none.
+            (micro_batch,).
     """
 
     losses: list[Tensor]
@@ -48,8 +48,8 @@ class StepResult:
 
 
 class Engine(EngineState):
-    """Takes optimizer steps with the model and optimizer that a strategy has wrapped. DeepSpeed and
-    pipelines have a `step` of their own.
+    """Takes optimizer steps with the model and optimizer that a strategy has wrapped. DeepSpeed has a `step` of its
+    own; a pipeline takes the passes of a step in another order.
 
     Attributes:
         model: the model that `forward_step` calls.
@@ -86,28 +86,16 @@ class Engine(EngineState):
         config, scaler = self.plan.config, self.accelerator.scaler
         scale, weight = self._loss_scale(micro_batches)
         self._first_pass(number, micro_batches)
-        losses, metrics = [], []
-        for index, batch in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            with nullcontext() if is_last else self._no_sync():
-                self._seed(number, index)
-                values = self.forward_step(self.model, batch, number)
-                loss, others = self._loss(number, index, batch, values)
-                if scaler is None:
-                    loss.backward(gradient=scale.to(loss))  # loss * scale takes one operation more
-                else:
-                    self.accelerator.backward(loss, gradient=scale.to(loss))
-            losses.append(loss.detach())
-            metrics.append(others)
+        losses, metrics = self._backward(number, micro_batches, scale)
         weights, grad_norm = self._updated_tensors(), None
         if config.max_grad_norm or wants_norm:
             if scaler is not None:
                 self.accelerator.unscale_gradients(self.optimizer)
             # Like torch's clip_grad_norm_, but accurate for large weights, and for several device meshes.
-            gradients = [weight.grad for weight in weights if weight.grad is not None]
-            grad_norm = norm_over_processes(gradients)
+            grad_norm = self._norm()
             if config.max_grad_norm:
-                clip([local(gradient) for gradient in gradients], grad_norm, config.max_grad_norm)
+                gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
+                clip(gradients, grad_norm, config.max_grad_norm)
         if wants_norm and self.reached is not None:
             self.reached.look(number)
         seed_forward(config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
@@ -122,6 +110,34 @@ class Engine(EngineState):
         if self.ema is not None and not skipped:
             self.ema.update()
         return StepResult(losses, weight, grad_norm, skipped, metrics)
+
+    def _backward(
+        self, number: int, micro_batches: Sequence[Batch], scale: Tensor
+    ) -> tuple[list[Tensor], list[Values]]:
+        """Accumulates the gradient of scale × the sum of the losses. Returns these and the other metrics, for each
+        micro-batch, as in StepResult."""
+        losses, metrics, scaler = list[Tensor](), list[Values](), self.accelerator.scaler
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            with nullcontext() if is_last else self._no_sync():
+                self._seed(number, index)
+                values = self.forward_step(self.model, batch, number)
+                loss, others = self._loss(number, index, batch, values)
+                if scaler is None:
+                    loss.backward(gradient=scale.to(loss))  # loss * scale takes one operation more
+                else:
+                    self.accelerator.backward(loss, gradient=scale.to(loss))
+            losses.append(loss.detach())
+            metrics.append(others)
+        return losses, metrics
+
+    def _norm(self) -> Tensor:
+        """The norm of the gradient of the whole model, 0-dim, the same in all processes."""
+        return norm_over_processes([weight.grad for weight in self._updated_tensors() if weight.grad is not None])
+
+    def evaluate(self, batch: Batch, number: int) -> Values:
+        """The values of `forward_step` for a batch, in each process that has it, without a gradient."""
+        return self.forward_step(self.model, batch, number)
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
         """(1 / the weight of the global batch, which losses are multiplied by; the weight of this process's samples).
@@ -143,9 +159,9 @@ class Engine(EngineState):
 
         def forward(index: int, batch: Batch) -> dict[str, Tensor]:
             self._seed(number, index)
-            return self.forward_step(self.model, batch, number)
+            return self.evaluate(batch, number)
 
-        values = first_pass(forward, micro_batches, len(micro_batches), self.module)
+        values = first_pass(forward, micro_batches, len(micro_batches), self.model)
         whole = {name: gather(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
         shares = self.batch_loss.shares(whole, number)
         self.shares = [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]

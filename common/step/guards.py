@@ -152,7 +152,7 @@ def _check_values(values: Any, size: int) -> None:
 
 def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
     """Raises UsageError if a loss has gradients for other tensors than these values: they would be lost."""
-    others = (_used_weights([loss]) or set()) - set(values)
+    others = (used_weights([loss]) or set()) - set(values)
     if others:
         raise UsageError(
             f"batch_loss uses a weight of shape {tuple(others.pop().shape)} that is not among its values: return it "
@@ -182,7 +182,7 @@ def _advice(name: str, value: Tensor, size: int) -> str:
 def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> None:
     """Raises UsageError for a weight that none of these values of a forward pass depends on. A single process leaves
     such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
-    used = _used_weights(values)
+    used = used_weights(values)
     weights = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
     if used is None or len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
         return
@@ -195,7 +195,7 @@ def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> Non
     )
 
 
-def _used_weights(values: Sequence[Tensor]) -> set[Tensor] | None:
+def used_weights(values: Sequence[Tensor]) -> set[Tensor] | None:
     """The leaves of their graph; None if activation checkpointing hides some."""
     used, seen, waiting = set(), set(), [value.grad_fn for value in values]
     while waiting:

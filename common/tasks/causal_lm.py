@@ -157,9 +157,6 @@ def with_losses(
         UsageError: with `packs`, the model lets a document see the one before it; with `routes`, it has no routers.
     """
 
-    def losses(self: PreTrainedModel, logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
-        return _means(_of_labels(logits, labels.flatten(), measures), labels, (labels != IGNORED).sum(1))
-
     def forward(
         self: PreTrainedModel,
         tokens: Tensor,
@@ -202,9 +199,7 @@ def with_losses(
     divisible = not routes and sees is None  # routers are summed over whole samples, and an image has no slices
     if divisible:
         model.sequence_parallel = LongSequences(model)
-    # Methods: a deep copy of the model then calls its own layers.
-    model.losses, model.forward = MethodType(losses, model), MethodType(forward, model)
-    model.loss_names = names  # a pipeline's other stages receive what `losses` returns, of shape (names, batch)
+    model.forward = MethodType(forward, model)  # a method: a deep copy of the model then calls its own layers
     model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export
     return model
 

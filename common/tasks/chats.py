@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..config import RunConfig
 from ..data.facts import say
 from ..data.padding import pad_to_longest
-from ..data.sets import CollateFn
 from ..errors import UsageError
 from .cache import cache_folder
 from .causal_lm import IGNORED, find_trained_places
@@ -119,15 +117,8 @@ class Chats:
         )
 
 
-def pad_chats(config: RunConfig, length: int) -> CollateFn:
-    """A `collate_fn` for conversations and for pairs of answers.
-
-    Args:
-        config: the flags. A pipeline needs micro-batches of one length, and computes the logits of all tokens.
-        length: of the longest sample.
-    """
-    for_layout = (length, ["places"]) if config.pipeline_stages > 1 else ()
-    return pad_to_longest({"labels": IGNORED, "places": -1}, None, *for_layout)
+# A `collate_fn` for conversations and for pairs of answers.
+PAD_CHATS = pad_to_longest({"labels": IGNORED, "places": -1}, None)
 
 
 class ChatDataset(Dataset):

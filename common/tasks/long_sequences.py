@@ -58,10 +58,11 @@ class LongSequences:
         """Lets the model compute on slices."""
         self.group, name = group, self._config._attn_implementation
         self._attend, self._mask = AttentionInterface()[name], AttentionMaskInterface().get(name)
-        AttentionInterface.register(f"{name}_on_slices", self._attend_to_all)
+        own = f"{name}_on_slices_{id(self)}"  # the stages of a pipeline are several models
+        AttentionInterface.register(own, self._attend_to_all)
         if self._mask is not None:
-            AttentionMaskInterface.register(f"{name}_on_slices", self._mask_of_all)
-        self._config._attn_implementation = f"{name}_on_slices"
+            AttentionMaskInterface.register(own, self._mask_of_all)
+        self._config._attn_implementation = own
 
     @property
     def _config(self) -> Any:

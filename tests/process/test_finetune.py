@@ -251,14 +251,7 @@ def test_code_that_a_model_brings_runs_with_a_flag_alone(tmp_path: Path, base: P
         assert (run.output_dir / "model" / name).read_text() == (tmp_path / "custom" / name).read_text()
 
 
-def test_pipelines_refuse_positions(tmp_path: Path) -> None:
-    flags = f"{SHORT} --packing --pipeline_stages 2 --metric_for_best_model loss"
-    run = fork(tmp_path / "run", "pipeline_parallel", FINETUNE, flags, succeeds=False)
-    assert "a pipeline cannot pass on positions: leave out the flag that adds it (--pack" in refused(run)
-
-
 def test_a_checkpoint_of_a_pipeline_resumes_under_another_config(tmp_path: Path) -> None:
-    """A pipeline pads all samples to one length: the data count as the same."""
     flags = SHORT.replace("--max_steps 6", "--max_steps 4")
     saved = fork(tmp_path / "saved", "pipeline_parallel", FINETUNE, f"{flags} --save_every 2 --pipeline_stages 2")
     path = saved.output_dir / "checkpoints" / "step_00000002"

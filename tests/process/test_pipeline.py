@@ -8,12 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.launching import fork
-from support.recipes import LINEAR, MNIST, RECIPES
+from support.recipes import LINEAR, RECIPES, USERS
 from support.runs import Run, assert_same_result, largest_difference, refused
 from support.small_model import write_model
 
 SCRIPT, ARGUMENTS = RECIPES["transformer"]
 FOUR_LAYERS = f"{ARGUMENTS} --num_layers 4"
+TWO = "--pipeline_stages 2"
+FIVE = f"{TWO} --pipeline_schedule interleaved --batch_size 10 --micro_batch_size 2"  # micro-batches
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,25 @@ def test_pipeline_gives_the_result_of_one_process(
     run = fork(tmp_path / "run", "pipeline_parallel", SCRIPT, f"{arguments} {flags}", num_processes)
     assert run.card["parallelism"] == expected
     assert_same_result(run, reference(SCRIPT, arguments))
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("gpt2", "fsdp2"),  # its embedding is tied to the head
+        ("padded_encoder", "pipeline_parallel"),  # torch's own
+        ("batch_norm", "pipeline_parallel"),  # after the layers: its buffers are those of the last stage
+        *(pytest.param(model, "fsdp2", marks=pytest.mark.full) for model in ("mamba", "opt", "vit", "causal_adapters")),
+    ],
+)
+def test_any_chain_of_layers(tmp_path: Path, reference: Callable[..., Run], model: str, config: str) -> None:
+    arguments = f"--model {model} --optimizer sgd --max_steps 4"
+    run = fork(tmp_path / "run", config, USERS, f"{arguments} {TWO}", 4 if config == "fsdp2" else 2)
+    expected = reference(USERS, arguments)
+    for name in ("train/loss", "eval/loss", "grad_norm"):
+        assert run.column(name) == pytest.approx(expected.column(name), rel=1e-5)
+    for name, weight in expected.weights.items():  # a key bias starts at zero, and gets rounding errors alone
+        torch.testing.assert_close(run.weights[name], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_untied_embeddings_clipping_and_averaged_weights(tmp_path: Path) -> None:
@@ -58,16 +79,40 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("script", "arguments", "num_processes", "expected"),
     [
-        (SCRIPT, f"{ARGUMENTS} --pipeline_stages 3", 3, "2 layers are fewer than --pipeline_stages 3: use"),
-        (SCRIPT, f"{ARGUMENTS} --pipeline_stages 2", 3, "--pipeline_stages 2 does not divide 3 processes: use"),
         (
             SCRIPT,
-            f"{ARGUMENTS} --pipeline_stages 2 --micro_batch_size 16",
-            2,
-            "1 micro-batches per step are too few to keep --pipeline_stages 2 busy: use --micro_batch_size 8",
+            f"{ARGUMENTS} --pipeline_stages 3 --batch_size 12",
+            3,
+            "2 layers of LlamaForCausalLM are fewer than 3 st",
         ),
-        (MNIST, "--pipeline_stages 2", 2, "ConvNet cannot be cut into stages: remove --pipeline_stages"),
-        (LINEAR, "--pipeline_stages 2", 2, "Linear cannot be cut into stages"),
+        (
+            SCRIPT,
+            f"{ARGUMENTS} {FIVE}",
+            2,
+            "--pipeline_schedule interleaved with 5 micro-batches: Interleaved 1F1B requires",
+        ),
+        (
+            SCRIPT,
+            f"{ARGUMENTS} --pipeline_schedule zbv",
+            2,
+            "--pipeline_schedule zbv is of a pipeline: use --pipeline_s",
+        ),
+        (SCRIPT, f"{ARGUMENTS} {TWO}", 3, "--pipeline_stages 2 does not divide 3 processes: use"),
+        (
+            SCRIPT,
+            f"{ARGUMENTS} {TWO} --micro_batch_size 16",
+            2,
+            "1 micro-batches per step are too few to keep --pipeline",
+        ),
+        (LINEAR, TWO, 2, "Linear has no list of layers of which each gets what the one before it gave"),
+        (
+            USERS,
+            f"--model encoder_decoder {TWO}",
+            2,
+            "has two chains of layers, decoder.block and encoder.block; a",
+        ),
+        (USERS, f"--model called_twice {TWO}", 2, "CalledTwice calls a layer 2 times in a pass of forward_step"),
+        (USERS, f"--model dropout {TWO}", 2, "the layers of Net draw random numbers, as dropout does, and a pipeline"),
     ],
 )
 def test_pipeline_that_cannot_run(

@@ -13,14 +13,27 @@ from support.small_model import write_model
 SCRIPT, ARGUMENTS = RECIPES["transformer"]  # its embeddings are tied: the first and the last stage have a copy
 CLIPS = f"{ARGUMENTS} --max_steps 6 --eval_every 3 --num_layers 4 --max_grad_norm 0.5"  # the norm is 2 and more
 STAGES = "--pipeline_stages 2"
+INTERLEAVED, ZERO_BUBBLE = (f"{STAGES} --pipeline_schedule {name}" for name in ("interleaved", "zbv"))
 
 
 @pytest.mark.parametrize(
     ("config", "num_processes", "flags", "options", "expected"),
     [
         ("fsdp2_pipeline", 4, f"{STAGES} --micro_batch_size 2", "", "FSDP2 2 × pipeline of 2 stages"),
-        ("fsdp2_pipeline", 4, STAGES, "--fsdp_reshard_after_forward false", "FSDP2 2 × pipeline of 2 stages"),
-        ("tensor_parallel", 4, f"{STAGES} --activation_checkpointing", "", "TP 2 × pipeline of 2 stages"),
+        ("fsdp2_pipeline", 4, INTERLEAVED, "--fsdp_reshard_after_forward false", "FSDP2 2 × pipeline of 2 stages"),
+        pytest.param(*("fsdp2_pipeline", 4, INTERLEAVED, "", "FSDP2 2 × pipeline of 2 stages"), marks=pytest.mark.full),
+        ("tensor_parallel", 4, f"{ZERO_BUBBLE} --activation_checkpointing", "", "TP 2 × pipeline of 2 stages"),
+        ("sequence_parallel", 4, STAGES, "", "pipeline of 2 stages × SP 2"),
+        pytest.param(
+            *(
+                "fsdp2_sequence_parallel",
+                8,
+                f"{STAGES} --micro_batch_size 2",
+                "",
+                "FSDP2 2 × pipeline of 2 stages × SP 2",
+            ),
+            marks=pytest.mark.full,
+        ),
         pytest.param(  # test_checkpoints_cross_between_layouts runs it, too
             *("fsdp2_tensor_pipeline", 8, STAGES, "", "FSDP2 2 × TP 2 × pipeline of 2 stages"), marks=pytest.mark.full
         ),
@@ -65,23 +78,35 @@ def test_experts(tmp_path: Path, reference: Callable[..., Run], config: str, fla
 
 
 def test_untied_embeddings_and_averaged_weights(tmp_path: Path) -> None:
-    write_model(tmp_path / "tiny", num_positions=16, num_layers=2)
+    write_model(tmp_path / "tiny", num_positions=16, num_layers=4)
     (tmp_path / "words.txt").write_text("one two three four " * 100)
     arguments = f"--data {tmp_path / 'words.txt'} --model_name_or_path {tmp_path / 'tiny'} --context 16 --batch_size 8"
     arguments += " --max_steps 5 --log_every 1 --sample_tokens 0 --max_grad_norm 0.1 --ema_decay 0.9"
     whole = fork(tmp_path / "whole", "single", SCRIPT, arguments)
     assert min(whole.column("grad_norm")) > 0.1
-    run = fork(tmp_path / "run", "fsdp2", SCRIPT, f"{arguments} {STAGES}", 4)
+    run = fork(tmp_path / "run", "fsdp2", SCRIPT, f"{arguments} {ZERO_BUBBLE}", 4, "--fsdp_reshard_after_forward false")
     assert_same_result(run, whole)
 
 
-@pytest.mark.full
-def test_samples_of_several_lengths(tmp_path: Path, reference: Callable[..., Run]) -> None:
-    """Each has its own weight in the loss of the global batch."""
-    script, arguments = RECIPES["finetune"]
-    arguments += " --max_steps 6"
-    run = fork(tmp_path / "run", "fsdp2", script, f"{arguments} {STAGES}", 4)
-    assert_same_result(run, reference(script, arguments))
+@pytest.mark.parametrize(
+    ("config", "recipe", "flags"),
+    [
+        ("sequence_parallel", "finetune", "--packing"),
+        ("fsdp2", "text classification", ""),  # BERT; micro-batches of a step differ in length
+        pytest.param("fsdp2", "finetune", "", marks=pytest.mark.full),
+    ],
+)
+def test_samples_of_several_lengths(
+    tmp_path: Path, reference: Callable[..., Run], config: str, recipe: str, flags: str
+) -> None:
+    """Each has its own weight in the loss of the global batch, and the records have all metrics."""
+    script, arguments = RECIPES[recipe]
+    arguments += f" --max_steps 6 --eval_every 6 {flags}"
+    run = fork(tmp_path / "run", config, script, f"{arguments} {STAGES}", 4)
+    expected = reference(script, arguments)
+    assert_same_result(run, expected)
+    for name in {name for record in expected.records for name in record if name.startswith("train/")}:
+        assert run.column(name) == pytest.approx(expected.column(name), rel=1e-5)
 
 
 def test_checkpoints_cross_between_layouts(tmp_path: Path) -> None:
@@ -110,7 +135,15 @@ def test_checkpoints_cross_between_layouts(tmp_path: Path) -> None:
             *("fsdp2", 4, STAGES, "--fsdp_cpu_ram_efficient_loading true"),
             "--pipeline_stages does not work with fsdp_cpu_ram_efficient_loading: use false there in the config file",
         ),
-        ("fsdp2_sequence_parallel", 8, STAGES, "", "sp_size does not combine with pipeline: use --config_file"),
+        (
+            *("fsdp2", 4, ZERO_BUBBLE, ""),
+            "--pipeline_schedule zbv loses gradients where FSDP2 frees a layer's weights before the backward pass: use "
+            "--fsdp_reshard_after_forward false after accelerate launch, or --pipeline_schedule interleaved",
+        ),
+        (
+            *("fsdp2", 4, ZERO_BUBBLE, "--fsdp_reshard_after_forward false"),
+            "--pipeline_schedule zbv: two stages of one process need model.embed_tokens.weight, of which FSDP2 would",
+        ),
         (
             *("fsdp2", 6, f"{STAGES} --num_experts 4 --expert_parallel 2", ""),
             "--expert_parallel 2 does not divide 3 processes of a stage: use --num_processes 4 after accelerate launch",

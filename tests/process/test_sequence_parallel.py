@@ -96,7 +96,6 @@ def test_layers_that_need_all_tokens_are_refused(tmp_path: Path) -> None:
     [
         ("sequence_parallel", MNIST, "", "", "ConvNet cannot divide sequences: use --config_file accelerate_config"),
         ("sequence_parallel", TRANSFORMER, f"{ARGUMENTS} --attention eager", "", "use --attention sdpa"),
-        ("sequence_parallel", TRANSFORMER, f"{ARGUMENTS} --pipeline_stages 2", "", "does not combine with pipeline"),
     ],
 )
 def test_what_cannot_run(tmp_path: Path, config: str, script: str, flags: str, options: str, expected: str) -> None:

@@ -21,6 +21,7 @@ class Config(RunConfig):
     log_every: int = 1
     eval_every: int | None = 3
     width: int = flag(16, "width of the hidden layer")
+    num_layers: int = flag(0, "layers in front of both towers")
     dropout: float = flag(0.0, "probability of dropout")
     counts: bool = flag(False, "let the model count its forward passes in a buffer")
     mistake: str = flag("", "which mistake")
@@ -48,6 +49,8 @@ class Towers(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
+        layers = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(config.num_layers))
+        self.layers = nn.Sequential(*layers)
         self.body, self.head = nn.Linear(6, config.width), nn.Linear(config.width, 8)
         self.drop = nn.Dropout(config.dropout)
         self.log_scale = nn.Parameter(torch.ones(1))
@@ -60,6 +63,7 @@ class Towers(nn.Module):
             self.calls += 1
         if self.training and self.own_noise:
             left = left + torch.randn(left.shape, generator=self.noise)
+        left, right = self.layers(torch.cat([left, right])).chunk(2)
         first, second = (F.normalize(self.head(self.drop(torch.tanh(self.body(x)))), dim=-1) for x in (left, right))
         return first, second, self.log_scale.exp().expand(len(left))
 

@@ -3,8 +3,8 @@
 Each is written here from its definition, one text after another; a test compares the package where it is installed."""
 
 import math
-from itertools import permutations
 from importlib import import_module
+from itertools import permutations
 from typing import Any
 
 import pytest
