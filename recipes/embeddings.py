@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
-from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
+from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
 from accelerate_recipes.common.tasks.encoder import (
     PADDING,
@@ -36,7 +36,7 @@ from accelerate_recipes.common.tasks.encoder import (
     with_tokens,
     word_tokenizer,
 )
-from accelerate_recipes.common.tasks.lora import add_lora, check_flags
+from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pairs import EncodedPairs, Pair, load_pairs, text_names
 from accelerate_recipes.common.tasks.pooling import read_pooling
@@ -45,7 +45,7 @@ from accelerate_recipes.common.tasks.similarity import correlations, make_batch_
 
 
 @dataclass(kw_only=True)
-class Config(RunConfig):
+class Config(LoraFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "stdlib"
@@ -76,8 +76,6 @@ class Config(RunConfig):
     hidden_size: int = flag(64, "width of the model, and of the vectors", minimum=1)
     dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
     model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
-    lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
-    lora_targets: str = flag("all-linear", "the layers to adapt, such as query,value")
     trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
 
 
@@ -93,11 +91,10 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def build(config: Config, pooling: str, pairs: list[Pair]) -> tuple[Embedder, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
-    if config.model_name_or_path is not None:
+    if (path := base_of(config)) is not None:
         trust = {"trust_remote_code": config.trust_remote_code}
-        encoder, tokenizer = load_encoder(AutoModel, config.model_name_or_path, config.max_length, **trust)
-        if config.lora_rank:
-            encoder = add_lora(encoder, config.lora_rank, config.lora_targets, config.model_name_or_path)
+        encoder, tokenizer = load_encoder(AutoModel, path, config.max_length, **trust)
+        encoder = with_adapters(encoder, config)
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler.requires_grad_(False)  # no vector uses it
         return Embedder(encoder, tokenizer.pad_token_id, config.temperature, pooling), tokenizer
@@ -131,7 +128,6 @@ def build(config: Config, pooling: str, pairs: list[Pair]) -> tuple[Embedder, An
 def main(config: Config) -> None:
     """Trains the encoder, and exports its tokenizer with it."""
     disable_progress_bar()
-    check_flags(config.model_name_or_path, config.lora_rank)
     accelerator = start(config)
     columns = config.query_column, config.document_column, config.negative_column, config.score_column
     sources = Sources(config, lambda data: load_pairs(data, *columns))
