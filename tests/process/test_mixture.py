@@ -56,7 +56,7 @@ def test_one_result(tmp_path: Path, chats: str, config: str) -> None:
         == {
             f"{part}/{metric}@{source}"
             for part in ("train", "eval")
-            for metric in ("loss", "share")
+            for metric in ("loss", "share", "token_accuracy", "entropy")
             for source in ("short", "long")
         }
     )
