@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.augmentation import Augmentation, mixed
+from accelerate_recipes.common.tasks.augmentation import Augmentation, loss_of_mixture
 from accelerate_recipes.common.tasks.class_metrics import Confusion, average_precision, weights_of_classes
 from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing, load_labelled_images
 from accelerate_recipes.common.tasks.encoder import freeze_key_biases
@@ -77,7 +77,9 @@ def make_forward_step(label_smoothing: float, num_classes: int) -> Callable[[nn.
         logits = model(pixel_values=batch["image"]).logits.float()
         label, best = batch["label"], logits.topk(min(5, num_classes)).indices
         return {
-            "loss": mixed(batch, partial(F.cross_entropy, logits, reduction="none", label_smoothing=label_smoothing)),
+            "loss": loss_of_mixture(
+                batch, partial(F.cross_entropy, logits, reduction="none", label_smoothing=label_smoothing)
+            ),
             "accuracy": (best[:, 0] == label).float(),
             "top_5_accuracy": (best == label[:, None]).any(1).float(),
             "predicted": best[:, 0],
@@ -98,7 +100,7 @@ def make_forward_step_of_several(label_smoothing: float) -> Callable[[nn.Module,
             return F.binary_cross_entropy_with_logits(logits, smooth, reduction="none").mean(1)
 
         return {
-            "loss": mixed(batch, loss),
+            "loss": loss_of_mixture(batch, loss),
             "accuracy": ((logits > 0) == batch["label"].bool()).float().mean(1),
             "probability": (1e9 * logits.double().sigmoid()).long(),  # in billionths: integers have no mean
             "label": batch["label"].long(),

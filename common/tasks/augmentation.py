@@ -116,7 +116,7 @@ def mix(pixels: Tensor, other: Tensor, augmentation: Augmentation) -> tuple[Tens
     return pixels, 1 - pixels[0][inside].numel() / (height * width)
 
 
-def mixed(batch: dict[str, Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
+def loss_of_mixture(batch: dict[str, Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
     """The loss of a batch (batch,), from that for labels. That of a mixed image is of both labels, by their shares."""
     if "share" not in batch:
         return loss(batch["label"])

@@ -100,11 +100,11 @@ class CroppedImages(Dataset):
         # Random numbers belong to the seed, the epoch and the sample here: no config changes them.
         image, augmentation, label = self._read(index), self.augmentation, self._label(index)
         if augmentation is None:
-            return {"image": self._resized(image, middle(*image.size)), "label": label}
-        pixels = self._varied(image, augmentation)
+            return {"image": self._resize(image, middle(*image.size)), "label": label}
+        pixels = self._vary(image, augmentation)
         if augmentation.mixup or augmentation.cutmix:
             other = int(torch.randint(len(self), ()))
-            pixels, share = mix(pixels, self._varied(self._read(other), augmentation), augmentation)
+            pixels, share = mix(pixels, self._vary(self._read(other), augmentation), augmentation)
             return {"image": pixels, "label": label, "other_label": self._label(other), "share": torch.tensor(share)}
         sample = {"image": pixels, "label": label}
         return sample if self.weights is None else sample | {"weight": torch.tensor(self.weights[label])}
@@ -119,14 +119,14 @@ class CroppedImages(Dataset):
         image: Image.Image = self.source.images[index]
         return image if image.mode == "RGB" else image.convert("RGB")
 
-    def _varied(self, image: Image.Image, augmentation: Augmentation) -> Tensor:
+    def _vary(self, image: Image.Image, augmentation: Augmentation) -> Tensor:
         box = random_box(*image.size, augmentation.least_area)
         is_mirrored = torch.rand(()) < 0.5 and augmentation.mirror  # drawn in any case, so that the rest stays the same
         colours = ColourChange(*(1 + augmentation.colours * (2 * torch.rand(3) - 1)).tolist())
-        pixels = self._resized(image, box, is_mirrored, colours)
+        pixels = self._resize(image, box, is_mirrored, colours)
         return erase(pixels) if augmentation.erasing and torch.rand(()) < augmentation.erasing else pixels
 
-    def _resized(self, image: Image.Image, box: Box, is_mirrored: Any = False, colours: Any = UNCHANGED) -> Tensor:
+    def _resize(self, image: Image.Image, box: Box, is_mirrored: Any = False, colours: Any = UNCHANGED) -> Tensor:
         side = self.form.size
         levels = numpy.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3))
         levels = numpy.ascontiguousarray((levels[:, ::-1] if is_mirrored else levels).transpose(2, 0, 1))

@@ -9,7 +9,14 @@ from PIL import Image
 from torch.nn import functional as F
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.augmentation import Augmentation, ColourChange, erase, mix, mixed, normalise
+from accelerate_recipes.common.tasks.augmentation import (
+    Augmentation,
+    ColourChange,
+    erase,
+    loss_of_mixture,
+    mix,
+    normalise,
+)
 from accelerate_recipes.common.tasks.class_metrics import Confusion, average_precision, weights_of_classes
 from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing
 from accelerate_recipes.common.tasks.images import load_images
@@ -61,7 +68,7 @@ def test_loss_of_a_mixed_image() -> None:
     )
     target = share[:, None] * F.one_hot(label, 3) + (1 - share[:, None]) * F.one_hot(other, 3)
     batch = {"label": label, "other_label": other, "share": share}
-    found = mixed(batch, lambda one: F.cross_entropy(logits, one, reduction="none"))
+    found = loss_of_mixture(batch, lambda one: F.cross_entropy(logits, one, reduction="none"))
     torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
 
 
