@@ -1,5 +1,7 @@
 """Batches of a dataset on the device: fetched by this process or by workers."""
 
+import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -145,7 +147,13 @@ def _failure_of(error: Exception) -> _Failed:
 
 def _start_worker(number: int) -> None:
     """Runs first in a worker. Python's queue would drop a batch that it cannot send, for want of shared memory or open
-    files: the run would wait for it for ever."""
+    files: the run would wait for it for ever.
+
+    A worker whose process has already ended would wait for ever, too: torch's watch begins later, and takes whoever is
+    its parent then for the one that it waits for."""
+    main = multiprocessing.parent_process()
+    if main is not None and multiprocessing.get_start_method() == "fork" and os.getppid() != main.pid:
+        os._exit(1)
     Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from accelerate_recipes.common.accidents import advice
 from accelerate_recipes.common.records.output_dir import _move_beside
-from support.launching import execute, fork
+from support.launching import environment, execute, fork
 from support.recipes import LATEST, LINEAR, MNIST
 from support.runs import ROOT, Run, refused
 
@@ -165,6 +165,27 @@ def test_small_shared_memory_is_named(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(ROOT)}
     run = execute(mounted(Path("/dev/shm"), "size=4m", *command), tmp_path, tmp_path / "run", env)
     assert run.exit_code == 2 and "/dev/shm of 4 MB" in refused(run) and "use --num_workers 0" in refused(run)
+
+
+LATE_WORKER = """
+import multiprocessing, os, time
+from accelerate_recipes.common.data import batches
+def work():
+    while os.getppid() == main:
+        time.sleep(0.01)
+    batches._start_worker(0)
+    time.sleep(600)
+main = os.getpid()
+multiprocessing.set_start_method("fork")
+multiprocessing.Process(target=work).start()
+os._exit(0)
+"""
+
+
+def test_worker_that_starts_after_the_end_of_its_process_ends() -> None:
+    """As long as it lives, it holds the output of the run, and a launcher that reads that waits."""
+    command = [sys.executable, "-c", LATE_WORKER]
+    subprocess.run(command, capture_output=True, env=environment(PYTHONPATH=str(ROOT)), timeout=60, check=True)
 
 
 def on_another_file_system(folder: Path) -> Path | None:
