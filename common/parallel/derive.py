@@ -19,21 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..alone.kept import kept
-from ..alone.world import one_process
+from ..alone.passes import passes_alone
 from ..cpu_group import CpuGroup
-from ..data.sets import as_numbered_step
 from ..errors import UsageError
 from ..failure import line_of
-from ..seeds import restore_generators, seed_forward
 from ..step.setup import Setup
-from ..weights.on_disk import with_random_weights
 from .tensor_plan import NORM_OF_HEADS, NUMBER, can_pack, dims_of, is_linear, kind_of, why_no_plan
 
-NUM_SAMPLES = 2  # what a layer mixes shows with few
 PACKS = (1, 3, 2)  # equal parts side by side in the outputs of a layer, of each of which a process takes its share
 MIXED = "all features are needed"  # before or after a layer
 OUTPUT = "the output"  # of the pass, among what a layer feeds
@@ -66,22 +61,9 @@ def derived_plan(setup: Setup) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _derive_alone(setup: Setup) -> tuple[dict[str, str], dict[str, str]]:
-    model, layout, device = setup.model, setup.plan.layout, setup.accelerator.device
-    forward_step, batch = as_numbered_step(setup.forward_step), setup.first_batch(NUM_SAMPLES)
-
-    def forward() -> Any:
-        seed_forward(setup.plan.config.seed, 0, 0, device)
-        return forward_step(model, tree_map_only(Tensor, lambda each: each.to(device, copy=True), batch), 0)
-
-    with (
-        one_process(setup.accelerator),
-        restore_generators(device),
-        with_random_weights(model),
-        kept(model, setup.optimizer, [setup.forward_step], device),
-        torch.no_grad(),
-    ):
-        model.train()  # what draws random numbers for all features does not fit, either
-        return derive(model, forward, layout.tp, PACKS if can_pack(layout) else PACKS[:1])
+    model, layout = setup.model, setup.plan.layout
+    with passes_alone(setup) as forward:
+        return derive(model, lambda: forward(model), layout.tp, PACKS if can_pack(layout) else PACKS[:1])
 
 
 def derive(

@@ -8,20 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from ..alone.kept import kept
-from ..alone.world import one_process
+from ..alone.passes import passes_alone
 from ..cpu_group import CpuGroup
-from ..data.sets import as_numbered_step
 from ..errors import UsageError
 from ..failure import line_of
-from ..seeds import restore_generators, seed_forward
 from ..step.setup import Setup
-from ..weights.on_disk import origin_of, with_random_weights
+from ..weights.on_disk import origin_of
 from .chain import FSDP2, Chain, find_chain, hidden_states, layer_bounds
 
-NUM_SAMPLES = 2  # of the pass that finds the chain
 NOISE = 0.02  # beside the weights in the rehearsal
 TOLERANCE = 1e-4  # of what a stage gives in the rehearsal, relative to its largest element
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
@@ -242,26 +238,11 @@ def _find_and_rehearse(setup: Setup, num_stages: int) -> Chain:
 
 @contextmanager
 def _alone(setup: Setup) -> Iterator[Callable[[nn.Module], Any]]:
-    """In the `with` block, a function runs `forward_step` with a model, in a world of one process, without a gradient,
-    with the same samples and random numbers each time. Afterwards all is as it was."""
-    device, model = setup.accelerator.device, setup.model
-    forward_step, batch = as_numbered_step(setup.forward_step), setup.first_batch(NUM_SAMPLES)
-    in_memory = [weight for weight in model.parameters() if origin_of(weight) is None]  # others become random
-
-    def forward(model: nn.Module) -> Any:
-        seed_forward(setup.plan.config.seed, 0, 0, device)
-        return forward_step(model, tree_map_only(Tensor, lambda each: each.to(device, copy=True), batch), 0)
-
-    with (
-        one_process(setup.accelerator),
-        restore_generators(device),
-        with_random_weights(model),
-        kept(model, setup.optimizer, [setup.forward_step], device),
-        torch.no_grad(),
-    ):
-        model.train()
+    """`passes_alone`, with noise beside the weights: zeros, as of new adapters, would hide what depends on them."""
+    in_memory = [weight for weight in setup.model.parameters() if origin_of(weight) is None]  # others become random
+    with passes_alone(setup) as forward:
         generator = torch.Generator().manual_seed(0)
-        for weight in in_memory:  # zeros, as of new adapters, would hide what depends on them
+        for weight in in_memory:
             noise = torch.randn(weight.shape, generator=generator) * NOISE
             weight.requires_grad_(weight.is_floating_point()).add_(noise.to(weight))
         yield forward
