@@ -239,7 +239,8 @@ def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float |
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of an optimizer. Raises UsageError if it fails because it needs a closure, or gradients that are dense."""
+    """A step of an optimizer. Raises UsageError if it fails because it needs a closure, or gradients that are dense, or
+    sparse."""
     sparse = [weight for group in optimizer.param_groups for weight in group["params"] if _has_sparse_gradient(weight)]
     if sparse and type(optimizer) is torch.optim.SGD:  # its fused kernel takes none
         for group in optimizer.param_groups:
@@ -251,6 +252,11 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
         if any("closure" in line for line in lines):
             raise UsageError(f"{name} {NEEDS_CLOSURE}", f"use another optimizer ({line_of(error)})") from None
+        if "does not support dense gradients" in str(error):  # SparseAdam, also where a table's gradient is divided
+            raise UsageError(
+                f"{name} takes sparse gradients alone ({line_of(error)})",
+                "use torch.optim.Adam, or --config_file accelerate_configs/ddp.yaml for a table with sparse=True",
+            ) from None
         if sparse:
             raise UsageError(
                 f"{name} takes no sparse gradients ({line_of(error)}): use sparse=False in the constructor of the "
