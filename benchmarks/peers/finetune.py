@@ -1,23 +1,11 @@
 """The peer of recipes/finetune.py: TRL's SFTTrainer, which trains the completion of each row."""
 
-import json
 import sys
 from pathlib import Path
 
-from shared import (
-    BATCH,
-    LEARNING_RATE,
-    MAX_LENGTH,
-    InOrder,
-    answer,
-    drawn_rows,
-    question,
-    settings,
-    write_model,
-    write_rows,
-)
+from shared import BATCH, MAX_LENGTH, answer, flags_of_chats, question, settings, train_chats, write_model, write_rows
 
-PEER = "TRL SFTTrainer"
+PEER, flags = "TRL SFTTrainer", flags_of_chats
 
 
 def prepare(folder: Path, steps: int) -> None:
@@ -26,31 +14,11 @@ def prepare(folder: Path, steps: int) -> None:
     write_rows(folder, [{"prompt": question(row), "completion": answer(row + 1)} for row in range(steps * BATCH)])
 
 
-def flags(folder: Path) -> str:
-    """Of the recipe."""
-    return (
-        f"--data {folder}/data --model_name_or_path {folder}/model --batch_size {BATCH} --max_length {MAX_LENGTH} "
-        f"--learning_rate {LEARNING_RATE} --num_answers 0"
-    )
-
-
 def main(folder: Path, steps: int) -> None:
     """Trains, and prints the losses."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    class Trainer(InOrder, SFTTrainer):
-        pass
-
-    trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(folder / "model"),
-        SFTConfig(**settings(folder, steps), max_length=MAX_LENGTH),
-        train_dataset=Dataset.from_list(drawn_rows(folder)),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-    )
-    trainer.train()
-    print(json.dumps(trainer.losses))
+    train_chats(SFTTrainer, SFTConfig(**settings(folder, steps), max_length=MAX_LENGTH), folder)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ def compare(name: str, steps: int, rounds: int) -> str:
         PEERS[name].prepare(folder, steps)
         sides = {"ours": run_ours, "peer": run_peer}
         per_step: dict[str, list[float]] = {side: [] for side in sides}
+        last = dict[str, Cost]()
         for number in range(rounds):
             for side in list(sides)[:: 1 if number % 2 else -1]:
                 short, long = (sides[side](name, folder, count) for count in (SHORT, steps))
@@ -81,9 +82,6 @@ def compare(name: str, steps: int, rounds: int) -> str:
         own, other = (statistics.median(per_step[side]) for side in sides)
         memory = " | ".join(f"{last[side].memory:,.0f}" for side in sides)
         return f"| {name} | {PEERS[name].PEER} | {gap:.0e} | {own:.3f} | {other:.3f} | {ratio:.2f} | {memory} |"
-
-
-last: dict[str, Cost] = {}
 
 
 def main() -> None:

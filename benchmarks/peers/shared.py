@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accelerate_recipes.common.tasks.chat_models import small_chat_model
 
@@ -53,6 +53,35 @@ def question(number: int) -> list[dict[str, str]]:
 
 def answer(number: int) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": f"{number} comes next" + ", as you know" * (number % 5) + "."}]
+
+
+def flags_of_chats(folder: Path) -> str:
+    """Of a recipe that trains the model of `write_model`."""
+    return (
+        f"--data {folder}/data --model_name_or_path {folder}/model --batch_size {BATCH} --max_length {MAX_LENGTH} "
+        f"--learning_rate {LEARNING_RATE} --num_answers 0"
+    )
+
+
+def train_chats(trainer_type: type, config: Any, folder: Path, num_models: int = 1) -> None:
+    """Trains a Trainer of TRL, and prints its losses.
+
+    Args:
+        trainer_type: of TRL.
+        config: for it.
+        folder: with the model and the rows.
+        num_models: that it is given: that to train, and perhaps its reference.
+    """
+    from datasets import Dataset
+
+    trainer = type("Trainer", (InOrder, trainer_type), {})(
+        *(AutoModelForCausalLM.from_pretrained(folder / "model") for _ in range(num_models)),
+        args=config,
+        train_dataset=Dataset.from_list(drawn_rows(folder)),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    trainer.train()
+    print(json.dumps(trainer.losses))
 
 
 def settings(folder: Path, steps: int) -> dict[str, Any]:
