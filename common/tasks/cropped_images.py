@@ -121,12 +121,16 @@ class CroppedImages(Dataset):
 
     def _vary(self, image: Image.Image, augmentation: Augmentation) -> Tensor:
         box = random_box(*image.size, augmentation.least_area)
-        is_mirrored = torch.rand(()) < 0.5 and augmentation.mirror  # drawn in any case, so that the rest stays the same
+        is_mirrored = (
+            bool(torch.rand(()) < 0.5) and augmentation.mirror
+        )  # drawn in any case, so that the rest stays the same
         colours = ColourChange(*(1 + augmentation.colours * (2 * torch.rand(3) - 1)).tolist())
         pixels = self._resize(image, box, is_mirrored, colours)
         return erase(pixels) if augmentation.erasing and torch.rand(()) < augmentation.erasing else pixels
 
-    def _resize(self, image: Image.Image, box: Box, is_mirrored: Any = False, colours: Any = UNCHANGED) -> Tensor:
+    def _resize(
+        self, image: Image.Image, box: Box, is_mirrored: bool = False, colours: ColourChange = UNCHANGED
+    ) -> Tensor:
         side = self.form.size
         levels = numpy.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3))
         levels = numpy.ascontiguousarray((levels[:, ::-1] if is_mirrored else levels).transpose(2, 0, 1))
