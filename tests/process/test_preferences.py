@@ -44,9 +44,9 @@ def test_reference_is_kept(tmp_path: Path, base: Path, pairs: Path) -> None:
     adapted = fork(tmp_path / "adapted", "single", PREFERENCES, f"{flags} --lora_rank 4", env=env)
     assert line not in adapted.stdout
     assert largest_difference(adapted.column("train/loss")[:1], first.column("train/loss")[:1]) <= TOLERANCE
-    onward = fork(
-        tmp_path / "onward", "single", PREFERENCES, f"{flags} --model_name_or_path {adapted.output_dir}/model", env=env
-    )
+    flags_onward = f"{flags} --model_name_or_path {adapted.output_dir}/model --merge"
+    onward = fork(tmp_path / "onward", "single", PREFERENCES, flags_onward, env=env)
+    assert (tmp_path / "onward" / "merged" / "model.safetensors").is_file()
     assert line in onward.stdout and onward.column("train/loss")[0] == pytest.approx(0.6931472, abs=1e-6)
     assert adapted.column("train/loss")[-1] < 0.68 and onward.column("train/reward_margin")[0] == 0
     in_bf16 = fork(tmp_path / "bf16", "single", PREFERENCES, flags, options="--mixed_precision bf16", env=env)
