@@ -16,26 +16,16 @@ To train on your own pairs, or to continue from a pretrained encoder with its po
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import AutoModel, BertConfig, BertModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModel, BertModel
 
-from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, run, start
+from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
-from accelerate_recipes.common.tasks.encoder import (
-    PADDING,
-    Embedder,
-    always_mask,
-    freeze_key_biases,
-    load_encoder,
-    load_exported_tokenizer,
-    with_tokens,
-    word_tokenizer,
-)
+from accelerate_recipes.common.tasks.encoder import PADDING, Embedder, EncoderFlags, load_encoder, small_bert
 from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pairs import EncodedPairs, Pair, load_pairs, text_names
@@ -45,7 +35,7 @@ from accelerate_recipes.common.tasks.similarity import correlations, make_batch_
 
 
 @dataclass(kw_only=True)
-class Config(LoraFlags):
+class Config(EncoderFlags, LoraFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "stdlib"
@@ -62,7 +52,6 @@ class Config(LoraFlags):
     score_column: str | None = flag(None, "name of the column that says how much the two texts are alike")
     query_prompt: str | None = flag(None, "text before each query; else the model's own, if it has one")
     document_prompt: str | None = flag(None, "text before each document; else the model's own, if it has one")
-    max_length: int = flag(64, "tokens of a text beyond this number are left out", minimum=1)
     loss: Literal["symmetric", "one_direction", "cosine", "cosent"] = flag(
         "symmetric", "find the partner of each text; of each query alone; for scores: their squared error; their order"
     )
@@ -70,13 +59,6 @@ class Config(LoraFlags):
     learn_temperature: bool = flag(True, "else it stays; with --score_column it always does")
     matryoshka: str = flag("", "sum the losses of the first so many numbers of each vector, such as 64,32,16")
     pooling: Literal["auto", "mean", "cls", "lasttoken"] = flag("auto", "auto: as the model's modules.json, else mean")
-    vocabulary: int = flag(4096, "number of words that the model from scratch knows", minimum=4)
-    num_layers: int = flag(2, "encoder layers", minimum=1)
-    num_heads: int = flag(4, "attention heads", minimum=1)
-    hidden_size: int = flag(64, "width of the model, and of the vectors", minimum=1)
-    dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
-    model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
-    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -93,41 +75,21 @@ def build(config: Config, pooling: str, pairs: list[Pair]) -> tuple[Embedder, An
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
     if (path := base_of(config)) is not None:
         trust = {"trust_remote_code": config.trust_remote_code}
+        encoder: Any
         encoder, tokenizer = load_encoder(AutoModel, path, config.max_length, **trust)
         encoder = with_adapters(encoder, config)
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler.requires_grad_(False)  # no vector uses it
         return Embedder(encoder, tokenizer.pad_token_id, config.temperature, pooling), tokenizer
-    if config.hidden_size % config.num_heads:
-        raise UsageError(
-            f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: use "
-            f"--hidden_size {max(1, config.hidden_size // config.num_heads) * config.num_heads}"
-        )
-    shape = BertConfig(
-        vocab_size=config.vocabulary,
-        hidden_size=config.hidden_size,
-        intermediate_size=4 * config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        max_position_embeddings=config.max_length,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.dropout,
-        architectures=["BertModel"],
-    )
-    encoder = BertModel(shape, add_pooling_layer=False)
-    freeze_key_biases(encoder)
+    texts = (text for pair in pairs for text in pair.texts)
+    encoder, tokenizer = small_bert(config, partial(BertModel, add_pooling_layer=False), texts)
     # It shifts all vectors alike, so its gradient nearly cancels, and Adam would make steps of the rounding.
     encoder.encoder.layer[-1].output.LayerNorm.bias.requires_grad_(False)
-    always_mask(encoder)
-    texts = [text for pair in pairs for text in pair.texts]
-    folder = config.output_dir / "model"
-    tokenizer = load_exported_tokenizer(folder) if config.evaluate_only else word_tokenizer(texts, config.vocabulary)
     return Embedder(encoder, tokenizer.pad_token_id, config.temperature, pooling), tokenizer
 
 
 def main(config: Config) -> None:
     """Trains the encoder, and exports its tokenizer with it."""
-    disable_progress_bar()
     accelerator = start(config)
     columns = config.query_column, config.document_column, config.negative_column, config.score_column
     sources = Sources(config, lambda data: load_pairs(data, *columns))
@@ -139,11 +101,11 @@ def main(config: Config) -> None:
     scores = [pair.score for part in parts for pair in part]
     batch_loss = make_batch_loss(config.loss, config.matryoshka, model.config.hidden_size, scores)
 
-    def encoded(pairs: list[Pair]) -> Dataset:
-        return with_tokens(EncodedPairs(pairs, tokenizer, config.max_length, pooling.prompts))
+    def encoded(pairs: list[Pair]) -> EncodedPairs:
+        return EncodedPairs(pairs, tokenizer, config.max_length, pooling.prompts)
 
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    train_set, eval_set = sources.sets(encoded, encoded)
+    train_set, eval_set = sources.sets(encoded)
     fit(
         accelerator,
         model,

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
-from transformers.utils.logging import disable_progress_bar
 
-from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.augmentation import Augmentation, loss_of_mixture
+from accelerate_recipes.common.tasks.augmentation import AugmentationFlags, loss_of_mixture
 from accelerate_recipes.common.tasks.class_metrics import Confusion, average_precision, weights_of_classes
 from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing, load_labelled_images
 from accelerate_recipes.common.tasks.encoder import freeze_key_biases
@@ -36,11 +35,9 @@ from accelerate_recipes.common.tasks.known_classes import config_of_classes, nam
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import load
 
-KEY_BIASES = ("attention.k_proj.bias", "attention.attention.key.bias")
-
 
 @dataclass(kw_only=True)
-class Config(RunConfig):
+class Config(AugmentationFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "shapes"
@@ -53,12 +50,6 @@ class Config(RunConfig):
     log_every: int = 50
     eval_every: int | None = 200
     max_samples: int | None = flag(None, "stream this many images of a data set and keep them, not all", minimum=1)
-    least_area: float = flag(0.6, "least share of an image that a random cut keeps", above=0, below=1.001)
-    mirror: bool = flag(True, "mirror images by chance; not for letters, digits, or left and right")
-    colours: float = flag(0.3, "largest random change of brightness, contrast and saturation", minimum=0, below=1)
-    erasing: float = flag(0.0, "share of images that lose a random rectangle", minimum=0, below=1.001)
-    mixup: float = flag(0.0, "mix pairs of images; parameter of the shares, such as 0.2; 0: not", minimum=0)
-    cutmix: float = flag(0.0, "replace a part of each image by another; parameter, such as 1; 0: not", minimum=0)
     class_weights: str | None = flag(None, "balanced, or the weights of classes in the loss, such as cat:2,dog:0.5")
     label_smoothing: float = flag(0.1, "share of the target that all classes divide", minimum=0, below=1)
     image_size: int = flag(32, "pixels a side; a pretrained model has its own", minimum=1)
@@ -70,40 +61,32 @@ class Config(RunConfig):
     model_name_or_path: str | None = flag(None, "continue from this image classifier (folder or Hub id)")
 
 
-def make_forward_step(label_smoothing: float, num_classes: int) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
-    """`forward_step` for the flags, and images of one class each."""
+def make_forward_step(
+    label_smoothing: float, num_classes: int, has_several: bool
+) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
+    """`forward_step` for images of one class each; or of several, or none: then each class is a question of its own."""
+
+    def loss(logits: Tensor, label: Tensor) -> Tensor:
+        if not has_several:
+            return F.cross_entropy(logits, label, reduction="none", label_smoothing=label_smoothing)
+        smooth = label.lerp(torch.full_like(label, 0.5), label_smoothing)
+        return F.binary_cross_entropy_with_logits(logits, smooth, reduction="none").mean(1)
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logits = model(pixel_values=batch["image"]).logits.float()
-        label, best = batch["label"], logits.topk(min(5, num_classes)).indices
-        return {
-            "loss": loss_of_mixture(
-                batch, partial(F.cross_entropy, logits, reduction="none", label_smoothing=label_smoothing)
-            ),
+        logits, label = model(pixel_values=batch["image"]).logits.float(), batch["label"]
+        values = {"loss": loss_of_mixture(batch, partial(loss, logits))}
+        if has_several:
+            return values | {
+                "accuracy": ((logits > 0) == label.bool()).float().mean(1),
+                "probability": (1e9 * logits.double().sigmoid()).long(),  # in billionths: integers have no mean
+                "label": label.long(),
+            }
+        best = logits.topk(min(5, num_classes)).indices
+        return values | {
             "accuracy": (best[:, 0] == label).float(),
             "top_5_accuracy": (best == label[:, None]).any(1).float(),
             "predicted": best[:, 0],
             "label": label,
-        }
-
-    return forward_step
-
-
-def make_forward_step_of_several(label_smoothing: float) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
-    """`forward_step` for the flags, and images of several classes, or none: whether it has one is asked for each."""
-
-    def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logits = model(pixel_values=batch["image"]).logits.float()
-
-        def loss(label: Tensor) -> Tensor:
-            smooth = label.lerp(torch.full_like(label, 0.5), label_smoothing)
-            return F.binary_cross_entropy_with_logits(logits, smooth, reduction="none").mean(1)
-
-        return {
-            "loss": loss_of_mixture(batch, loss),
-            "accuracy": ((logits > 0) == batch["label"].bool()).float().mean(1),
-            "probability": (1e9 * logits.double().sigmoid()).long(),  # in billionths: integers have no mean
-            "label": batch["label"].long(),
         }
 
     return forward_step
@@ -116,7 +99,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
         model, _, new = with_classes(read, path, classes)
         if new:
             print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
-        freeze_key_biases(model, KEY_BIASES)
+        freeze_key_biases(model)
         return model, Preprocessing.of(path)
     if config.image_size % config.patch_size or config.hidden_size % config.num_heads:
         raise UsageError(
@@ -139,7 +122,6 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
 
 def main(config: Config) -> Callable[[], None] | None:
     """Trains. Returns what the main process does alone afterwards: draw which classes are taken for which."""
-    disable_progress_bar()
     accelerator = start(config)
     same = "classes", "has_several"
     sources = Sources(config, lambda data: load_labelled_images(data, config.max_samples), same)
@@ -148,20 +130,15 @@ def main(config: Config) -> Callable[[], None] | None:
     if config.freeze_backbone:
         model.base_model.requires_grad_(False)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    augmentation = Augmentation(
-        config.least_area, config.mirror, config.colours, config.erasing, config.mixup, config.cutmix
-    )
     several, parts = sources.train.has_several, [part.reorder(classes) for part, _ in sources.parts.values()]
-    weights = weights_of_classes(config.class_weights, parts, augmentation)
+    weights = weights_of_classes(config.class_weights, parts, bool(config.mixup or config.cutmix))
     train_set, eval_set = sources.sets(
-        lambda part: CroppedImages(part.reorder(classes), form, augmentation, weights),
+        lambda part: CroppedImages(part.reorder(classes), form, config, weights),
         lambda part: CroppedImages(part.reorder(classes), form),
     )
     if several:
         model.config.problem_type = "multi_label_classification"
-        forward_step = make_forward_step_of_several(config.label_smoothing)
-    else:
-        forward_step = make_forward_step(config.label_smoothing, len(classes))
+    forward_step = make_forward_step(config.label_smoothing, len(classes), several)
     confusion = Confusion(classes)
     examples = average_precision if several else confusion
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, examples=examples, export=form.write)

@@ -18,26 +18,25 @@ To align a model that `finetune.py` has exported, or a pretrained model on your 
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.logging import disable_progress_bar
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.data.sets import ForwardStep
-from accelerate_recipes.common.environment import has_gpu
 from accelerate_recipes.common.seeds import CPU, restore_generators
-from accelerate_recipes.common.tasks.causal_lm import (
-    checkpoint_activations,
-    load_pretrained,
-    load_trained,
-    with_losses,
+from accelerate_recipes.common.tasks.causal_lm import with_losses
+from accelerate_recipes.common.tasks.chat_models import (
+    ChatFlags,
+    load_chat_model,
+    small_chat_model,
+    without_dropout,
+    write_answers,
 )
-from accelerate_recipes.common.tasks.chat_models import answer, small_chat_model, with_chat_template, without_dropout
-from accelerate_recipes.common.tasks.chats import PAD_CHATS, Chats
-from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
+from accelerate_recipes.common.tasks.chats import PAD_CHATS
+from accelerate_recipes.common.tasks.lora import with_adapters
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.preferences import (
     LOSSES,
@@ -52,7 +51,7 @@ from accelerate_recipes.common.tasks.pretrained import export_of
 
 
 @dataclass(kw_only=True)
-class Config(LoraFlags):
+class Config(ChatFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "rules"
@@ -66,14 +65,6 @@ class Config(LoraFlags):
     label_smoothing: float = flag(0.0, "share of pairs whose label may be wrong: cDPO; robust", minimum=0, below=0.5)
     beta: float = flag(0.1, "how much it costs to leave the reference: large keeps the model near it", above=0)
     sft_weight: float | None = flag(None, "weight of the chosen answer's loss (from scratch 1, else 0)", minimum=0)
-    max_samples: int | None = flag(None, "stream this many pairs of a data set and keep them, not all", minimum=1)
-    max_length: int = flag(256, "tokens of a conversation beyond this number are cut", minimum=2)
-    loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
-    attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
-    activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
-    model_name_or_path: str | None = flag(None, "train this causal model with its tokenizer (folder or Hub id)")
-    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
-    num_answers: int = flag(50, "held-out questions for the exported model after training", minimum=0)
 
 
 def make_forward_step(config: Config) -> ForwardStep:
@@ -102,38 +93,20 @@ def make_forward_step(config: Config) -> ForwardStep:
 
 def build(config: Config) -> tuple[nn.Module, Any]:
     """Returns (model that returns losses, tokenizer). Raises UsageError for flags or a path that cannot be used."""
-    path = base_of(config)
-    if path is None:
-        model, tokenizer = small_chat_model(config.max_length, config.attention)
-    else:
-        load = partial(load_pretrained, path, config.max_length, config.attention, "max_length")
-        model, tokenizer = load(trust_remote_code=config.trust_remote_code, tokenizer_path=config.model_name_or_path)
-        without_dropout(model)  # else the policy would differ from its reference, which is evaluated, before any step
-    if config.activation_checkpointing:
-        checkpoint_activations(model)
-    tokenizer = with_chat_template(tokenizer, model)
+    model, tokenizer = load_chat_model(config, small_chat_model)
+    without_dropout(model)  # else the policy would differ from its reference, which is evaluated, before any step
     model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length)
     return with_adapters(model, config), tokenizer
 
 
-def write_answers(config: Config, tokenizer: Any, pairs: Chats) -> None:
-    """Prints how often the exported model gives the chosen answer, and one answer."""
-    asked = pairs.select_answered(config.num_answers, step=2)
-    if asked:
-        answers = answer(load_trained(config.output_dir / "model"), tokenizer, asked, config.max_length)
-        num_chosen = sum(found == one.answer.strip() for found, one in zip(answers, asked))
-        print(f"{asked[0].question} {answers[0]}\n{num_chosen} of {len(asked)} held-out answers are the chosen")
-
-
 def main(config: Config) -> Any:
     """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
-    disable_progress_bar()
     accelerator, forward_step = start(config), make_forward_step(config)
     with restore_generators(CPU):  # for the same initial weights in the reference
         model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_pairs(data, tokenizer, config.max_length, config.max_samples))
     print_once(sources.train.facts(config.max_length))
-    pairs = sources.sets(PairDataset, PairDataset)
+    pairs = sources.sets(PairDataset)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)

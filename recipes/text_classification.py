@@ -22,26 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
-from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
+from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, Examples, Metrics, pad_to_longest
-from accelerate_recipes.common.tasks.encoder import (
-    always_mask,
-    freeze_key_biases,
-    load_encoder,
-    load_exported_tokenizer,
-    word_tokenizer,
-)
-from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
-from accelerate_recipes.common.tasks.labelled_texts import EncodedTexts, LabelledTexts, load_labelled_texts
+from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, small_bert
+from accelerate_recipes.common.tasks.known_classes import names_of, with_classes
+from accelerate_recipes.common.tasks.labelled import Labelled, balanced_weights
+from accelerate_recipes.common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import export_of
 
 
 @dataclass(kw_only=True)
-class Config(RunConfig):
+class Config(EncoderFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "stdlib"
@@ -54,15 +48,7 @@ class Config(RunConfig):
     log_every: int = 50
     text_column: str = flag("text", "name of the column with the texts")
     label_column: str = flag("label", "name of the column with the classes")
-    max_length: int = flag(64, "tokens of a text beyond this number are left out", minimum=1)
     balanced: bool = flag(False, "give each class the same weight in the loss, instead of each text")
-    vocabulary: int = flag(4096, "number of words that the model from scratch knows", minimum=4)
-    num_layers: int = flag(2, "encoder layers", minimum=1)
-    num_heads: int = flag(4, "attention heads", minimum=1)
-    hidden_size: int = flag(64, "width of the model", minimum=1)
-    dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
-    model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
-    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -87,57 +73,36 @@ def macro_f1(examples: Examples) -> Metrics:
     return {"macro_f1": float((2 * hits / sizes).mean())}
 
 
-def build(config: Config, train_texts: LabelledTexts) -> tuple[Any, Any]:
+def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
-    classes = train_texts.classes
+    classes = parts[0].classes
     if path := config.model_name_or_path:
         options = {"trust_remote_code": config.trust_remote_code}
         read = partial(load_encoder, AutoModelForSequenceClassification, path, config.max_length, **options)
         return with_classes(read, path, classes)
-    if config.hidden_size % config.num_heads:
-        raise UsageError(
-            f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: use "
-            f"--hidden_size {max(1, config.hidden_size // config.num_heads) * config.num_heads}"
-        )
-    shape = BertConfig(
-        vocab_size=config.vocabulary,
-        hidden_size=config.hidden_size,
-        intermediate_size=4 * config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        max_position_embeddings=config.max_length,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.dropout,
-        **config_of_classes(classes),
-    )
-    model = BertForSequenceClassification(shape)
-    freeze_key_biases(model)
-    always_mask(model)
-    if config.evaluate_only:
-        return model, load_exported_tokenizer(config.output_dir / "model", classes)
-    return model, word_tokenizer(train_texts.texts, config.vocabulary)
+    texts = (text for part in parts for text in part.samples)
+    return small_bert(config, BertForSequenceClassification, texts, classes)
 
 
 def main(config: Config) -> None:
     """Trains the encoder, and exports its tokenizer with it."""
-    disable_progress_bar()
     accelerator = start(config)
     sources = Sources(
         config,
         lambda data: load_labelled_texts(data, config.text_column, config.label_column),
         same=("classes",),
     )
-    texts = LabelledTexts.join(train for train, _ in sources.parts.values())
-    model, tokenizer = build(config, texts)
+    parts = [train for train, _ in sources.parts.values()]
+    model, tokenizer = build(config, parts)
     classes = names_of(model.config)  # a pretrained head that knows them keeps its order
-    texts = texts.reorder(classes)
-    weights = texts.weights() if config.balanced else [1.0] * len(classes)
+    parts = [part.reorder(classes) for part in parts]
+    weights = balanced_weights(parts) if config.balanced else [1.0] * len(classes)
 
-    def encoded(part: LabelledTexts) -> EncodedTexts:
+    def encoded(part: Labelled) -> EncodedTexts:
         return EncodedTexts(part.reorder(classes), tokenizer, config.max_length, weights)
 
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    train_set, eval_set = sources.sets(encoded, encoded)
+    train_set, eval_set = sources.sets(encoded)
     fit(
         accelerator,
         model,

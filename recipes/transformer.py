@@ -12,7 +12,6 @@ To train on your own text, or to continue from your own model:
         --model_name_or_path path/or/hub-id --learning_rate 1e-5
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
@@ -31,6 +29,7 @@ from accelerate_recipes.common.tasks.causal_lm import (
     load_pretrained,
     load_trained,
     with_losses,
+    with_perplexity,
 )
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import export_of
@@ -72,11 +71,6 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return losses if isinstance(losses, dict) else {"loss": losses}
 
 
-def summarize(means: dict[str, float]) -> dict[str, float]:
-    """Adds the perplexity to the mean metrics of an evaluation."""
-    return means | {"perplexity": math.exp(min(means.get("cross_entropy", means["loss"]), 700))}
-
-
 def build(config: Config) -> tuple[PreTrainedModel, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
     check_attention(config.attention)
@@ -116,7 +110,6 @@ def print_sample(config: Config, tokenizer: Any, prompt: Tensor) -> None:
 
 def main(config: Config) -> Any:
     """Trains. Returns what the main process does alone afterwards: print a sample that the exported model generates."""
-    disable_progress_bar()
     accelerator = start(config)
     model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_tokens(data, tokenizer, config.context, config.max_samples))
@@ -133,7 +126,7 @@ def main(config: Config) -> Any:
         train_set,
         eval_set,
         config,
-        summarize=summarize,
+        summarize=with_perplexity,
         tokens_per_sample=config.context,
         flops_per_sample=flops_per_sample(model, config.context),
         export=export_of(model, tokenizer),

@@ -4,48 +4,31 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from ..config import RunConfig, flag
+
 Box = tuple[float, float, float, float]  # left, top, right, bottom
-HOLE = 0.02, 1 / 3  # least and largest share of an image that is erased (Zhong et al. 2020)
+Colour = tuple[float, ...]  # red, green, blue
+HOLE = 0.02, 1 / 3  # least and largest share of an image that is erased
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """How each image for training varies.
-
-    Attributes:
-        least_area: a random part of the image stands for it, with this share of its area or more, in other
-            proportions (Szegedy et al. 2015).
-        mirror: mirror every other image by chance.
-        colours: largest change of the brightness, the contrast and the saturation; 0.3: each times 0.7 to 1.3.
-        erasing: probability that a random rectangle gets the mean colour (Zhong et al. 2020).
-        mixup: each image is mixed with another one of the set; the share of each is of a beta distribution with this
-            parameter (Zhang et al. 2018). 0: not.
-        cutmix: the same, but a rectangle of the other one replaces that of the image (Yun et al. 2019). With both, one
-            of them, by chance.
-    """
-
-    least_area: float
-    mirror: bool = True
-    colours: float = 0.3
-    erasing: float = 0
-    mixup: float = 0
-    cutmix: float = 0
+UNCHANGED = 1.0, 1.0, 1.0  # factors of the brightness, the contrast and the saturation
 
 
-class ColourChange(NamedTuple):
-    """Factors of the brightness, the contrast and the saturation."""
+@dataclass(kw_only=True)
+class AugmentationFlags(RunConfig):
+    """The flags of recipes whose images for training vary."""
 
-    brightness: float = 1
-    contrast: float = 1
-    saturation: float = 1
-
-
-UNCHANGED = ColourChange()
+    least_area: float = flag(0.6, "least share of an image that a random cut keeps", above=0, below=1.001)
+    mirror: bool = flag(True, "mirror images by chance; not for letters, digits, or left and right")
+    colours: float = flag(0.3, "largest random change of brightness, contrast and saturation", minimum=0, below=1)
+    erasing: float = flag(0.0, "share of images that lose a random rectangle", minimum=0, below=1.001)
+    mixup: float = flag(0.0, "mix pairs of images; parameter of the shares, such as 0.2; 0: not", minimum=0)
+    cutmix: float = flag(0.0, "replace a part of each image by another; parameter, such as 1; 0: not", minimum=0)
 
 
 def middle(width: int, height: int) -> Box:
@@ -56,7 +39,8 @@ def middle(width: int, height: int) -> Box:
 
 
 def random_box(width: int, height: int, least_area: float) -> Box:
-    """A random part of an image with this share of its area or more, of 3:4 to 4:3 of its proportions."""
+    """A random part of an image with this share of its area or more, of 3:4 to 4:3 of its proportions (Szegedy et al.
+    2015)."""
     share, ratio, x, y = torch.rand(4).tolist()
     area = (least_area + (1 - least_area) * share) * width * height
     proportion = (3 / 4) ** (1 - 2 * ratio)
@@ -65,7 +49,14 @@ def random_box(width: int, height: int, least_area: float) -> Box:
     return left, top, left + box_width, top + box_height
 
 
-def normalise(levels: Tensor, mean: tuple[float, ...], std: tuple[float, ...], colours: ColourChange) -> Tensor:
+@cache
+def _limits(mean: Colour, std: Colour) -> tuple[Tensor, Tensor]:
+    """Black and white, normalised; each of shape (3, 1)."""
+    black, white = (torch.tensor([[(value - each) / scale] for each, scale in zip(mean, std)]) for value in (0, 1))
+    return black, white
+
+
+def normalise(levels: Tensor, mean: Colour, std: Colour, colours: tuple[float, float, float]) -> Tensor:
     """(value - mean) / std of each colour, after the change of the colours, which stay between black and white.
 
     Brightness, contrast and saturation together are one 3 × 3 matrix and a shift: one pass over the pixels.
@@ -74,21 +65,19 @@ def normalise(levels: Tensor, mean: tuple[float, ...], std: tuple[float, ...], c
         levels: float32 of shape (3, pixels), 0 to 255.
         mean: of each colour, with white as 1.
         std: of each colour.
-        colours: the change.
+        colours: factors of the brightness, the contrast and the saturation.
     """
     brightness, contrast, saturation = colours
     factor = brightness * contrast / 255
     shift = (1 - contrast) * brightness * float(levels.mean()) / 255
     own, others = factor * (1 + 2 * saturation) / 3, factor * (1 - saturation) / 3
     rows = [[(own if row == column else others) / std[row] for column in range(3)] for row in range(3)]
-    shifts, black, white = (
-        torch.tensor([[(value - each) / scale] for each, scale in zip(mean, std)]) for value in (shift, 0, 1)
-    )
-    return torch.addmm(shifts, torch.tensor(rows), levels).clamp_(black, white)
+    shifts = torch.tensor([[(shift - each) / scale] for each, scale in zip(mean, std)])
+    return torch.addmm(shifts, torch.tensor(rows), levels).clamp_(*_limits(mean, std))
 
 
 def erase(pixels: Tensor) -> Tensor:
-    """The image (3, height, width) with a random rectangle of zeros, the mean colour."""
+    """The image (3, height, width) with a random rectangle of zeros, the mean colour (Zhong et al. 2020)."""
     height, width = pixels.shape[1:]
     share, ratio, x, y = torch.rand(4).tolist()
     area, proportion = (HOLE[0] + (HOLE[1] - HOLE[0]) * share) * height * width, 0.3 ** (1 - 2 * ratio)
@@ -99,11 +88,12 @@ def erase(pixels: Tensor) -> Tensor:
     return pixels
 
 
-def mix(pixels: Tensor, other: Tensor, augmentation: Augmentation) -> tuple[Tensor, float]:
-    """(image, share of the first) of two images of shape (3, height, width), by mixup or cutmix."""
-    both = augmentation.mixup and augmentation.cutmix
-    cuts = random.random() < 0.5 if both else bool(augmentation.cutmix)
-    alpha = augmentation.cutmix if cuts else augmentation.mixup
+def mix(pixels: Tensor, other: Tensor, mixup: float, cutmix: float) -> tuple[Tensor, float]:
+    """(image, share of the first) of two images of shape (3, height, width): their mean (Zhang et al. 2018), or one
+    with a rectangle of the other (Yun et al. 2019). The share is of a beta distribution with the parameter of the flag;
+    with both, one of them, by chance."""
+    cuts = random.random() < 0.5 if mixup and cutmix else bool(cutmix)
+    alpha = cutmix if cuts else mixup
     share = random.betavariate(alpha, alpha)
     if not cuts:
         return other.lerp_(pixels, share), share

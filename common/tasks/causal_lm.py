@@ -1,5 +1,6 @@
 """Causal language models of transformers: loading, losses and floating-point operations."""
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import logging
 
 from ..environment import Environment, print_once
 from ..errors import UsageError
@@ -39,7 +41,6 @@ def load_pretrained(
     attention: str,
     flag: str = "context",
     kind: Any = AutoModelForCausalLM,
-    expected: str = "causal model",
     trust_remote_code: bool = False,
     tokenizer_path: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
@@ -51,7 +52,6 @@ def load_pretrained(
         attention: transformers' `attn_implementation`: "sdpa", "eager", "flash_attention_2".
         flag: the recipe's name for `context`.
         kind: a class with `from_pretrained`. Models that see images have a processor.
-        expected: what should be there, for messages.
         trust_remote_code: run code that the model brings.
         tokenizer_path: a folder of adapters of this model, which may have a tokenizer with another template.
 
@@ -59,9 +59,10 @@ def load_pretrained(
         UsageError: no such model or tokenizer there, or the model has fewer positions than `context`.
     """
     at_first = "sdpa" if attention == FLASH else attention  # the check below runs on the CPU, in float32
-    reads = AutoTokenizer if kind is AutoModelForCausalLM else AutoProcessor
+    is_text = kind is AutoModelForCausalLM
+    reads, expected = (AutoTokenizer, "causal model") if is_text else (AutoProcessor, "vision-language model")
     options: dict[str, Any] = {"attn_implementation": at_first, "trust_remote_code": trust_remote_code}
-    own = "tokenizer_config.json" if reads is AutoTokenizer else "*processor_config.json"
+    own = "tokenizer_config.json" if is_text else "*processor_config.json"
     if tokenizer_path is not None and any(Path(tokenizer_path).glob(own)):
         options["tokenizer_path"] = tokenizer_path
     model, processor, missing = load(kind, name_or_path, expected, reads, **options)
@@ -70,7 +71,7 @@ def load_pretrained(
             f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
             f"as {missing[0]}: use the path of a complete {expected}"
         )
-    if reads is AutoProcessor and getattr(model.config, "image_token_id", None) is None:
+    if not is_text and getattr(model.config, "image_token_id", None) is None:
         raise UsageError(
             f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for images: use the path of "
             "a model such as SmolVLM, Qwen-VL or Gemma 3"
@@ -96,6 +97,7 @@ def load_pretrained(
 def load_trained(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
     """A causal model that this run has exported, or exported adapters on their base, on the run's device and in its
     precision. If the model brings code, this run has run it."""
+    logging.disable_progress_bar()
     state = AcceleratorState()
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision, torch.float32)
     return kind.from_pretrained(folder, dtype=precision, trust_remote_code=True).to(state.device).eval()
@@ -315,6 +317,11 @@ def _attend_without_mask(model: PreTrainedModel) -> None:
         config._attn_implementation = "causal_sdpa"
         if _sees_the_future(model):  # a model with its own use of the mask, for example Doge
             config._attn_implementation = "sdpa"
+
+
+def with_perplexity(means: dict[str, float]) -> dict[str, float]:
+    """For `summarize` of `fit`: adds the perplexity of the trained tokens to the mean metrics of an evaluation."""
+    return means | {"perplexity": math.exp(min(means.get("cross_entropy", means["loss"]), 700))}
 
 
 def flops_per_sample(model: PreTrainedModel, context: int) -> float:

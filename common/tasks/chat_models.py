@@ -1,16 +1,20 @@
-"""Chat models: a small one from scratch, a plain chat template, and the answers of a trained model."""
+"""Chat models: their flags, a small one from scratch, a plain chat template, and the answers of a trained model."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ..environment import print_once
+from ..config import flag
+from ..environment import has_gpu, print_once
 from ..errors import UsageError
 from ..seeds import CPU, restore_generators
+from .causal_lm import checkpoint_activations, load_pretrained, load_trained
 from .conversations import Conversation, question
+from .lora import LoraFlags, base_of, write_merged
 from .pretrained import runnable
 from .tokenization import END, adds_special_tokens, byte_tokenizer, tokenizer_of
 
@@ -25,6 +29,49 @@ SHORT_TEMPLATE = (  # for bytes: U question, A answer
 )
 ANSWER = "answer"
 MORE_TOKENS = 16
+
+
+@dataclass(kw_only=True)
+class ChatFlags(LoraFlags):
+    """The flags of recipes that train a chat model."""
+
+    max_samples: int | None = flag(None, "stream this many samples of a data set and keep them, not all", minimum=1)
+    max_length: int = flag(256, "tokens of a conversation, or a packed block, beyond this number are cut", minimum=2)
+    merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
+    loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
+    attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
+    activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
+    model_name_or_path: str | None = flag(None, "train this chat model with its tokenizer (folder or Hub id)")
+    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
+    num_answers: int | None = flag(
+        None, "held-out questions for the exported model after training; default: 50, above 1e9 weights 5", minimum=0
+    )
+
+
+def load_chat_model(
+    config: ChatFlags,
+    small: Callable[[int, str], tuple[PreTrainedModel, Any]],
+    kind: Any = AutoModelForCausalLM,
+) -> tuple[PreTrainedModel, Any]:
+    """(the pretrained model of the flags, or a small one from scratch; its tokenizer or processor, with a template).
+
+    Args:
+        config: the flags.
+        small: makes the small one, of `--max_length` and `--attention`.
+        kind: as in `load_pretrained`.
+
+    Raises:
+        UsageError: flags or a path that cannot be used.
+    """
+    limits = config.max_length, config.attention
+    if (path := base_of(config, config.merge)) is None:
+        model, tokenizer = small(*limits)
+    else:
+        others = config.trust_remote_code, config.model_name_or_path
+        model, tokenizer = load_pretrained(path, *limits, "max_length", kind, *others)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    return model, with_chat_template(tokenizer, model)
 
 
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
@@ -117,26 +164,19 @@ def small_chat_model(max_length: int, attention: str) -> tuple[PreTrainedModel, 
 
 
 @torch.no_grad()
-def answer(
-    model: Any,
-    tokenizer: Any,
-    chats: Sequence[Conversation],
-    max_length: int,
-    images: Sequence[list[Any]] | None = None,
-) -> list[str]:
+def answer(model: Any, tokenizer: Any, chats: Sequence[Conversation], max_length: int) -> list[str]:
     """The answers of a model to the last turn of conversations.
 
     Args:
         model: from `load_trained`.
-        tokenizer: with a chat template; or a processor, with `images`.
+        tokenizer: with a chat template; or a processor, if there are images.
         chats: conversations that end with the expected answer. The model may write a few tokens more than that has.
         max_length: of a conversation with its answer, in tokens.
-        images: of each conversation, in order.
     """
     found, plain = [], tokenizer_of(tokenizer)
-    for number, chat in enumerate(chats):
+    for chat in chats:
         text = question(chat, tokenizer)
-        shown = {"images": [images[number]]} if images and images[number] else {}
+        shown = {"images": [chat.images]} if chat.images else {}
         adds = chat.is_plain or adds_special_tokens(tokenizer, text)
         given = tokenizer(text=[text], **shown, add_special_tokens=adds, return_tensors="pt").to(model.device)
         num_tokens = given["input_ids"].shape[1]
@@ -150,7 +190,24 @@ def answer(
     return found
 
 
-def num_right(answers: Sequence[str], chats: Sequence[Conversation]) -> int:
-    """How many of these answers end as the conversations do."""
-    expected = [chat.answer.strip() for chat in chats]
-    return sum(found.endswith(text) for found, text in zip(answers, expected) if text)
+def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = AutoModelForCausalLM) -> None:
+    """Prints how many held-out questions the exported model answers right, and one answer. With `--merge`, writes the
+    merged model first.
+
+    Args:
+        config: the flags of the run.
+        tokenizer: of the model, or a processor.
+        chats: held out; `select_answered` gives some.
+        kind: as in `load_trained`.
+    """
+    folder = config.output_dir / "model"
+    if config.merge:
+        write_merged(folder, config.output_dir / "merged", kind)
+    if config.num_answers == 0:
+        return
+    model = load_trained(folder, kind)
+    asked = chats.select_answered(config.num_answers or (5 if model.num_parameters() > 1e9 else 50))
+    if asked:
+        answers = answer(model, tokenizer, asked, config.max_length)
+        num_right = sum(found.endswith(chat.answer.strip()) for found, chat in zip(answers, asked))
+        print(f"{asked[0].question} {answers[0]}\n{num_right} of {len(asked)} held-out answers are right")

@@ -3,7 +3,7 @@
 import itertools
 import random
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,15 +19,14 @@ from ..errors import UsageError
 from .cache import cache_folder
 from .causal_lm import IGNORED, find_trained_places
 from .conversations import Conversation, Messages, as_text, find_unused
-from .rows import Table
+from .rows import Row, Table
 from .sources import check_not_streamed, hold_out, load_tables
 from .streams import rows_on_disk
 from .tokenization import digest_of
 
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
-VERSION = 2  # of what `encode` returns: another number makes it work anew
+VERSION = 5  # of the encoded rows: another number makes it work anew
 NUM_LOOKED_AT = 16  # conversations, for what the template does not use
-ADVICE = "use --data rules for the embedded conversations, or the path of a .jsonl file"
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,12 @@ class Chats:
             learns to write it, "num_trained", "length": the number of ids before the cut}. A list, or a
             `datasets.Dataset` whose rows stay on disk.
         chat: the conversation with an index.
+        per_sample: how many of them, one after another, make a sample.
     """
 
     rows: Any
     chat: Callable[[int], Conversation]
+    per_sample: int = 1
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -51,33 +52,41 @@ class Chats:
         """The messages of the conversation with an index."""
         return Conversation.of(self.chat(index)).messages
 
-    def select_answered(self, number: int, step: int = 1) -> list[Conversation]:
-        """Of each `step`-th of the conversations, at most so many, those that end with an answer that is a text."""
-        found = [Conversation.of(self.chat(index)) for index in range(0, min(number * step, len(self)), step)]
-        return [chat for chat in found if chat.messages[-1]["role"] == "assistant" and chat.answer]
+    def select_answered(self, number: int) -> list[Conversation]:
+        """Of the first conversations of so many samples, those that end with an answer that is a text."""
+        every = range(0, len(self), self.per_sample)[:number]
+        return [chat for chat in (Conversation.of(self.chat(index)) for index in every) if chat.is_answered]
 
     @cached_property
     def lengths(self) -> list[int]:
         """The number of tokens of each conversation, before the cut."""
-        return self.column("length")
+        return self._column("length")
 
     @cached_property
     def num_trained(self) -> list[int]:
         """The number of tokens of each conversation that the model learns to write."""
-        return self.column("num_trained")
+        return self._column("num_trained")
 
-    def column(self, name: str) -> list[Any]:
-        """A value of each row."""
+    def _column(self, name: str) -> list[Any]:
         rows = self.rows if isinstance(self.rows, list) else self.rows.select_columns([name])
         return [row[name] for row in rows]
 
-    def part(self, indices: list[int]) -> "Chats":
-        """The conversations with these indices, which stay on disk."""
+    def part(self, samples: Iterable[int]) -> "Chats":
+        """The conversations of these samples, which stay on disk."""
+        indices = [self.per_sample * sample + side for sample in samples for side in range(self.per_sample)]
         chosen = [self.rows[index] for index in indices] if isinstance(self.rows, list) else self.rows.select(indices)
-        return Chats(chosen, lambda index: self.chat(indices[index]))
+        return Chats(chosen, lambda index: self.chat(indices[index]), self.per_sample)
 
-    def keep_trained(self, data: str, max_length: int, use: str) -> "Chats":
-        """The conversations with a trained token; a line tells how many have none.
+    @cached_property
+    def teaching(self) -> tuple[list[int], list[int]]:
+        """(the samples all of whose conversations have a trained token, those of them that are no two equal ones)"""
+        numbers, equal = range(len(self) // self.per_sample), self._column("equal")
+        trained = [self.num_trained[side :: self.per_sample] for side in range(self.per_sample)]
+        whole = [number for number in numbers if all(side[number] for side in trained)]
+        return whole, [number for number in whole if not equal[self.per_sample * number]]
+
+    def keep_teaching(self, data: str, max_length: int, use: str) -> "Chats":
+        """The samples from which something can be learnt; a line for each reason tells how many others there are.
 
         Args:
             data: `--data`, for messages.
@@ -85,26 +94,24 @@ class Chats:
             use: "training" or "evaluation".
 
         Raises:
-            UsageError: none has one.
+            UsageError: there are none.
         """
-        kept = [index for index, number in enumerate(self.num_trained) if number]
-        self.check_trained(data, kept)
-        if len(kept) == len(self):
-            return self
-        say(
-            f"--data {data}: {len(self) - len(kept):,} of {len(self):,} {use} conversations have no trained token "
-            f"within --max_length {max_length}: left out"
-        )
-        return self.part(kept)
-
-    def check_trained(self, data: str, kept: list[int]) -> None:
-        """Raises UsageError if no conversation is kept."""
+        total, (whole, kept) = len(self) // self.per_sample, self.teaching
+        lacks = {1: "conversations have no trained token", 2: "pairs have an answer without a token"}
+        reasons = {lacks[self.per_sample]: total - len(whole), "pairs have two equal answers": len(whole) - len(kept)}
+        for reason, number in reasons.items():
+            if number:
+                within = f"within --max_length {max_length}: left out"
+                say(f"--data {data}: {number:,} of {total:,} {use} {reason} {within}")
+        if whole and not kept:
+            raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
         if not kept:
             roles = sorted({message["role"] for message in self.messages(0)})
             raise UsageError(
                 f"--data {data}: no token is trained: expected messages of the role assistant, found "
                 f"{', '.join(roles)}; or use a larger --max_length"
             )
+        return self if len(kept) == total else self.part(kept)
 
     def facts(self, max_length: int) -> str:
         """How much of it is trained, and what was cut, for the terminal."""
@@ -122,51 +129,37 @@ PAD_CHATS = pad_to_longest({"labels": IGNORED, "places": -1}, None)
 
 
 class ChatDataset(Dataset):
-    """One conversation a sample: {"tokens": int64 of shape (length,), "labels": int64 of shape (length,), "places": of
-    trained labels, "weight": float}. A label is the next token, or `IGNORED` if it is not trained. The weight is the
-    number of trained labels.
-    """
-
-    def __init__(self, chats: Chats):
-        self.rows = chats.rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens, labels = shift(self.rows[index])
-        weight = float((labels != IGNORED).sum())
-        return {"tokens": tokens, "labels": labels, "places": find_trained_places(labels), "weight": weight}
-
-
-class PackedDataset(Dataset):
-    """Several conversations a sample, packed into a block of a fixed length: {"tokens", "labels", "positions": int64 of
-    shape (length,), "places": of trained labels, "weight": float}. Positions start at 0 for each conversation,
-    and for the padding at the end.
+    """Conversations: {"tokens", "labels": int64 of shape (length,), "places": of trained labels, "weight": float}. A
+    label is the next token, or `IGNORED` if it is not trained. The weight is the number of trained labels.
 
     Args:
-        chats: conversations that were cut at `length` tokens.
-        length: tokens of a block.
+        chats: the conversations.
+        block: None for one a sample. Else several are packed into a sample of so many tokens, at which they were cut;
+            then there are "positions", which start at 0 for each conversation, and for the padding at the end.
     """
 
-    def __init__(self, chats: Chats, length: int):
-        self.rows, self.length = chats.rows, length
-        self.blocks = pack([min(size, length) - 1 for size in chats.lengths], length)
+    def __init__(self, chats: Chats, block: int | None = None):
+        self.rows, self.block = chats.rows, block
+        lengths = [] if block is None else [min(size, block) - 1 for size in chats.lengths]
+        self.samples = [[row] for row in range(len(chats))] if block is None else pack(lengths, block)
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        documents = [shift(self.rows[row]) for row in self.blocks[index]]
-        if missing := self.length - sum(len(tokens) for tokens, _ in documents):
-            documents.append((torch.zeros(missing, dtype=torch.int64), torch.full((missing,), IGNORED)))
-        labels = torch.cat([labels for _, labels in documents])
+        chats, positions = [shift(self.rows[row]) for row in self.samples[index]], {}
+        if self.block is not None:
+            if missing := self.block - sum(len(tokens) for tokens, _ in chats):
+                chats.append((torch.zeros(missing, dtype=torch.int64), torch.full((missing,), IGNORED)))
+            positions = {"positions": torch.cat([torch.arange(len(tokens)) for tokens, _ in chats])}
+        tokens, labels = map(torch.cat, zip(*chats))
+        weight = float((labels != IGNORED).sum())
         return {
-            "tokens": torch.cat([tokens for tokens, _ in documents]),
+            "tokens": tokens,
             "labels": labels,
-            "positions": torch.cat([torch.arange(len(tokens)) for tokens, _ in documents]),
+            **positions,
             "places": find_trained_places(labels),
-            "weight": float((labels != IGNORED).sum()),
+            "weight": weight,
         }
 
 
@@ -214,83 +207,111 @@ def load_chats(
     Raises:
         UsageError: no data, no such column, messages or a template that cannot be used.
     """
+    needs = [{column}, {"conversations"}, {"prompt", "completion"}]
+    lacks = f"has neither {column} nor prompt and completion: use --messages_column with one of"
+    kind, limits = f"conversation in {column}", (max_length, max_samples)
+
+    def read(row: Row) -> list[Conversation]:
+        return [Conversation.of_row(row, column)]
+
+    def embedded() -> list[Row]:
+        return [{column: messages} for messages in by_rules()]
+
+    return load_samples(data, tokenizer, *limits, kind, read, embedded, needs, lacks)
+
+
+def load_samples(
+    data: str,
+    tokenizer: Any,
+    max_length: int,
+    max_samples: int | None,
+    kind: str,
+    read: Callable[[Row], list[Conversation]],
+    embedded: Callable[[], list[Row]],
+    needs: list[set[str]],
+    lacks: str,
+) -> tuple[Chats, Chats]:
+    """Loads samples of a conversation each, or of a pair of them, and encodes them.
+
+    Args:
+        data, tokenizer, max_length, max_samples: as in `load_chats`.
+        kind: what a sample is; begins with "conversation" or "pair". What other functions read is of another kind.
+        read: the conversations in a row.
+        embedded: makes the rows of "rules".
+        needs: the columns of one of these sets must be there.
+        lacks: a message if they are not; the names of the columns are its end.
+
+    Returns:
+        (training part, evaluation part), the samples from which something can be learnt.
+
+    Raises:
+        UsageError: like `load_chats`.
+    """
+    noun, size = kind.split()[0], 2 if kind == "pair" else 1
+
+    def encoded(rows: Iterable[Row]) -> Iterator[Row]:
+        for number, row in enumerate(rows, start=1):
+            try:
+                yield from _encode_sample(read(row), tokenizer, max_length)
+            except UsageError as error:
+                raise UsageError(f"--data {data}, {noun} {number}: {error}") from None
+
+    def chat_of(rows: Any) -> Callable[[int], Conversation]:
+        return lambda index: read(rows[index // size])[index % size]
+
     if data == "rules":
-        check_not_streamed(max_samples)
-        chats = [Conversation.of(messages) for messages in by_rules()]
-        cut = len(chats) // HELD_OUT
-        parts = [_of_list(part, tokenizer, max_length) for part in (chats[cut:], chats[:cut])]
+        check_not_streamed(data, max_samples)
+        own = embedded()
+        whole, cut = Chats([*encoded(own)], chat_of(own), size), len(own) // HELD_OUT
+        parts = [whole.part(range(cut, len(own))), whole.part(range(cut))]
     else:
-        splits = load_tables(data, ADVICE, max_samples)
-        parts = [_of_split(data, split, tokenizer, max_length, column) for split in splits]
+        import datasets  # not at the top: the import takes seconds
+
+        integer, truth = datasets.Value("int64"), datasets.Value("bool")
+        lists = {"tokens": datasets.List(integer), "trained": datasets.List(truth)}
+        features = datasets.Features({**lists, "num_trained": integer, "length": integer, "equal": truth})
+        parts = []
+        for table in load_tables(data, f"use --data rules, or the path of a .jsonl file of {noun}s", max_samples):
+            if not any(names <= {*table.column_names} for names in needs):
+                raise UsageError(f"--data {data} {lacks} {', '.join(table.column_names)}")
+            folder = cache_folder(kind, VERSION, table.key, digest_of(tokenizer), max_length)
+            title, number = f"encoding {len(table):,} {noun}s", size * len(table)
+            parts.append(Chats(rows_on_disk(folder, title, encoded(table), features, number), chat_of(table), size))
+            _say_unused(data, table, read, tokenizer)
     if len(parts) == 1:
-        num_chats = len(parts[0])
-        if num_chats < 2:
-            raise UsageError(f"--data {data} has {num_chats} conversations: expected 2 or more")
-        parts = [parts[0].part(ids) for ids in divide([number > 0 for number in parts[0].num_trained])]
-    train, evaluation = (one.keep_trained(data, max_length, use) for one, use in zip(parts, ("training", "evaluation")))
+        number = len(parts[0]) // size
+        if number < 2:
+            raise UsageError(f"--data {data} has {number} {noun}s: expected 2 or more")
+        parts = [parts[0].part(samples) for samples in _divide(number, parts[0].teaching[1])]
+    uses = "training", "evaluation"
+    train, evaluation = (part.keep_teaching(data, max_length, use) for part, use in zip(parts, uses))
     return train, evaluation
 
 
-def divide(useful: list[bool]) -> tuple[list[int], list[int]]:
-    """(numbers for training, those that are held out): one in twenty, of which one is useful."""
-    train, held = (ids.sort().values.tolist() for ids in hold_out(len(useful), HELD_OUT))
-    if not any(useful[number] for number in held) and any(useful):
-        held = [useful.index(True)]
-        train = [number for number in range(len(useful)) if number not in held]
+def _divide(number: int, useful: list[int]) -> tuple[list[int], list[int]]:
+    """(samples for training, those that are held out): one in twenty, of which one is useful."""
+    train, held = (ids.sort().values.tolist() for ids in hold_out(number, HELD_OUT))
+    if useful and not {*useful} & {*held}:
+        held = useful[:1]
+        train = [sample for sample in range(number) if sample not in held]
     return train, held
 
 
-def _of_list(chats: list[Conversation], tokenizer: Any, max_length: int) -> Chats:
-    return Chats([encode(chat, tokenizer, max_length) for chat in chats], chats.__getitem__)
-
-
-def _of_split(data: str, split: Table, tokenizer: Any, max_length: int, column: str) -> Chats:
-    import datasets  # not at the top: the import takes seconds
-
-    names = split.column_names
-    if column not in names and "conversations" in names:
-        column = "conversations"
-    if column not in names and not {"prompt", "completion"} <= {*names}:
-        raise UsageError(
-            f"--data {data} has neither {column} nor prompt and completion: use --messages_column with one of "
-            f"{', '.join(names)}"
-        )
-
-    def read(row: dict[str, Any]) -> list[Conversation]:
-        return [Conversation.of_row(row, column)]
-
-    number = datasets.Value("int64")
-    lists = {"tokens": datasets.List(number), "trained": datasets.List(datasets.Value("bool"))}
-    features = datasets.Features({**lists, "num_trained": number, "length": number})
-    folder = cache_folder("chats", VERSION, split.key, digest_of(tokenizer), max_length, column)
-    encoded = encode_rows(data, split, lambda row: [encode(read(row)[0], tokenizer, max_length)], "conversation")
-    rows = rows_on_disk(folder, f"encoding {len(split):,} conversations", encoded, features, len(split))
-    say_unused(data, split, read, tokenizer)
-    return Chats(rows, lambda index: read(split[index])[0])
-
-
-Reader = Callable[[dict[str, Any]], list[Conversation]]  # the conversations in a row
-
-
-def encode_rows(
-    data: str, split: Table, encoded: Callable[[dict[str, Any]], list[dict[str, Any]]], noun: str
-) -> Iterator[dict[str, Any]]:
-    """Rows of `Chats`, which `encoded` makes of each row. Raises UsageError, with the number of the row."""
-    for number, row in enumerate(split, start=1):
-        try:
-            yield from encoded(row)
-        except UsageError as error:
-            raise UsageError(f"--data {data}, {noun} {number}: {error}") from None
-
-
-def say_unused(data: str, split: Table, read: Reader, template: Any) -> None:
+def _say_unused(data: str, table: Table, read: Callable[[Row], list[Conversation]], template: Any) -> None:
     """Prints what the chat template does not use of the first rows."""
     chats = []
-    for row in itertools.islice(split, NUM_LOOKED_AT):
-        with suppress(UsageError):  # `encode_rows` says so
+    for row in itertools.islice(table, NUM_LOOKED_AT):
+        with suppress(UsageError):  # whoever encodes it says so
             chats += read(row)
     if names := find_unused([chat for chat in chats if not chat.is_plain], template):
         say(f"--data {data}: the chat template does not use {', '.join(names)}")
+
+
+def _encode_sample(chats: list[Conversation], tokenizer: Any, max_length: int) -> list[Row]:
+    """The rows of `Chats` for a sample: "equal" says that it is two conversations with the same tokens."""
+    rows = [encode(chat, tokenizer, max_length) for chat in chats]
+    is_equal = len(rows) > 1 and rows[0]["tokens"] == rows[1]["tokens"]
+    return [row | {"equal": is_equal} for row in rows]
 
 
 def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:

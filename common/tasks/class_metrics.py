@@ -1,7 +1,6 @@
 """Classes in the loss and in an evaluation: their weights, which are taken for which, the ranks of several labels."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from ..errors import UsageError
-from .augmentation import Augmentation
-from .labelled_images import LabelledImages
+from .labelled import Labelled, balanced_weights
 
 
 def average_precision(examples: dict[str, Tensor]) -> dict[str, float]:
@@ -31,26 +29,23 @@ def average_precision(examples: dict[str, Tensor]) -> dict[str, float]:
     return {"mean_average_precision": float(((hits * precision).sum(1) / hits.sum(1))[occurs].mean())}
 
 
-def weights_of_classes(
-    flag: str | None, parts: Sequence[LabelledImages], augmentation: Augmentation
-) -> list[float] | None:
+def weights_of_classes(flag: str | None, parts: Sequence[Labelled], are_mixed: bool) -> list[float] | None:
     """The weight of each class in the loss; None without the flag. Raises UsageError.
 
     Args:
         flag: of `--class_weights`: "balanced", so that each class has the same weight in all; or "cat:2,dog:0.5", with
             1 for the others.
         parts: the images for training.
-        augmentation: of these.
+        are_mixed: whether two make one.
     """
     if flag is None:
         return None
-    if parts[0].has_several or augmentation.mixup or augmentation.cutmix:
+    if parts[0].has_several or are_mixed:
         what = "images with several classes" if parts[0].has_several else "--mixup and --cutmix"
         raise UsageError(f"--class_weights does not work with {what}: remove it")
-    classes, counts = parts[0].classes, Counter(label for part in parts for label in part.labels)
     if flag == "balanced":
-        mean = counts.total() / len(counts)
-        return [mean / counts.get(number, mean) for number in range(len(classes))]
+        return balanced_weights(parts)
+    classes = parts[0].classes
     weights = dict.fromkeys(classes, 1.0)
     for word in flag.split(","):
         name, _, number = word.rpartition(":")

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
@@ -29,12 +29,14 @@ class Conversation:
         first: number of the first message that may be learnt.
         options: what else the template gets: "tools", and what the column chat_template_kwargs has.
         is_plain: the contents are one text as they stand, with the tokenizer's end mark, and there is no template.
+        images: in the order of their places in the messages.
     """
 
     messages: Messages
     first: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     is_plain: bool = False
+    images: Sequence[Any] = ()
 
     @property
     def question(self) -> str:
@@ -46,6 +48,11 @@ class Conversation:
         """The text of the last message."""
         return text_of(self.messages[-1])
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether it ends with an answer that is a text."""
+        return self.messages[-1]["role"] == "assistant" and self.answer.strip() != ""
+
     @classmethod
     def of(cls, given: Any) -> Self:
         """A conversation of messages in any form; one that is a conversation stays as it is. Raises UsageError."""
@@ -53,10 +60,11 @@ class Conversation:
 
     @classmethod
     def of_row(cls, row: dict[str, Any], column: str) -> Self:
-        """The conversation in a row: the messages in this column, or a prompt and its completion, of which the latter
-        is learnt. Raises UsageError."""
-        if column in row:
-            return cls(check_messages(as_messages(row[column])), 0, options_of(row))
+        """The conversation in a row: the messages in this column, or in "conversations"; or a prompt and its
+        completion, of which the latter is learnt. Raises UsageError."""
+        for name in (column, "conversations"):
+            if name in row:
+                return cls(check_messages(as_messages(row[name])), 0, options_of(row))
         prompt = as_messages(row["prompt"], "user")
         messages = check_messages(prompt + as_messages(row["completion"], "assistant"))
         return cls(messages, len(prompt), options_of(row))
@@ -183,21 +191,13 @@ def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any
 
 def _forms(messages: Messages) -> Iterator[Messages]:
     tried: list[Messages] = []
-    for changes in itertools.product((_with_empty_content, _with_no_content), (dict, _join), (_parse, _dump)):
-        form = messages
+    for content, *changes in itertools.product(("", None), (dict, _join), (_parse, _dump)):
+        form = [{"content": content, **message} for message in messages]
         for change in changes:
             form = [change(message) for message in form]
         if form not in tried:
             tried.append(form)
             yield form
-
-
-def _with_empty_content(message: dict[str, Any]) -> dict[str, Any]:
-    return {"content": "", **message}
-
-
-def _with_no_content(message: dict[str, Any]) -> dict[str, Any]:
-    return {"content": None, **message}
 
 
 def _join(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import UsageError, first_line
-from .augmentation import UNCHANGED, Augmentation, Box, ColourChange, erase, middle, mix, normalise, random_box
-from .labelled_images import LabelledImages, load_image_splits
-from .sources import hold_out
+from .augmentation import UNCHANGED, AugmentationFlags, Box, erase, middle, mix, normalise, random_box
+from .labelled import Labelled
+from .labelled_images import load_image_splits
+from .sources import check_not_streamed, hold_out
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 NUM_DRAWN = 3000
@@ -86,9 +87,9 @@ class CroppedImages(Dataset):
 
     def __init__(
         self,
-        source: LabelledImages,
+        source: Labelled,
         form: Preprocessing,
-        augmentation: Augmentation | None = None,
+        augmentation: AugmentationFlags | None = None,
         weights: list[float] | None = None,
     ):
         self.source, self.form, self.augmentation, self.weights = source, form, augmentation, weights
@@ -104,7 +105,8 @@ class CroppedImages(Dataset):
         pixels = self._vary(image, augmentation)
         if augmentation.mixup or augmentation.cutmix:
             other = int(torch.randint(len(self), ()))
-            pixels, share = mix(pixels, self._vary(self._read(other), augmentation), augmentation)
+            varied = self._vary(self._read(other), augmentation)
+            pixels, share = mix(pixels, varied, augmentation.mixup, augmentation.cutmix)
             return {"image": pixels, "label": label, "other_label": self._label(other), "share": torch.tensor(share)}
         sample = {"image": pixels, "label": label}
         return sample if self.weights is None else sample | {"weight": torch.tensor(self.weights[label])}
@@ -116,21 +118,18 @@ class CroppedImages(Dataset):
         return torch.zeros(len(self.source.classes)).index_fill_(0, torch.tensor(label, dtype=torch.int64), 1)
 
     def _read(self, index: int) -> Image.Image:
-        image: Image.Image = self.source.images[index]
+        image: Image.Image = self.source.samples[index]
         return image if image.mode == "RGB" else image.convert("RGB")
 
-    def _vary(self, image: Image.Image, augmentation: Augmentation) -> Tensor:
+    def _vary(self, image: Image.Image, augmentation: AugmentationFlags) -> Tensor:
         box = random_box(*image.size, augmentation.least_area)
-        is_mirrored = (
-            bool(torch.rand(()) < 0.5) and augmentation.mirror
-        )  # drawn in any case, so that the rest stays the same
-        colours = ColourChange(*(1 + augmentation.colours * (2 * torch.rand(3) - 1)).tolist())
+        # Drawn in any case, so that the rest stays the same.
+        is_mirrored = bool(torch.rand(()) < 0.5) and augmentation.mirror
+        colours = (1 + augmentation.colours * (2 * torch.rand(3) - 1)).tolist()
         pixels = self._resize(image, box, is_mirrored, colours)
         return erase(pixels) if augmentation.erasing and torch.rand(()) < augmentation.erasing else pixels
 
-    def _resize(
-        self, image: Image.Image, box: Box, is_mirrored: bool = False, colours: ColourChange = UNCHANGED
-    ) -> Tensor:
+    def _resize(self, image: Image.Image, box: Box, is_mirrored: bool = False, colours: Any = UNCHANGED) -> Tensor:
         side = self.form.size
         levels = numpy.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3))
         levels = numpy.ascontiguousarray((levels[:, ::-1] if is_mirrored else levels).transpose(2, 0, 1))
@@ -138,7 +137,7 @@ class CroppedImages(Dataset):
         return normalise(pixels, self.form.mean, self.form.std, colours).view(3, side, side)
 
 
-def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[LabelledImages, LabelledImages]:
+def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Labelled, Labelled]:
     """Loads images with their classes.
 
     Args:
@@ -153,8 +152,7 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
         UsageError: no data, no images or no classes.
     """
     if data == "shapes":
-        if max_samples is not None:
-            raise UsageError("--max_samples is for sets of the Hub and files, not for --data shapes: remove it")
+        check_not_streamed(data, max_samples)
         parts = [_draw_shapes()]
     else:
         parts = load_image_splits(data, ADVICE, max_samples)
@@ -169,12 +167,12 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
     return parts[0].part(rest), parts[0].part(held_out)
 
 
-def _draw_shapes() -> LabelledImages:
+def _draw_shapes() -> Labelled:
     """Shapes of all colours, sizes and places on images of all sizes, the same in each run."""
     generator = random.Random(0)
     labels = [number % len(SHAPES) for number in range(NUM_DRAWN)]
     images = [_draw(SHAPES[label], generator) for label in labels]
-    return LabelledImages(images, labels, list(SHAPES))
+    return Labelled(images, labels, list(SHAPES))
 
 
 def _draw(shape: str, generator: random.Random) -> Image.Image:

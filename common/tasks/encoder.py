@@ -1,7 +1,8 @@
 """Encoders of transformers that classify texts or give their vectors, and a tokenizer whose tokens are words."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +10,73 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Subset
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
     AutoTokenizer,
+    BertConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..data.facts import say
+from ..config import RunConfig, flag
 from ..environment import print_once
 from ..errors import UsageError
+from .known_classes import config_of_classes, names_of
 from .pooling import POOLINGS
 from .pretrained import load
 
 PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
 PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
+
+
+@dataclass(kw_only=True)
+class EncoderFlags(RunConfig):
+    """The flags of recipes that train an encoder."""
+
+    max_length: int = flag(64, "tokens of a text beyond this number are left out", minimum=1)
+    vocabulary: int = flag(4096, "number of words that the model from scratch knows", minimum=4)
+    num_layers: int = flag(2, "encoder layers", minimum=1)
+    num_heads: int = flag(4, "attention heads", minimum=1)
+    hidden_size: int = flag(64, "width of the model", minimum=1)
+    dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
+    model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
+    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
+
+
+def small_bert(
+    config: EncoderFlags,
+    make: Callable[[BertConfig], PreTrainedModel],
+    texts: Iterable[str],
+    classes: list[str] | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """(a BERT from scratch, its tokenizer, whose tokens are words of these texts, or those of an earlier run that is
+    evaluated). Raises UsageError for sizes that do not divide."""
+    if config.hidden_size % config.num_heads:
+        raise UsageError(
+            f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: use "
+            f"--hidden_size {max(1, config.hidden_size // config.num_heads) * config.num_heads}"
+        )
+    shape = BertConfig(
+        vocab_size=config.vocabulary,
+        hidden_size=config.hidden_size,
+        intermediate_size=4 * config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        max_position_embeddings=config.max_length,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+        **({"architectures": ["BertModel"]} if classes is None else config_of_classes(classes)),
+    )
+    model = make(shape)
+    freeze_key_biases(model)
+    always_mask(model)
+    if config.evaluate_only:
+        return model, load_exported_tokenizer(config.output_dir / "model", classes)
+    return model, word_tokenizer(texts, config.vocabulary)
 
 
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
@@ -78,26 +126,14 @@ def always_mask(model: PreTrainedModel) -> None:
         model.config._attn_implementation = "masked_sdpa"
 
 
-def freeze_key_biases(model: nn.Module, names: tuple[str, ...] = ("attention.self.key.bias",)) -> None:
-    """Freezes the key biases of an encoder, the weights whose names end so. They add one number to all scores of a
-    query, so their gradient is zero but for rounding. Adam would turn the rounding into steps, which differ between
-    layouts. Not for an encoder that turns its keys by their positions: there the gradient is real."""
-    for name, weight in model.named_parameters():
-        if name.endswith(names):
-            weight.requires_grad_(False)
-
-
-def with_tokens(pairs: Any) -> Any:
-    """The samples of a dataset all of whose texts have tokens; a line tells how many have not. Raises UsageError if
-    all have not."""
-    kept = [number for number in range(len(pairs)) if all(part.numel() for part in pairs[number].values())]
-    if not kept:
-        raise UsageError("no pair has tokens in each of its texts: look at the columns that --query_column and "
-                         "--document_column name")  # fmt: skip
-    if len(kept) == len(pairs):
-        return pairs
-    say(f"{len(pairs) - len(kept):,} of {len(pairs):,} pairs have a text without tokens: left out")
-    return Subset(pairs, kept)
+def freeze_key_biases(model: nn.Module) -> None:
+    """Freezes the key biases of an encoder, unless it turns its keys by their positions. They add one number to all
+    scores of a query, so their gradient is zero but for rounding. Adam would turn the rounding into steps, which differ
+    between layouts."""
+    if not any("rot" in name or "rope" in name for name, _ in model.named_modules()):
+        for name, weight in model.named_parameters():
+            if name.endswith(("key.bias", "k_proj.bias")):
+                weight.requires_grad_(False)
 
 
 class Embedder(nn.Module):
@@ -107,7 +143,7 @@ class Embedder(nn.Module):
     with adapters has PEFT's name.
 
     Args:
-        encoder: a model of transformers, perhaps from `add_lora`.
+        encoder: a model of transformers, perhaps from `with_adapters`.
         pad: token that the encoder gets in the place of padding.
         temperature: at the start.
         pooling: a key of `POOLINGS`.
@@ -135,7 +171,7 @@ class Embedder(nn.Module):
         return F.normalize((hidden * self.pooling(mask)[..., None]).sum(1), dim=-1)  # the mean's length does not matter
 
 
-def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizerFast:
+def word_tokenizer(texts: Iterable[str], num_tokens: int) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are the most frequent words of `texts`, in lower case; a digit or a punctuation mark is
     a word. The first token of a text is [CLS].
 
@@ -163,11 +199,10 @@ def word_tokenizer(texts: Sequence[str], num_tokens: int) -> PreTrainedTokenizer
 def load_exported_tokenizer(folder: Path, classes: list[str] | None = None) -> Any:
     """The tokenizer beside an exported encoder. Raises UsageError if there is none, or if its classes differ."""
     try:
-        found = AutoConfig.from_pretrained(folder, trust_remote_code=False).id2label
+        there = names_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):
         raise UsageError(f"no exported encoder in {folder}: train first, or use the --output_dir of a run") from None
-    there = [found[number] for number in sorted(found)]
     if classes is not None and there != classes:
         raise UsageError(f"the classes are {', '.join(there)} in {folder}, and {', '.join(classes)} in the data")
     return tokenizer

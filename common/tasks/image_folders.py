@@ -1,7 +1,6 @@
 """Local folders of images: a sub-folder for each class, perhaps below folders for training and evaluation."""
 
 import os
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,19 @@ from ..data.facts import say
 from ..errors import UsageError
 from .lists import printable
 from .rows import table_of, text_of_cell
+from .sources import SPLITS, LeftOut, walk
 
 # A folder with one of these whole names is a part of the data, if all its siblings are, too; the first that is there.
-TRAIN = "train", "training"
-EVALUATION = "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"
+TRAIN, EVALUATION = SPLITS["train"], SPLITS["test"] + SPLITS["validation"]
 LABELS = "label", "labels", "fine_label"  # columns that may hold the class
 METADATA, FILE_NAME = ("metadata.csv", "metadata.jsonl"), "file_name"  # the Hub's form of a folder of images
 NO_IMAGE = "no images by their names"
 FORM = "expected a folder with a sub-folder for each class, such as cat/1.png and dog/2.png"
 
-Labelled = list[tuple[str, Any]]  # (path, class), or (path, classes)
-LeftOut = dict[str, list[str]]  # {why: paths}
+Files = list[tuple[str, Any]]  # (path, class), or (path, classes)
 
 
-def read_folder(data: str, folder: Path, advice: str) -> list[Labelled]:
+def read_folder(data: str, folder: Path, advice: str) -> list[Files]:
     """The images of a folder with their classes, in the order of their names: those for training and, if folders are
     called so, those for evaluation. A line says which folders are, and what is left out. No image is opened.
 
@@ -35,16 +33,15 @@ def read_folder(data: str, folder: Path, advice: str) -> list[Labelled]:
     Raises:
         UsageError: no images, images without classes, or a folder that cannot be read.
     """
-    left_out: LeftOut = {}
-    try:
-        files = list(_walk(str(folder), "", left_out, ()))
-    except OSError as error:
-        raise UsageError(f"--data {data}: {error.filename} cannot be read ({error.strerror})") from None
+    found, left_out = walk(folder, twice=True)
+    files = [file for file in found if Path(file).suffix.lower() in _endings()]
+    if others := sorted({*found} - {*files}):
+        left_out[NO_IMAGE] = others
     if any(file.lower().endswith(".parquet") for file in left_out.get(NO_IMAGE, [])):
         return []  # whoever reads these counts what is beside them
     if not files:
-        found = f" ({_counts(left_out)})" if left_out else ""
-        raise UsageError(f"--data {data}: no data there{found}; {FORM}, or parquet files; {advice}")
+        facts = f" ({_counts(left_out)})" if left_out else ""
+        raise UsageError(f"--data {data}: no data there{facts}; {FORM}, or parquet files; {advice}")
     parts = []
     for below in _parts(data, folder, files, left_out):
         own = [file for file in files if file.startswith(below)]
@@ -59,36 +56,6 @@ def read_folder(data: str, folder: Path, advice: str) -> list[Labelled]:
 def _counts(left_out: LeftOut) -> str:
     facts = [f"{why}: {len(paths):,}, such as {printable(paths[0])}" for why, paths in left_out.items() if paths]
     return "; ".join(facts)
-
-
-def _walk(top: str, below: str, left_out: LeftOut, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """The images in a folder and below it, each with its path from the top."""
-    folder, endings = f"{top}/{below}", _endings()
-    facts = Path(folder).stat()
-    here = facts.st_dev, facts.st_ino
-    if here in above:
-        left_out.setdefault("links to a folder above", []).append(below)
-        return
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
-    for entry in entries:
-        path, why = below + entry.name, ""
-        if entry.name.startswith("."):
-            why = "hidden"
-        elif entry.is_symlink() and not Path(entry.path).exists():  # or a link to itself
-            why = "broken links"
-        elif entry.is_dir():
-            yield from _walk(top, path + "/", left_out, (*above, here))
-        elif not entry.is_file():  # such as a pipe, which would be waited for
-            why = "no ordinary files"
-        elif Path(entry.name).suffix.lower() in endings:
-            yield path
-        else:
-            why = NO_IMAGE
-        if why:
-            left_out.setdefault(why, []).append(path)
-    if below and not entries:
-        left_out.setdefault("empty folders", []).append(below)
 
 
 @cache
@@ -120,7 +87,7 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list
     return [part + "/" for part in parts]
 
 
-def _by_folder(below: str, files: list[str], left_out: LeftOut) -> Labelled:
+def _by_folder(below: str, files: list[str], left_out: LeftOut) -> Files:
     """The class of each image: its folder, the first below the folder of the part."""
     ways = [(file, file[len(below) :].split("/")) for file in files]
     left_out.setdefault("images beside the folders of classes", []).extend(file for file, way in ways if len(way) < 2)
@@ -131,7 +98,7 @@ def _by_folder(below: str, files: list[str], left_out: LeftOut) -> Labelled:
     return [(file, way[0]) for file, way in ways if len(way) > 1]
 
 
-def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> Labelled:
+def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> Files:
     """The classes that a table in the folder gives its images; [] without a table that has classes."""
     for name in METADATA:
         path = folder / below / name

@@ -14,7 +14,7 @@ from ..environment import Environment
 from ..errors import UsageError
 from .embedded import sklearn_file
 from .labelled_images import load_image_splits
-from .sources import hold_out
+from .sources import check_not_streamed, hold_out
 from .text_files import local_path
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
@@ -63,7 +63,7 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
         data: "digits" (scikit-learn's 1,797 handwritten digits of 8 x 8); a folder with the four
             MNIST IDX files, gzipped or not, or with parquet files in the Hub's layout; or a Hub id,
             for example "ylecun/mnist".
-        max_samples: read only so many images of each split, as a stream; see `load_splits`.
+        max_samples: read only so many images of each split, as a stream; see `load_tables`.
 
     Returns:
         (training set, evaluation set). If the source has only one split, 20 % of it is held out,
@@ -73,17 +73,10 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
         UsageError: no data, damaged files, images of different sizes or more than half of the free memory, or no
             network.
     """
-    folder = local_path(data)
-    if max_samples is not None and (data == "digits" or _idx_folder(folder)):
-        raise UsageError(f"--max_samples is for sets of the Hub and parquet files, not for --data {data}: remove it")
-    if data == "digits":
-        return _load_digits()
-    if folder.is_dir():
-        return _load_folder(folder, max_samples)
-    if folder.exists():
-        raise UsageError(f"--data {data} is a file: name the folder that holds the data")
-    if data.startswith((".", "/", "~")) or data.count("/") > 1:
-        raise UsageError(f"--data {data}: no such folder; use --data digits for the embedded set")
+    place = None if data == "digits" else _idx_folder(local_path(data))
+    if data == "digits" or place is not None:
+        check_not_streamed(data, max_samples)
+        return _load_digits() if place is None else _load_idx(place)
     return _load_in_memory(data, max_samples)
 
 
@@ -112,15 +105,13 @@ def _idx_folder(folder: Path) -> Path | None:
     return next((place for place in (folder, folder / "MNIST" / "raw") if any(place.glob("*-idx?-ubyte*"))), None)
 
 
-def _load_folder(folder: Path, max_samples: int | None) -> tuple[ImageDataset, ImageDataset]:
-    if place := _idx_folder(folder):
-        train, test = (_read_idx_pair(place, images, labels) for images, labels in _IDX_FILES.values())
-        if train[0].shape[1:] != test[0].shape[1:]:
-            sizes = [" x ".join(map(str, images.shape[2:])) for images, _ in (train, test)]
-            raise UsageError(f"{place}: training images are {sizes[0]}, test images {sizes[1]}: expected one size")
-        num_classes = int(max(train[1].max(), test[1].max())) + 1
-        return ImageDataset(*train, num_classes), ImageDataset(*test, num_classes)
-    return _load_in_memory(str(folder), max_samples)
+def _load_idx(place: Path) -> tuple[ImageDataset, ImageDataset]:
+    train, test = (_read_idx_pair(place, images, labels) for images, labels in _IDX_FILES.values())
+    if train[0].shape[1:] != test[0].shape[1:]:
+        sizes = [" x ".join(map(str, images.shape[2:])) for images, _ in (train, test)]
+        raise UsageError(f"{place}: training images are {sizes[0]}, test images {sizes[1]}: expected one size")
+    num_classes = int(max(train[1].max(), test[1].max())) + 1
+    return ImageDataset(*train, num_classes), ImageDataset(*test, num_classes)
 
 
 def _read_idx_pair(place: Path, images_name: str, labels_name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,13 +157,13 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
     if parts[0].has_several:
         raise UsageError(f"--data {data} has images with several classes: use recipes/image_classification.py")
     local_world_size = Environment.read().local_world_size  # each process holds all images
-    size = numpy.asarray(parts[0].images[0]).size * num_images * local_world_size
+    size = numpy.asarray(parts[0].samples[0]).size * num_images * local_world_size
     if size > psutil.virtual_memory().available // 2:
         raise UsageError(
             f"--data {data}: its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes): "
             "use --max_samples with a smaller number"
         )
-    images = [[numpy.asarray(image) for image in part.images] for part in parts]
+    images = [[numpy.asarray(image) for image in part.samples] for part in parts]
     has_colour = any(image.ndim == 3 for part in images for image in part)
     shape = 3 if has_colour else 1, *images[0][0].shape[:2]
     sets = []
@@ -180,16 +171,10 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
         for row, image in enumerate(pixels):
             if image.shape[:2] != shape[1:]:
                 raise UsageError(
-                    f"{parts[0].images.name(0)} has {shape[1]} x {shape[2]} pixels, {part.images.name(row)} "
+                    f"{parts[0].samples.name(0)} has {shape[1]} x {shape[2]} pixels, {part.samples.name(row)} "
                     f"{image.shape[0]} x {image.shape[1]}: expected one size; resize them first"
                 )
-        sets.append(ImageDataset(_stack(pixels, shape[0]), torch.tensor(part.labels), len(classes), classes))
+        whole = numpy.stack([numpy.broadcast_to(numpy.atleast_3d(image), (*shape[1:], shape[0])) for image in pixels])
+        tensor = torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous()
+        sets.append(ImageDataset(tensor, torch.tensor(part.labels), len(classes), classes))
     return _split(sets[0]) if len(sets) == 1 else (sets[0], sets[1])
-
-
-def _stack(images: list[numpy.ndarray], channels: int) -> torch.Tensor:
-    """uint8 of shape (n, channels, height, width)"""
-    if channels == 3:
-        images = [numpy.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image for image in images]
-    pixels = torch.from_numpy(numpy.stack(images))
-    return pixels.unsqueeze(1) if channels == 1 else pixels.permute(0, 3, 1, 2).contiguous()

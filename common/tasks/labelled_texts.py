@@ -1,57 +1,24 @@
 """Texts with a class each: embedded, in a file, or on the Hub."""
 
 import sysconfig
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
 from ..data.facts import say
 from ..errors import UsageError
+from .labelled import Labelled
 from .lists import count_by_class
 from .rows import Table, rows_with_text
 from .sources import hold_out, load_tables
+from .tokenization import encode_texts
 
 # Packages that every Python has, without parts that a distribution may leave out.
 PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "unittest")
 LINES_PER_TEXT = 4
 HELD_OUT = 5  # one text in so many is for evaluation, if the source has no evaluation part
 ADVICE = "use --data stdlib for the embedded texts, or the path of a .csv, .jsonl or .parquet file"
-
-
-@dataclass
-class LabelledTexts:
-    """Texts and their classes.
-
-    Attributes:
-        texts: the texts.
-        labels: the position of each text's class in `classes`.
-        classes: names of the classes.
-    """
-
-    texts: list[str]
-    labels: list[int]
-    classes: list[str]
-
-    @classmethod
-    def join(cls, parts: "Iterable[LabelledTexts]") -> "LabelledTexts":
-        """The texts of several parts with the same classes."""
-        texts, labels, classes = zip(*((part.texts, part.labels, part.classes) for part in parts))
-        return cls(list(chain.from_iterable(texts)), list(chain.from_iterable(labels)), classes[0])
-
-    def reorder(self, classes: list[str]) -> "LabelledTexts":
-        """The same texts with their classes in this order, perhaps among others."""
-        numbers = [classes.index(name) for name in self.classes]
-        return LabelledTexts(self.texts, [numbers[label] for label in self.labels], classes)
-
-    def weights(self) -> list[float]:
-        """For each class, the factor that gives all classes the same weight; the mean over the texts is 1."""
-        counts = torch.bincount(torch.tensor(self.labels), minlength=len(self.classes)).clamp(min=1)
-        return (len(self.labels) / len(self.classes) / counts).tolist()
 
 
 class EncodedTexts(Dataset):
@@ -64,13 +31,9 @@ class EncodedTexts(Dataset):
         class_weights: how much a text of each class counts in the loss.
     """
 
-    def __init__(self, source: LabelledTexts, tokenizer: Any, max_length: int, class_weights: list[float]):
-        encoded = tokenizer(source.texts, truncation=True, max_length=max_length)["input_ids"]
-        kept = [row for row, tokens in enumerate(encoded) if tokens]
-        if len(kept) < len(encoded):
-            say(f"{len(encoded) - len(kept):,} of {len(encoded):,} texts have no token: left out")
-        self.tokens, self.labels = [torch.tensor(encoded[row]) for row in kept], [source.labels[row] for row in kept]
-        self.class_weights = class_weights
+    def __init__(self, source: Labelled, tokenizer: Any, max_length: int, class_weights: list[float]):
+        kept, (self.tokens,) = encode_texts([source.samples], tokenizer, max_length)
+        self.labels, self.class_weights = [source.labels[row] for row in kept], class_weights
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -80,9 +43,7 @@ class EncodedTexts(Dataset):
         return {"input_ids": self.tokens[index], "label": label, "class_weight": self.class_weights[label]}
 
 
-def load_labelled_texts(
-    data: str, text_column: str = "text", label_column: str = "label"
-) -> tuple[LabelledTexts, LabelledTexts]:
+def load_labelled_texts(data: str, text_column: str = "text", label_column: str = "label") -> tuple[Labelled, Labelled]:
     """Loads texts with their classes.
 
     Args:
@@ -103,25 +64,21 @@ def load_labelled_texts(
         tables = load_tables(data, ADVICE)
         parts = [_rows(table, text_column, label_column) for table in tables]
         declared = getattr(tables[0].kinds.get(label_column), "names", declared)
-    train, evaluation = parts if len(parts) == 2 else _split(parts[0])
+    if len(parts) == 1:
+        parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
+    train, evaluation = parts
     classes = declared or sorted({label for part in (train, evaluation) for _, label in part})
     if len(classes) < 2 or not train or not evaluation:
         raise UsageError(
             f"--data {data} has {len(train)} training and {len(evaluation)} evaluation texts of {len(classes)} "
             "classes: expected both, and two or more classes"
         )
-    numbers = {name: number for number, name in enumerate(classes)}
     first, second = (
-        LabelledTexts([text for text, _ in part], [numbers[label] for _, label in part], classes)
+        Labelled.of_names([text for text, _ in part], [label for _, label in part], classes)
         for part in (train, evaluation)
     )
     say(f"--data {data}: {count_by_class(classes, first.labels + second.labels)}")
     return first, second
-
-
-def _split(rows: list[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    train, evaluation = ([rows[number] for number in ids.sort().values] for ids in hold_out(len(rows), HELD_OUT))
-    return train, evaluation
 
 
 def _standard_library() -> list[tuple[str, ...]]:

@@ -99,53 +99,37 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
 
 
 def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
-    """The model itself; with `--lora_rank`, with new adapters; or with those in the folder `--model_name_or_path`.
+    """The model itself; with `--lora_rank`, frozen and with new adapters; or with those in the folder
+    `--model_name_or_path`. A model with adapters has an attribute `peft_adapter`.
+
+    PEFT adapts layers such as linear ones and GPT-2's Conv1D. `--lora_targets` are all of them but the head
+    (all-linear); names, separated by commas; or a regular expression, which must match a layer's whole name.
 
     Args:
         model: from `with_losses`, of the path that `base_of` gives.
 
     Raises:
-        UsageError: like `add_lora`, or the folder has something else than plain LoRA for this model.
+        UsageError: PEFT is not installed, no layer has such a name, or PEFT does not adapt it; or the folder has
+            something else than plain LoRA for this model.
     """
-    path = config.model_name_or_path
+    path, targets, alpha = config.model_name_or_path, config.lora_targets, config.lora_alpha
     if path is None:
         return model
-    if config.lora_rank:
-        return add_lora(model, config.lora_rank, config.lora_targets, path, config.lora_alpha, config.lora_dropout)
-    return continue_lora(model, path) if Path(path, SETTINGS).is_file() else model
-
-
-def add_lora(
-    model: PreTrainedModel, rank: int, targets: str, base: str, alpha: float | None = None, dropout: float = 0.0
-) -> nn.Module:
-    """Freezes a model and adds adapters to layers: those that PEFT adapts, such as linear ones and GPT-2's Conv1D.
-
-    Args:
-        model: from `with_losses`.
-        rank: of the adapters.
-        targets: "all-linear" for all layers but the head; names of layers, separated by commas, such as q_proj,v_proj;
-            or a regular expression, which must match a layer's whole name.
-        base: folder or Hub id of the model.
-        alpha: what an adapter gives counts alpha / rank times; None: twice.
-        dropout: of what an adapter gets.
-
-    Returns:
-        The model with an attribute `peft_adapter`.
-
-    Raises:
-        UsageError: PEFT is not installed, no layer has such a name, or PEFT does not adapt it.
-    """
-    names = targets if targets == "all-linear" else _layers(model, targets)
-    alpha = 2 * rank if alpha is None else alpha
-    settings = _peft().LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names)
-    return _adapt(
-        model, settings, str(Path(base).resolve()) if Path(base).is_dir() else base, f"--lora_targets {targets}"
+    if not config.lora_rank:
+        return _continue(model, path) if Path(path, SETTINGS).is_file() else model
+    settings = _peft().LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=2 * config.lora_rank if alpha is None else alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets if targets == "all-linear" else _layers(model, targets),
     )
+    base = str(Path(path).resolve()) if Path(path).is_dir() else path
+    return _adapt(model, settings, base, f"--lora_targets {targets}")
 
 
-def continue_lora(model: PreTrainedModel, folder: str) -> nn.Module:
-    """Freezes a model and adds the adapters in a folder, like `add_lora`. Raises UsageError if they are not LoRA alone,
-    or belong to another model."""
+def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
+    """Freezes a model and adds the adapters in a folder. Raises UsageError if they are not LoRA alone, or belong to
+    another model."""
     given, peft = f"--model_name_or_path {folder}", _peft()
     try:
         settings = peft.PeftConfig.from_pretrained(folder)

@@ -52,10 +52,6 @@ def weights_of(data: str) -> dict[str, float] | None:
     return weights
 
 
-def _as_it_is(part: Any) -> Any:
-    return part
-
-
 class Sources(Generic[Part]):
     """The sources of `--data`.
 
@@ -90,9 +86,11 @@ class Sources(Generic[Part]):
                     )
 
     def sets(
-        self, train: Callable[[Part], Any] = _as_it_is, evaluation: Callable[[Part], Any] = _as_it_is
+        self, train: Callable[[Part], Any] = lambda part: part, evaluation: Callable[[Part], Any] | None = None
     ) -> tuple[Any, Any]:
-        """(training set, evaluation set) of all sources, whose parts these functions make datasets."""
+        """(training set, evaluation set) of all sources, whose parts these functions make datasets; or the first alone
+        if there is no second."""
+        evaluation = evaluation or train
         if self.weights is None:
             return train(self.train), evaluation(self.evaluation)
         mixture = Mixture({name: train(part) for name, (part, _) in self.parts.items()}, self.shares, self.repeats)

@@ -16,6 +16,7 @@ from ..data.facts import say
 from ..errors import UsageError
 from .rows import Table, rows_with_text
 from .sources import hold_out, load_tables
+from .tokenization import encode_texts
 
 # Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.
 MODULES = (
@@ -47,13 +48,12 @@ class EncodedPairs(Dataset):
     """
 
     def __init__(self, pairs: list[Pair], tokenizer: Any, max_length: int, prompts: dict[str, str]):
-        self.names, self.pairs = text_names([pairs]), pairs
-        self.columns = []
-        for name, texts in zip(self.names, zip(*(pair.texts for pair in pairs))):
-            # Outer white space goes, as in sentence-transformers.
-            given = [(prompts["query" if name == "query" else "document"] + text).strip() for text in texts]
-            encoded = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
-            self.columns.append([torch.tensor(tokens) for tokens in encoded])
+        self.names = text_names([pairs])
+        begins = [prompts["query" if name == "query" else "document"] for name in self.names]
+        # Outer white space goes, as in sentence-transformers.
+        texts = [[(begin + pair.texts[at]).strip() for pair in pairs] for at, begin in enumerate(begins)]
+        kept, self.columns = encode_texts(texts, tokenizer, max_length)
+        self.pairs = [pairs[row] for row in kept]
 
     def __len__(self) -> int:
         return len(self.pairs)

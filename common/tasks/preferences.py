@@ -13,9 +13,8 @@ from torch.utils.data import Dataset, Subset
 from ..checkpoint.samples import known_by
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
-from ..data.facts import say
 from ..data.mixture import parts_of
-from ..data.sets import Batch, CollateFn, Examples, ForwardStep, MapDataset, check_datasets
+from ..data.sets import Batch, CollateFn, MapDataset, check_datasets
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
@@ -27,16 +26,11 @@ from ..step.guards import check_same_start, freeze_what_is_not_trained
 from ..step.setup import Setup
 from .cache import cache_folder, write_once
 from .causal_lm import IGNORED, find_trained_places
-from .chats import HELD_OUT, Chats, answers_by_rules, by_rules, divide, encode, encode_rows, say_unused, shift
+from .chats import Chats, answers_by_rules, by_rules, load_samples, shift
 from .conversations import Conversation, as_messages, check_messages, num_shared, options_of
 from .lora import digest_of_weights
-from .rows import Table
-from .sources import check_not_streamed, load_tables
-from .streams import rows_on_disk
-from .tokenization import digest_of
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
-ADVICE = "use --data rules for the embedded pairs, or the path of a .jsonl file"
 VERSION = 4  # of what is kept on disk: another number makes it anew
 
 
@@ -80,9 +74,7 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
         data: "rules" (the right answer, and that to the opposite question); a .jsonl or .parquet file; or a Hub id. Its
             columns are "chosen" and "rejected", and perhaps "prompt", as in TRL: lists of messages, of which the
             tokenizer's chat template makes texts; or texts, which are taken as they stand.
-        tokenizer: a fast tokenizer of transformers with a chat template.
-        max_length: tokens beyond this number are cut.
-        max_samples: read so many pairs of each part as a stream.
+        tokenizer, max_length, max_samples: as in `load_chats`.
 
     Returns:
         (training pairs, evaluation pairs), whose answers both have a token within the limit, and differ. If the source
@@ -91,72 +83,9 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
     Raises:
         UsageError: no data, no such columns, messages or a template that cannot be used.
     """
-    if data == "rules":
-        check_not_streamed(max_samples)
-        pairs = [split_pair(row) for row in pairs_by_rules()]
-        cut = len(pairs) // HELD_OUT
-        parts = [_of_list(part, tokenizer, max_length) for part in (pairs[cut:], pairs[:cut])]
-    else:
-        parts = [_of_split(data, split, tokenizer, max_length) for split in load_tables(data, ADVICE, max_samples)]
-    if len(parts) == 1:
-        num_pairs = len(parts[0]) // 2
-        if num_pairs < 2:
-            raise UsageError(f"--data {data} has {num_pairs} pairs: expected 2 or more")
-        kept = {*_useful(parts[0])[1]}
-        parts = [_pairs(parts[0], ids) for ids in divide([number in kept for number in range(num_pairs)])]
-    train, evaluation = (_keep_pairs(one, data, max_length, use) for one, use in zip(parts, ("training", "evaluation")))
-    return train, evaluation
-
-
-def _pairs(pairs: Chats, numbers: list[int]) -> Chats:
-    return pairs.part([2 * number + side for number in numbers for side in (0, 1)])
-
-
-def _of_list(pairs: list[list[Conversation]], tokenizer: Any, max_length: int) -> Chats:
-    rows = [row for pair in pairs for row in _encode_pair(pair, tokenizer, max_length)]
-    return Chats(rows, lambda index: pairs[index // 2][index % 2])
-
-
-def _encode_pair(pair: list[Conversation], tokenizer: Any, max_length: int) -> list[dict[str, Any]]:
-    chosen, rejected = (encode(chat, tokenizer, max_length) for chat in pair)
-    return [row | {"equal": chosen["tokens"] == rejected["tokens"]} for row in (chosen, rejected)]
-
-
-def _of_split(data: str, split: Table, tokenizer: Any, max_length: int) -> Chats:
-    if not {"chosen", "rejected"} <= {*split.column_names}:
-        raise UsageError(
-            f"--data {data}: expected the columns chosen and rejected, and perhaps prompt, found "
-            f"{', '.join(split.column_names)}"
-        )
-    rows = encode_rows(data, split, lambda row: _encode_pair(split_pair(row), tokenizer, max_length), "pair")
-    folder = cache_folder("pairs", VERSION, split.key, digest_of(tokenizer), max_length)
-    found = rows_on_disk(folder, f"encoding {len(split):,} pairs", rows, None, 2 * len(split))
-    say_unused(data, split, split_pair, tokenizer)
-    return Chats(found, lambda index: split_pair(split[index // 2])[index % 2])
-
-
-def _useful(pairs: Chats) -> tuple[list[int], list[int]]:
-    """(numbers of the pairs whose answers both have a trained token, those of them whose answers differ)"""
-    trained, equal = pairs.num_trained, pairs.column("equal")
-    whole = [number for number in range(len(pairs) // 2) if trained[2 * number] and trained[2 * number + 1]]
-    return whole, [number for number in whole if not equal[2 * number]]
-
-
-def _keep_pairs(pairs: Chats, data: str, max_length: int, use: str) -> Chats:
-    """The pairs from which a preference can be learnt; a line for each reason tells how many others there are. Raises
-    UsageError if there are none."""
-    total, (whole, kept) = len(pairs) // 2, _useful(pairs)
-    for number, reason in (
-        (total - len(whole), "have an answer without a token"),
-        (len(whole) - len(kept), "have two equal answers"),
-    ):
-        if number:
-            within = f"within --max_length {max_length}: left out"
-            say(f"--data {data}: {number:,} of {total:,} {use} pairs {reason} {within}")
-    if whole and not kept:
-        raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
-    pairs.check_trained(data, kept)
-    return pairs if len(kept) == total else _pairs(pairs, kept)
+    limits = max_length, max_samples
+    lacks = "lacks the columns chosen and rejected, and perhaps prompt; it has"
+    return load_samples(data, tokenizer, *limits, "pair", split_pair, pairs_by_rules, [{"chosen", "rejected"}], lacks)
 
 
 def split_pair(row: dict[str, Any]) -> list[Conversation]:
@@ -307,12 +236,8 @@ def add_reference(
 
     def compute() -> dict[str, Tensor]:
         print_once(f"computing the reference's log-probabilities of {len(ids) + len(eval_set):,} pairs")
-        reference, named = build(), {"train": Subset(train_set, ids), "eval": eval_set}
-        data = accelerator, reference, optimizer_of(reference), _reference_step, named, config, collate_fn
-        found = {
-            name: torch.stack([values["chosen"], values["rejected"]], 1).float()
-            for name, values in _values_of(*data).items()
-        }
+        reference, sets = build(), {"train": Subset(train_set, ids), "eval": eval_set}
+        found = _values_of(accelerator, reference, optimizer_of(reference), sets, config, collate_fn)
         found["train"] = torch.full((len(train_set), 2), torch.nan).index_copy(0, torch.tensor(ids), found["train"])
         return found
 
@@ -361,32 +286,23 @@ def _values_of(
     accelerator: ObservedAccelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    forward_step: ForwardStep,
     datasets: Mapping[str, MapDataset],
     config: RunConfig,
     collate_fn: CollateFn,
-) -> dict[str, Examples]:
-    """What `forward_step` returns for each sample of datasets, in their order, in all processes, under any config.
+) -> dict[str, Tensor]:
+    """The log-probabilities of each pair, shape (pairs, 2), in all processes, under any config.
 
     Model and optimizer are used up: build others for `fit`, and keep no reference to these.
-
-    Args:
-        optimizer: of the class and over the weights as for `fit`. It takes no step.
-        datasets: {name: map-style dataset}; the first is for training.
-
-    Raises:
-        UsageError: like `fit`.
     """
     train_set, sets = check_datasets(next(iter(datasets.values())), datasets, collate_fn)
     plan = Plan.of(config, accelerator.layout, len(train_set))
     check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
-    setup = check_trainable(Setup(accelerator, model, optimizer, forward_step, plan, train_set=train_set))
+    setup = check_trainable(Setup(accelerator, model, optimizer, _reference_step, plan, train_set=train_set))
     freeze_what_is_not_trained(accelerator, model, optimizer)
-    engine = prepare(setup)
-    found: dict[str, Examples] = {}
+    engine, found = prepare(setup), dict[str, Tensor]()
     for name, dataset in sets.items():
         results = evaluate_set(engine, dataset, poll=lambda: False, keeps=True)
         assert results is not None
-        found[name] = results[1]
+        found[name] = torch.stack([results[1]["chosen"], results[1]["rejected"]], 1).float()
     accelerator.free_memory()
     return found

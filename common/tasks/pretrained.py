@@ -45,6 +45,7 @@ def load(
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     has_flag, trust = "trust_remote_code" in options, {"trust_remote_code": options.pop("trust_remote_code", False)}
     tokenizer_path = options.pop("tokenizer_path", name_or_path)
     options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **trust}

@@ -22,7 +22,7 @@ from ..data.facts import say
 from ..errors import UsageError, first_line
 from .cache import cache_folder
 from .streams import rows_on_disk
-from .text_files import Place, ending_of, is_packed, open_text
+from .text_files import Place, ending_of, open_text, packing_of
 
 VERSION = 1  # of the rows on disk: another number makes them anew
 MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
@@ -123,6 +123,28 @@ class Table:
             yield number
 
 
+class TableColumn:
+    """A column of a `datasets.Dataset` as its files hold it. A row takes a sixth of the time of the dataset's own way.
+
+    Args:
+        table: with the column.
+        name: of the column.
+    """
+
+    def __init__(self, table: Any, name: str):
+        self.table, self.name = table.select_columns(name).with_format("arrow"), name
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, wanted: int | slice) -> Any:
+        found = self.table[wanted][self.name].to_pylist()
+        return found if isinstance(wanted, slice) else found[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (cell for start in range(0, len(self), ROWS_PER_READ) for cell in self[start : start + ROWS_PER_READ])
+
+
 def table_of_dataset(data: str, split: Any) -> Table:
     """The rows of a `datasets.Dataset`; its images are not decoded."""
     import datasets  # not at the top: the import takes seconds
@@ -134,7 +156,7 @@ def table_of_dataset(data: str, split: Any) -> Table:
     name = f"{data}, {split.split}" if split.split else data
     read, rows = split.__getitem__, partial(iter, split)
     facts = split._fingerprint, split.data.nbytes, split.features
-    return Table(name, split.column_names, len(split), read, rows, *facts, column=read)
+    return Table(name, split.column_names, len(split), read, rows, *facts, column=partial(TableColumn, split))
 
 
 def holds_images(kind: Any) -> bool:
@@ -205,7 +227,7 @@ def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: di
     """
     local = [place for place in places if isinstance(place, Path)]
     stats = [place.stat() for place in local]
-    sizes = [stat.st_size * (UNPACKED if is_packed(place) else 1) for place, stat in zip(local, stats)]
+    sizes = [stat.st_size * (UNPACKED if packing_of(place) else 1) for place, stat in zip(local, stats)]
     facts = [str(place.resolve() if isinstance(place, Path) else place) for place in places]
     key = (VERSION, facts, [(stat.st_size, stat.st_mtime_ns) for stat in stats], max_rows)
     rows = islice(_rows_of_all(places), max_rows)

@@ -32,6 +32,7 @@ SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")  # of a split in several files: train-
 ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Options of a builder of `datasets` that do not say how to read a file.
 SET_BY_ALL = {"name", "version", "data_dir", "data_files", "description", "features"}
+LeftOut = dict[str, list[str]]  # {why: paths}
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -54,10 +55,6 @@ class Files:
     splits: dict[str, list[Place]]
     kinds: dict[str, Any] = field(default_factory=dict)
 
-    def all_end_with(self, *endings: str) -> bool:
-        """Whether the name of each file has one of these endings."""
-        return all(ending_of(place) in endings for places in self.splits.values() for place in places)
-
 
 def load_tables(data: str, advice: str, max_samples: int | None = None) -> list[Table]:
     """The training split and, if there is one, the evaluation split of a dataset, as the rows of its files.
@@ -71,29 +68,13 @@ def load_tables(data: str, advice: str, max_samples: int | None = None) -> list[
         UsageError: no data, no network, no training split, or a split without rows.
     """
     files = table_files(data, advice)
-    if files is None or files.all_end_with(".parquet"):
+    if files is None or all(ending_of(place) == ".parquet" for places in files.splits.values() for place in places):
         return [table_of_dataset(data, split) for split in _load_splits(data, advice, max_samples, files)]
     return [table_of(data, files.splits[name], max_samples, files.kinds) for name in _names(data, files.splits)]
 
 
-def load_splits(data: str, advice: str, max_samples: int | None = None) -> list[Any]:
-    """The training split and, if there is one, the evaluation split of a dataset, each a `datasets.Dataset`.
-
-    Args:
-        data: a .parquet file, a folder of them, or a Hub id.
-        advice, max_samples: as in `load_tables`.
-
-    Raises:
-        UsageError: no data, no network, no training split, or a split without rows.
-    """
-    files = table_files(data, advice)
-    if files is not None and not files.all_end_with(".parquet"):
-        raise UsageError(f"--data {data}: expected .parquet files, which hold images; {advice}")
-    return _load_splits(data, advice, max_samples, files)
-
-
 def _load_splits(data: str, advice: str, max_samples: int | None, files: Files | None) -> list[Any]:
-    """What `load_splits` returns, of Parquet files or of a Hub id."""
+    """What `load_tables` returns, of Parquet files or of a Hub id, each a `datasets.Dataset`."""
     import datasets  # not at the top: the import takes seconds
 
     where: tuple[str, Any] = str(local_path(data)) if _has_card(local_path(data)) else data, None
@@ -131,11 +112,11 @@ def table_files(data: str, advice: str) -> Files | None:
         if ending_of(path) not in TABLES:
             raise UsageError(f"--data {data}: its name ends with none of {', '.join(TABLES)}; {advice}")
         return Files({"train": [path.absolute()]})
-    check_is_hub_id(data, path, advice)
+    _check_is_hub_id(data, path, advice)
     return _find_files(data, data, advice)
 
 
-def check_is_hub_id(data: str, path: Path, advice: str) -> None:
+def _check_is_hub_id(data: str, path: Path, advice: str) -> None:
     """Raises UsageError if `--data`, where there is no file or folder of this name, cannot be a Hub id."""
     if os.path.lexists(path):
         raise UsageError(f"--data {data} is no file or folder that can be read; {advice}")
@@ -157,9 +138,11 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
     Raises:
         UsageError: no such files, several kinds of them, or one file twice.
     """
-    visible, others = walk(folder)
-    found = [path for path in visible if ending_of(path) in kinds and path.name not in ABOUT_DATA]
-    others += sorted({*visible} - {*found})
+    visible, left_out = walk(folder)
+    found = [folder / name for name in visible if ending_of(name) in kinds and Path(name).name not in ABOUT_DATA]
+    left_out.pop("empty folders", None)
+    others = [folder / path for paths in left_out.values() for path in paths]
+    others += sorted({folder / name for name in visible} - {*found})
     if not found:
         raise UsageError(f"--data {data} holds no {', '.join(kinds)} file; {advice}")
     copies: dict[PurePath, Path] = {}
@@ -188,24 +171,50 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
     return Files(chosen)
 
 
-def walk(folder: Path) -> tuple[list[Path], list[Path]]:
-    """(files in a folder and below, in the order of their names; what is hidden, no ordinary file, or a link to a
-    folder that was already seen). Raises UsageError."""
-    visible: list[Path] = []
-    others: list[Path] = []
-    seen = {os.path.realpath(folder)}
-    for place, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        inner = {name: os.path.realpath(Path(place, name)) for name in sorted(folders)}
-        folders[:] = [name for name, real in inner.items() if not name.startswith(".") and real not in seen]
-        seen |= {inner[name] for name in folders}
-        others += [Path(place, name) for name in inner if name not in folders]
-        for path in (Path(place, name) for name in sorted(names)):  # a pipe would be waited for
-            (visible if path.is_file() and not path.name.startswith(".") else others).append(path)
-    return visible, others
+def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
+    """(the files in a folder and below, in the order of their names, each with its path from there; what is left out).
 
+    Args:
+        folder: where to begin.
+        twice: whether to read a folder again to which a link leads, unless it is above the link.
 
-def _raise(error: OSError) -> None:
-    raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from None
+    Raises:
+        UsageError: a folder that cannot be read.
+    """
+    files, left_out = list[str](), LeftOut()
+
+    def visit(below: str, known: set[tuple[int, int]]) -> None:
+        facts = (folder / below).stat()
+        here = facts.st_dev, facts.st_ino
+        if here in known:
+            left_out.setdefault("links to a folder above", []).append(below)
+            return
+        known = {*known} if twice else known
+        known.add(here)
+        with os.scandir(folder / below) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            path, why = below + entry.name, ""
+            if entry.name.startswith("."):
+                why = "hidden"
+            elif entry.is_symlink() and not Path(entry.path).exists():  # or a link to itself
+                why = "broken links"
+            elif entry.is_dir():
+                visit(path + "/", known)
+            elif entry.is_file():
+                files.append(path)
+            else:  # such as a pipe, which would be waited for
+                why = "no ordinary files"
+            if why:
+                left_out.setdefault(why, []).append(path)
+        if below and not entries:
+            left_out.setdefault("empty folders", []).append(below)
+
+    try:
+        visit("", set())
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return files, left_out
 
 
 def _split_of(path: Path) -> str | None:
@@ -246,10 +255,10 @@ def _find_files(data: str, name: str, advice: str) -> Files | None:
     )
 
 
-def check_not_streamed(max_samples: int | None) -> None:
-    """Raises UsageError if embedded data are to be read as a stream."""
+def check_not_streamed(data: str, max_samples: int | None) -> None:
+    """Raises UsageError if data that are no rows of a table are to be read as a stream."""
     if max_samples is not None:
-        raise UsageError("--max_samples reads a data set of the Hub or a file: use --data, too")
+        raise UsageError(f"--max_samples reads rows of a file or of the Hub, and --data {data} has none: remove it")
 
 
 def _names(data: str, splits: Iterable[str]) -> list[str]:

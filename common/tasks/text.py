@@ -18,7 +18,7 @@ from ..errors import UsageError
 from .cache import cache_folder, progress_bar, write_once
 from .causal_lm import IGNORED
 from .rows import Table
-from .sources import TABLES, check_is_hub_id, files_of_folder, load_tables, walk
+from .sources import TABLES, check_not_streamed, files_of_folder, load_tables, walk
 from .text_files import Place, ending_of, local_path, open_text
 from .tokenization import digest_of, is_bytewise
 
@@ -147,8 +147,7 @@ def _texts(data: str, max_samples: int | None) -> list[_Text]:
     files = [] if data == "stdlib" else _text_files(data)
     if files is None:
         return [_text_of_rows(table) for table in load_tables(data, ADVICE, max_samples)]
-    if max_samples is not None:
-        raise UsageError(f"--max_samples counts rows of a data set, but --data {data} is plain text: remove it")
+    check_not_streamed(data, max_samples)
     if data == "stdlib":
         folder = Path(sysconfig.get_path("stdlib"))
         text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))[:STDLIB_CHARACTERS]
@@ -157,14 +156,13 @@ def _texts(data: str, max_samples: int | None) -> list[_Text]:
 
 
 def _text_files(data: str) -> list[list[Place]] | None:
-    """The files with plain text of each split; None if the data are rows. Raises UsageError for a path without data."""
+    """The files with plain text of each split; None if the data are rows. Raises UsageError."""
     path = local_path(data)
     if path.is_file():
         return None if ending_of(path) in TABLES else [[path]]
     if not path.is_dir():
-        check_is_hub_id(data, path, ADVICE)
         return None
-    found = {ending_of(file): file.name for file in walk(path)[0]}
+    found = {ending_of(file): Path(file).name for file in walk(path)[0]}
     if tables := [name for ending, name in found.items() if ending in TABLES]:
         if ".txt" in found:
             raise UsageError(f"--data {data} holds {found['.txt']} and {tables[0]}: use the path of one")

@@ -51,15 +51,11 @@ def ending_of(place: Place) -> str:
 
 def strip_packing(place: Place) -> PurePath:
     """The name of a file without the ending of its packing: "x/a.CSV" for "x/a.CSV.gz"."""
-    return PurePath(str(place)[: len(str(place)) - len(_packing_of(place))])
+    return PurePath(str(place)[: len(str(place)) - len(packing_of(place))])
 
 
-def is_packed(place: Place) -> bool:
-    """Whether the name of a file says that it is packed."""
-    return _packing_of(place) != ""
-
-
-def _packing_of(place: Place) -> str:
+def packing_of(place: Place) -> str:
+    """The ending of a packed file's name, such as ".gz"; "" for others."""
     return next((ending for ending in PACKED if str(place).lower().endswith(ending)), "")
 
 
@@ -71,7 +67,7 @@ def open_bytes(place: Place) -> io.BufferedReader:
         import fsspec  # type: ignore[import-untyped]  # a dependency of `datasets`
 
         raw = fsspec.open(place, "rb").open()
-    packing = _packing_of(place)
+    packing = packing_of(place)
     if packing == ".zst":
         import pyarrow  # type: ignore[import-untyped]  # a dependency of `datasets`; Python 3.14 has a module
 

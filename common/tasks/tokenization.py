@@ -1,30 +1,30 @@
 """A tokenizer of bytes, and what tells one tokenizer from another."""
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from ..data.facts import say
+from ..errors import UsageError
 
 END = "\x03"  # "end of text" in ASCII, for a tokenizer without an end mark
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each byte of UTF-8; the token id is the byte."""
-    model = models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[])
+    model = models.BPE(vocab={character: byte for byte, character in bytes_to_unicode().items()}, merges=[])
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level tokenizers (GPT-2's encoder.py)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def is_bytewise(tokenizer: Any) -> bool:
@@ -42,6 +42,28 @@ def adds_special_tokens(processor: Any, text: str) -> bool:
     `apply_chat_template`: tokenizers add none, processors add them unless the text begins with one."""
     plain = tokenizer_of(processor)
     return plain is not processor and not (plain.bos_token is not None and text.startswith(plain.bos_token))
+
+
+def encode_texts(
+    columns: Iterable[Sequence[str]], tokenizer: Any, max_length: int
+) -> tuple[list[int], list[list[Tensor]]]:
+    """(numbers of the samples all of whose texts have tokens, the tokens of these texts in each column).
+
+    Attention in a text without tokens has nothing to attend to, which is 0/0. A line counts such samples. Raises
+    UsageError if all are so.
+
+    Args:
+        columns: the texts of all samples, one column after another.
+        tokenizer: of transformers.
+        max_length: tokens beyond this number are left out.
+    """
+    encoded = [tokenizer([*texts], truncation=True, max_length=max_length)["input_ids"] for texts in columns]
+    kept = [row for row, sample in enumerate(zip(*encoded)) if all(sample)]
+    if not kept:
+        raise UsageError("no sample has tokens in each of its texts: look at the columns that the flags name")
+    if missing := len(encoded[0]) - len(kept):
+        say(f"{missing:,} of {len(encoded[0]):,} samples have a text without tokens: left out")
+    return kept, [[torch.tensor(tokens[row]) for row in kept] for tokens in encoded]
 
 
 def digest_of(tokenizer: Any) -> str:

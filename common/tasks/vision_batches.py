@@ -212,16 +212,10 @@ class VisionDataset(Dataset):
             return self.encoder.sample(*chat)
 
     def facts(self) -> str:
-        """How much of the first conversations is trained, and how many are cut, for the terminal. Raises UsageError if
-        nothing is trained."""
+        """How much of the first conversations is trained, and how many are cut, for the terminal. Raises UsageError."""
         samples = [self[index] for index in range(min(NUM_LOOKED_AT, len(self)))]
         lengths = [len(sample["tokens"]) for sample in samples]
         num_trained = sum(sample["weight"] for sample in samples)
-        if not num_trained:
-            raise UsageError(
-                f"--data {self.chats.name}: no token of the first {len(samples)} conversations is trained: use a "
-                f"larger --max_length than {self.encoder.max_length}, or look for answers of the role assistant"
-            )
         num_full = sum(length == self.encoder.max_length for length in lengths)
         return (
             f"first {len(samples)} conversations: {100 * num_trained / sum(lengths):.0f} % of tokens trained; longest "

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 from ..data.facts import say
 from ..errors import UsageError
 from .chats import HELD_OUT
-from .conversations import as_messages
+from .conversations import Conversation, as_messages
 from .image_decoding import Opener
 from .rows import Table, holds_images
 from .sources import check_not_streamed, hold_out, load_tables
@@ -47,6 +47,12 @@ class VisionChats:
         with self.naming(index):
             return self.load(self.rows[index])
 
+    def select_answered(self, number: int) -> list[Conversation]:
+        """Of the first so many conversations, those that end with an answer that is a text."""
+        read = map(self.read, range(min(number, len(self))))
+        found = [Conversation(messages, images=images) for messages, images in read]
+        return [chat for chat in found if chat.is_answered]
+
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:
         """Adds the number of a conversation in its source to an error."""
@@ -77,7 +83,7 @@ def load_vision_chats(
         UsageError: no data, or no such column.
     """
     if data == "shapes":
-        check_not_streamed(max_samples)
+        check_not_streamed(data, max_samples)
         chats = shapes()
         cut = len(chats) // HELD_OUT
         parts = range(cut, len(chats)), range(cut)

@@ -45,19 +45,15 @@ def small_vision_model(max_length: int, attention: str) -> tuple[PreTrainedModel
     return Idefics3ForConditionalGeneration(config), processor
 
 
-def freeze_image_keys(model: PreTrainedModel) -> None:
-    """Freezes the key biases of the part that sees images, unless it turns its keys by their positions."""
-    encoder = model.get_encoder(modality="image")
-    if not any("rot" in name for name, _ in encoder.named_modules()):
-        freeze_key_biases(encoder, ("k_proj.bias",))
-
-
-def freeze_unused(model: PreTrainedModel) -> None:
-    """Freezes the last weights of a vision tower of which the model takes an earlier layer, as LLaVA does."""
+def freeze_idle(model: PreTrainedModel) -> None:
+    """Freezes weights of the part that sees images which get no gradient but rounding: the key biases, and the last
+    weights, if the model takes an earlier layer, as LLaVA does."""
+    tower = model.get_encoder(modality="image")
+    freeze_key_biases(tower)
     chosen = getattr(model.config, "vision_feature_layer", None)
     if chosen is None:
         return
-    tower, num_layers = model.get_encoder(modality="image"), model.config.vision_config.num_hidden_layers
+    num_layers = model.config.vision_config.num_hidden_layers
     last = max(layer % (num_layers + 1) for layer in ([chosen] if isinstance(chosen, int) else chosen))
     layers = [(f"{name}.{last - 1}.", part) for name, part in tower.named_modules() if isinstance(part, nn.ModuleList)]
     start = next((start for start, part in layers if len(part) == num_layers), "")

@@ -120,7 +120,10 @@ def test_a_part_of_a_set(asked: Ask, tmp_path: Path) -> None:
     [
         (["nothing.py"], "nothing.py"),
         ([str(ROOT / MNIST), "--output", "no/folder/a.html"], "expected the path of a file in a folder that is there"),
-        ([str(ROOT / MNIST), "--", "--data", "./nothing"], "no such folder; use --data digits"),
+        (
+            [str(ROOT / MNIST), "--", "--data", "./nothing"],
+            "--data ./nothing: no such file or folder; use --data digits",
+        ),
         ([str(ROOT / MNIST), "--", "--batch_size", "5000"], "--batch_size 5000"),
     ],
 )

@@ -192,7 +192,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, adapted: Run) -> N
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--max_samples 3", "--max_samples reads a data set of the Hub or a file: use --data, too"),
+        ("--max_samples 3", "--max_samples reads rows of a file or of the Hub, and --data rules has none"),
         ("--lora_rank 4", "use --model_name_or_path, too"),
         ("--merge", "use --lora_rank, too"),
         (

@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from accelerate_recipes.common.tasks.augmentation import Augmentation
+from accelerate_recipes.common.tasks.augmentation import AugmentationFlags
 from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing, load_labelled_images
-from accelerate_recipes.common.tasks.labelled_images import LabelledImages
+from accelerate_recipes.common.tasks.labelled import Labelled
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import refused
@@ -125,10 +125,10 @@ def test_class_called_train_and_files_named_after_it(tmp_path: Path) -> None:
 
 def test_mirroring_can_be_switched_off() -> None:
     left = Image.fromarray(numpy.repeat(numpy.array([[0] * 8 + [255] * 8], numpy.uint8), 16, axis=0))
-    source = LabelledImages([left], [0], ["left"])
+    source = Labelled([left], [0], ["left"])
     form = Preprocessing(16, (0.0,) * 3, (1.0,) * 3)
     for mirror, kinds in ((True, {True, False}), (False, {False})):
-        cropped = CroppedImages(source, form, Augmentation(1.0, mirror))
+        cropped = CroppedImages(source, form, AugmentationFlags(least_area=1.0, mirror=mirror))
         torch.manual_seed(0)
         images = [cropped[0]["image"] for _ in range(40)]
         assert {bool(image[:, :, 0].mean() > image[:, :, -1].mean()) for image in images} == kinds

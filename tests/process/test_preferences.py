@@ -44,9 +44,9 @@ def test_reference_is_kept(tmp_path: Path, base: Path, pairs: Path) -> None:
     adapted = fork(tmp_path / "adapted", "single", PREFERENCES, f"{flags} --lora_rank 4", env=env)
     assert line not in adapted.stdout
     assert largest_difference(adapted.column("train/loss")[:1], first.column("train/loss")[:1]) <= TOLERANCE
-    onward = fork(
-        tmp_path / "onward", "single", PREFERENCES, f"{flags} --model_name_or_path {adapted.output_dir}/model", env=env
-    )
+    flags_onward = f"{flags} --model_name_or_path {adapted.output_dir}/model --merge"
+    onward = fork(tmp_path / "onward", "single", PREFERENCES, flags_onward, env=env)
+    assert (tmp_path / "onward" / "merged" / "model.safetensors").is_file()
     assert line in onward.stdout and onward.column("train/loss")[0] == pytest.approx(0.6931472, abs=1e-6)
     assert adapted.column("train/loss")[-1] < 0.68 and onward.column("train/reward_margin")[0] == 0
     in_bf16 = fork(tmp_path / "bf16", "single", PREFERENCES, flags, options="--mixed_precision bf16", env=env)
@@ -111,7 +111,7 @@ def test_resumed_run_is_the_same(tmp_path: Path, config: str) -> None:
 def test_preferences_are_learnt(tmp_path: Path, base: Path, pairs: Path) -> None:
     flags = f"{SHORT} --max_steps 30 --learning_rate 3e-3 --data {pairs} --model_name_or_path {base} --num_answers 2"
     run = fork(tmp_path / "run", "ddp", PREFERENCES, flags, env={"HF_HOME": str(tmp_path / "cache")})
-    assert run.column("eval/reward_accuracy")[-1] == 1 and "of 2 held-out answers are the chosen" in run.stdout
+    assert run.column("eval/reward_accuracy")[-1] == 1 and "of 2 held-out answers are right" in run.stdout
 
 
 @pytest.mark.full
@@ -124,7 +124,7 @@ def test_result_of_the_docstring(tmp_path: Path) -> None:
     ("flags", "line"),
     [
         ("--lora_rank 4", "use --model_name_or_path, too"),
-        ("--max_samples 3", "--max_samples reads a data set of the Hub or a file: use --data, too"),
+        ("--max_samples 3", "--max_samples reads rows of a file or of the Hub, and --data rules has none"),
         ("--data nowhere.jsonl", "--data nowhere.jsonl: no such file"),
         ("--loss ppo", "--loss ppo: expected one of dpo, dpo_norm, "),
     ],

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.augmentation import (
-    Augmentation,
-    ColourChange,
+    AugmentationFlags,
     erase,
     loss_of_mixture,
     mix,
@@ -20,7 +19,8 @@ from accelerate_recipes.common.tasks.augmentation import (
 from accelerate_recipes.common.tasks.class_metrics import Confusion, average_precision, weights_of_classes
 from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing
 from accelerate_recipes.common.tasks.images import load_images
-from accelerate_recipes.common.tasks.labelled_images import LabelledImages, load_image_splits
+from accelerate_recipes.common.tasks.labelled import Labelled
+from accelerate_recipes.common.tasks.labelled_images import load_image_splits
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
@@ -32,7 +32,7 @@ def test_colours_are_those_of_three_steps() -> None:
     grey = pixels.mean(0)
     pixels = (grey + 1.3 * (pixels - grey)).clamp(0, 1)
     expected = (pixels - torch.tensor(MEAN)[:, None]) / torch.tensor(STD)[:, None]
-    torch.testing.assert_close(normalise(levels, MEAN, STD, ColourChange(1.2, 0.7, 1.3)), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(normalise(levels, MEAN, STD, (1.2, 0.7, 1.3)), expected, atol=1e-5, rtol=0)
 
 
 def test_a_rectangle_is_erased() -> None:
@@ -46,15 +46,13 @@ def test_a_rectangle_is_erased() -> None:
     assert min(shares) > 0.01 and max(shares) < 0.36 and numpy.mean(shares) == pytest.approx(0.17, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    "augmentation", [Augmentation(1, mixup=0.5), Augmentation(1, cutmix=1), Augmentation(1, mixup=1, cutmix=1)]
-)
-def test_the_share_of_a_mixed_image_is_that_of_its_pixels(augmentation: Augmentation) -> None:
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.5, 0), (0, 1), (1, 1)])
+def test_the_share_of_a_mixed_image_is_that_of_its_pixels(mixup: float, cutmix: float) -> None:
     shares = []
     for _ in range(200):
-        pixels, share = mix(torch.ones(3, 16, 12), torch.zeros(3, 16, 12), augmentation)
+        pixels, share = mix(torch.ones(3, 16, 12), torch.zeros(3, 16, 12), mixup, cutmix)
         assert float(pixels.mean()) == pytest.approx(share, abs=1e-6)
-        assert augmentation.mixup or {*pixels.unique().tolist()} <= {0, 1}
+        assert mixup or {*pixels.unique().tolist()} <= {0, 1}
         shares.append(share)
     assert numpy.std(shares) > 0.1
 
@@ -72,17 +70,17 @@ def test_loss_of_a_mixed_image() -> None:
     torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
 
 
-def images(labels: list, classes: list[str]) -> LabelledImages:
-    return LabelledImages([Image.new("RGB", (8, 8))] * len(labels), labels, classes)
+def images(labels: list, classes: list[str]) -> Labelled:
+    return Labelled([Image.new("RGB", (8, 8))] * len(labels), labels, classes)
 
 
 def test_weighted_classes_are_those_of_cross_entropy() -> None:
     """The loop divides the sum of weight × loss by the sum of the weights."""
     part = images([0, 1, 1, 2, 2, 2], ["a", "b", "c"])
-    assert weights_of_classes("balanced", [part], Augmentation(1)) == [2, 1, pytest.approx(2 / 3)]
-    weights = weights_of_classes("a:3,c:0.5", [part], Augmentation(1))
+    assert weights_of_classes("balanced", [part], are_mixed=False) == [2, 1, pytest.approx(2 / 3)]
+    weights = weights_of_classes("a:3,c:0.5", [part], are_mixed=False)
     assert weights == [3, 1, 0.5]
-    samples = CroppedImages(part, Preprocessing(8), Augmentation(1), weights)
+    samples = CroppedImages(part, Preprocessing(8), AugmentationFlags(), weights)
     weight, label = (torch.tensor([float(samples[row][key]) for row in range(6)]) for key in ("weight", "label"))
     logits = torch.randn(6, 3)
     losses = F.cross_entropy(logits, label.long(), reduction="none")
@@ -118,7 +116,7 @@ def test_several_classes_of_a_table(tmp_path: Path) -> None:
         (part,) = load_image_splits(str(tmp_path), "")
         assert (part.labels, part.classes, part.has_several) == ([(1, 0), (), (2,)], classes, True)
         assert part.reorder([*classes[::-1], "d"]).labels == [(1, 2), (), (0,)]
-    assert part.images.files[1:3] == cells[1:]
+    assert part.samples.files[1:3] == cells[1:]
     with pytest.raises(UsageError, match="several classes: use recipes"):
         load_images(str(tmp_path))
     sample = CroppedImages(images([(0, 2), ()], ["a", "b", "c"]), Preprocessing(8))

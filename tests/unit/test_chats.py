@@ -20,7 +20,6 @@ from accelerate_recipes.common.tasks.chat_models import small_chat_model, with_c
 from accelerate_recipes.common.tasks.chats import (
     ChatDataset,
     Chats,
-    PackedDataset,
     by_rules,
     encode,
     load_chats,
@@ -68,7 +67,7 @@ def test_packing_keeps_each_conversation_whole() -> None:
     assert sorted(item for block in blocks for item in block) == list(range(6))
     assert blocks == [[5], [1, 4], [2, 3], [0]]
     some = chats([QUESTION, ANSWER], [QUESTION], [QUESTION, ANSWER])
-    dataset = PackedDataset(some, 48)
+    dataset = ChatDataset(some, 48)
     assert len(dataset) == 1
     sample = dataset[0]
     assert sample["positions"].tolist() == [*range(17), *range(6), *range(17), *range(8)]
@@ -93,10 +92,10 @@ def test_a_packed_conversation_has_the_loss_it_has_alone(attention: str) -> None
     some = chats(*by_rules()[:9])
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=64, attn_implementation=attention)).eval()
     alone, together = with_losses(copy.deepcopy(model)), with_losses(model, packs=True)
-    dataset = PackedDataset(some, 128)
+    dataset = ChatDataset(some, 128)
     assert 1 < len(dataset) < 9
     seen = 0
-    for block, rows in zip(dataset, dataset.blocks):
+    for block, rows in zip(dataset, dataset.samples):
         starts = [place for place, position in enumerate(block["positions"]) if position == 0] + [128]
         for row, first, last in zip(rows, starts, starts[1:]):
             labels = block["labels"].clone()
@@ -385,7 +384,7 @@ def test_loss_is_that_of_transformers(packs: bool) -> None:
             label[place] = token if trained else IGNORED
     expected = model(**batch, labels=labels).loss
     some = Chats(rows, conversations.__getitem__)
-    dataset = PackedDataset(some, 64) if packs else ChatDataset(some)
+    dataset = ChatDataset(some, 64 if packs else None)
     given = pad_to_longest({"labels": IGNORED, "places": -1}, None)([dataset[index] for index in range(len(dataset))])
     weight = given.pop("weight")
     assert weight.sum() == sum(row["num_trained"] for row in rows)

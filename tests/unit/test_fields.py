@@ -20,7 +20,9 @@ from transformers import (
 
 from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.encoder import PADDING, Embedder, always_mask, with_tokens
+from accelerate_recipes.common.tasks.encoder import PADDING, Embedder, always_mask
+from accelerate_recipes.common.tasks.pairs import EncodedPairs, Pair
+from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 from recipes import text_classification
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
@@ -63,12 +65,14 @@ def test_vectors_are_those_of_transformers_with_a_mask(kind: str) -> None:
 
 def test_texts_without_tokens_are_left_out(capsys: pytest.CaptureFixture) -> None:
     """Their attention has nothing to attend to, which is 0/0."""
-    samples = [{"query": torch.tensor(text), "document": torch.tensor([3])} for text in ([5], [], [6, 7])]
-    kept: Any = with_tokens(samples)  # a list is a map-style dataset, too
-    assert [len(kept[index]["query"]) for index in range(len(kept))] == [1, 2]
-    assert "1 of 3 pairs have a text without tokens: left out" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="no pair has tokens in each of its texts"):
-        with_tokens(samples[1:2])
+    prompts = {"query": "", "document": ""}
+    pairs = [Pair((text, text[:1])) for text in ("a", "", "bc")]
+    kept = EncodedPairs(pairs, byte_tokenizer(), 8, prompts)
+    assert [kept[index]["query"].tolist() for index in range(len(kept))] == [[97], [98, 99]]
+    assert kept[1]["text_ids"].equal(EncodedPairs(pairs[2:], byte_tokenizer(), 8, prompts)[0]["text_ids"])
+    assert "1 of 3 samples have a text without tokens: left out" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="no sample has tokens in each of its texts"):
+        EncodedPairs(pairs[1:2], byte_tokenizer(), 8, prompts)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])

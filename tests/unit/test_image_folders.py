@@ -13,7 +13,8 @@ from PIL import Image
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.cropped_images import load_labelled_images
 from accelerate_recipes.common.tasks.images import load_images
-from accelerate_recipes.common.tasks.labelled_images import LabelledImages, load_image_splits
+from accelerate_recipes.common.tasks.labelled import Labelled
+from accelerate_recipes.common.tasks.labelled_images import load_image_splits
 from accelerate_recipes.common.tasks.mixture import weights_of
 
 Out = pytest.CaptureFixture[str]
@@ -26,13 +27,13 @@ def write(folder: Path, *names: str) -> None:
         Image.new("RGB", (4, 4), (number, 0, 0)).save(folder / name, "PNG")
 
 
-def load(folder: Path | str, max_samples: int | None = None) -> list[LabelledImages]:
+def load(folder: Path | str, max_samples: int | None = None) -> list[Labelled]:
     return load_image_splits(str(folder), "use --data shapes", max_samples)
 
 
-def found(part: LabelledImages) -> list[tuple[str, int]]:
+def found(part: Labelled) -> list[tuple[str, int]]:
     """(class, number of the image) of each image"""
-    return [(part.classes[label], image.getpixel((0, 0))[0]) for label, image in zip(part.labels, part.images)]
+    return [(part.classes[label], image.getpixel((0, 0))[0]) for label, image in zip(part.labels, part.samples)]
 
 
 STRANGE = (
@@ -193,10 +194,10 @@ def test_one_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["one.png", "notes.txt", "pictures.zip", "a.csv", "a.json"])
 def test_files_that_are_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"a,b\n1,2\n")
-    with pytest.raises(UsageError, match=rf"{re.escape(name)} is a file: expected a folder with a sub-folder for each"):
-        load_labelled_images(str(tmp_path / name))
-    with pytest.raises(UsageError, match=rf"{re.escape(name)} is a file: name the folder"):
-        load_images(str(tmp_path / name))
+    line = rf"{re.escape(name)} is a file: expected a folder with a sub-folder for each"
+    for loader in (load_labelled_images, load_images):
+        with pytest.raises(UsageError, match=line):
+            loader(str(tmp_path / name))
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path, capsys: Out) -> None:
@@ -333,7 +334,7 @@ def test_tables_of_images(tmp_path: Path, names: list[str] | str | None, monkeyp
     assert part.classes == {"texts": ["a", "b"]}.get(str(names), names or ["0", "1"])
     classes = ["0", "1"] if names is None else ["b", "a"]
     assert [
-        (part.classes[label], image.getpixel((0, 0)), image.mode) for label, image in zip(part.labels, part.images)
+        (part.classes[label], image.getpixel((0, 0)), image.mode) for label, image in zip(part.labels, part.samples)
     ] == [
         (classes[0], 175, "L"),
         (classes[1], 255, "L"),
@@ -374,4 +375,4 @@ def test_files_are_not_opened_at_the_start(tmp_path: Path) -> None:
     (part,) = load(tmp_path)
     assert len(part.labels) == 200
     with pytest.raises(UsageError, match=rf"{tmp_path}/a/0.jpg cannot be read \(it is empty\)"):
-        part.images[0]
+        part.samples[0]

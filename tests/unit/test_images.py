@@ -84,7 +84,7 @@ def test_damaged_idx_files(tmp_path: Path, kind: str, expected: str) -> None:
 
 
 def test_folder_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match="--data no/such/folder: no such folder; use --data digits"):
+    with pytest.raises(UsageError, match="--data no/such/folder: no such file or folder; use --data digits"):
         load_images("no/such/folder")
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.encoder import always_mask, load_encoder, word_tokenizer
+from accelerate_recipes.common.tasks.labelled import Labelled, balanced_weights
 from accelerate_recipes.common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
 from support.small_model import write_encoder, write_model
 
@@ -24,19 +25,21 @@ def write(path: Path, *rows: str) -> str:
 def test_standard_library() -> None:
     train, evaluation = load_labelled_texts("stdlib")
     assert train.classes == ["asyncio", "email", "logging", "multiprocessing", "unittest"]
-    assert len(train.texts) > 4 * len(evaluation.texts) - 4 > 4000
-    assert not {*train.texts} >= {*evaluation.texts}
+    assert len(train.samples) > 4 * len(evaluation.samples) - 4 > 4000
+    assert not {*train.samples} >= {*evaluation.samples}
     counts = [train.labels.count(number) for number in range(5)]
-    assert sum(count * weight for count, weight in zip(counts, train.weights())) == pytest.approx(len(train.texts))
+    assert sum(count * weight for count, weight in zip(counts, balanced_weights([train]))) == pytest.approx(
+        len(train.samples)
+    )
 
 
 def test_files(tmp_path: Path) -> None:
     rows = [f"review {number},{'good' if number % 3 else 'bad'}" for number in range(50)]
     train, evaluation = load_labelled_texts(write(tmp_path / "a.csv", "text,label", *rows))
-    assert (len(train.texts), len(evaluation.texts), train.classes) == (40, 10, ["bad", "good"])
+    assert (len(train.samples), len(evaluation.samples), train.classes) == (40, 10, ["bad", "good"])
     json_rows = [f'{{"review": "a {number}", "stars": {number % 2}}}' for number in range(50)]
     train, _ = load_labelled_texts(write(tmp_path / "a.jsonl", *json_rows), "review", "stars")
-    assert train.classes == ["0", "1"] and train.texts[0] == "a 0"
+    assert train.classes == ["0", "1"] and train.samples[0] == "a 0"
 
 
 @pytest.mark.parametrize(
@@ -64,8 +67,8 @@ def test_words() -> None:
     assert tokenizer.convert_ids_to_tokens(tokens) == ["[CLS]", "the", "cat", "[UNK]", "2", "4", "[UNK]"]
     assert tokenizer.pad_token_id == 0
     train, _ = load_labelled_texts("stdlib")
-    train.texts, train.labels = train.texts[:5], train.labels[:5]
-    dataset = EncodedTexts(train, tokenizer, 6, [2.0, 1.0, 1.0, 1.0, 1.0])
+    some = Labelled(train.samples[:5], train.labels[:5], train.classes)
+    dataset = EncodedTexts(some, tokenizer, 6, [2.0, 1.0, 1.0, 1.0, 1.0])
     assert len(dataset[0]["input_ids"]) == 6 and dataset[0]["class_weight"] == 2.0
 
 

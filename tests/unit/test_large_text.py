@@ -183,5 +183,5 @@ def test_bad_input(tmp_path: Path, name: str, content: bytes, expected: str) -> 
 def test_max_samples_of_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(AWKWARD)
-    with pytest.raises(UsageError, match=f"--data {data} is plain text: remove it"):
+    with pytest.raises(UsageError, match=f"--data {data} has none: remove it"):
         load_tokens(data, byte_tokenizer(), 8, max_samples=5)

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.causal_lm import with_losses
-from accelerate_recipes.common.tasks.lora import LoraFlags, add_lora, base_of, continue_lora
+from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
 
 TOKENS = torch.arange(3, 40).unsqueeze(0)
 
@@ -33,6 +33,14 @@ def llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
 
 
+def adapt(model: PreTrainedModel, **flags: Any) -> Any:
+    return with_adapters(with_losses(model), LoraFlags(model_name_or_path="base", lora_rank=4, **flags))
+
+
+def go_on(model: PreTrainedModel, folder: Path) -> Any:
+    return with_adapters(with_losses(model), LoraFlags(model_name_or_path=str(folder)))
+
+
 @pytest.mark.parametrize(
     ("make", "targets", "number"),
     [
@@ -48,7 +56,7 @@ def llama() -> PreTrainedModel:
 def test_adapters_load_with_peft(tmp_path: Path, make: type, targets: str, number: int) -> None:
     model = make()
     plain = copy.deepcopy(model)
-    adapted = add_lora(with_losses(model), 4, targets, "base", alpha=3, dropout=0.5)
+    adapted = adapt(model, lora_targets=targets, lora_alpha=3, lora_dropout=0.5)
     trained = {name: weight for name, weight in adapted.named_parameters() if weight.requires_grad}
     assert len(trained) == 2 * number and all("lora" in name for name in trained)
     with torch.no_grad():
@@ -87,7 +95,7 @@ def test_adapters_load_with_peft(tmp_path: Path, make: type, targets: str, numbe
 )
 def test_layers_that_cannot_be_adapted(targets: str, line: str) -> None:
     with pytest.raises(UsageError, match=f"--lora_targets {re.escape(targets)}: .*{line}"):
-        add_lora(with_losses(gpt2()), 4, targets, "base")
+        adapt(gpt2(), lora_targets=targets)
 
 
 def of_peft(folder: Path, **more: Any) -> PeftModel:
@@ -103,7 +111,7 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
     expected = of_peft(tmp_path)(TOKENS).logits
     assert base_of(LoraFlags(model_name_or_path=str(tmp_path))) == "base"
     base = llama()
-    adapted = continue_lora(with_losses(base), str(tmp_path)).eval()
+    adapted = go_on(base, tmp_path).eval()
     assert torch.allclose(type(base).forward(base, TOKENS).logits, expected, atol=1e-6)
     assert {name.rpartition(".lora_")[2] for name, weight in adapted.named_parameters() if weight.requires_grad} == {
         "A.default.weight",
@@ -111,11 +119,7 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
     }
     adapter = adapted.peft_adapter
     assert adapter.settings.base_model_name_or_path == "base" and adapter.settings.lora_alpha == 5
-    assert (
-        adapter.start_digest
-        != adapter.base_digest
-        == add_lora(with_losses(llama()), 4, "q_proj", "").peft_adapter.start_digest
-    )
+    assert adapter.start_digest != adapter.base_digest == adapt(llama()).peft_adapter.start_digest
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
 def test_adapters_that_cannot_go_on(tmp_path: Path, spoil: Any, line: str) -> None:
     spoil(tmp_path)
     with pytest.raises(UsageError, match=line):
-        continue_lora(with_losses(llama()), str(tmp_path))
+        go_on(llama(), tmp_path)
 
 
 @pytest.mark.parametrize(

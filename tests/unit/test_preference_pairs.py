@@ -312,7 +312,7 @@ def test_losses_are_those_of_trl_with_dropout_in_the_model(kind: str) -> None:
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"better": "a", "worse": "b"}, "expected the columns chosen and rejected, and perhaps prompt, found better"),
+        ({"better": "a", "worse": "b"}, "lacks the columns chosen and rejected, and perhaps prompt; it has better"),
         ({"chosen": "a", "rejected": [BAD]}, "pair 1: expected lists of messages"),
         ({"prompt": "Why?", "chosen": "a", "rejected": None}, "pair 1: expected lists of messages"),
         (

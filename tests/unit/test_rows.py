@@ -109,7 +109,7 @@ def test_classes_of_a_typed_column_keep_their_names_and_order(tmp_path: Path) ->
     whole.to_parquet(str(tmp_path / "rows.parquet"))
     train, evaluation = load_labelled_texts(str(tmp_path / "rows.parquet"))
     assert train.classes == ["z", "a"] and sorted(train.labels + evaluation.labels) == sorted(labels)
-    assert all(int(text[1:]) % 2 == label for text, label in zip(train.texts, train.labels))
+    assert all(int(text[1:]) % 2 == label for text, label in zip(train.samples, train.labels))
     (tmp_path / "none.jsonl").write_text('{"text": "a", "label": null}\n')
     with pytest.raises(UsageError, match="row 1 has no class in column label"):
         load_labelled_texts(str(tmp_path / "none.jsonl"))
@@ -150,7 +150,7 @@ def test_columns_that_a_recipe_does_not_name_are_left_alone(tmp_path: Path) -> N
     lines = [{"text": f"t{n}", "label": "ab"[n % 2], "note": None if n < 40 else ["x", {"y": n}]} for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     train, evaluation = load_labelled_texts(str(tmp_path / "rows.jsonl"))
-    assert len(train.texts) + len(evaluation.texts) == 60
+    assert len(train.samples) + len(evaluation.samples) == 60
     with pytest.raises(UsageError, match=re.escape("row 41, column note: expected text, found list ['x'")):
         load_labelled_texts(str(tmp_path / "rows.jsonl"), "note")
 

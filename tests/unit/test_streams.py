@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from accelerate_recipes.common.data.batches import fetch
 from accelerate_recipes.common.data.sets import check_datasets
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.sources import load_splits
+from accelerate_recipes.common.tasks.sources import load_tables
 from accelerate_recipes.common.tasks.streams import convert_stream
 from support.launching import environment, until
 from support.runs import ROOT
@@ -116,11 +116,11 @@ def test_killed_conversion_starts_again(tmp_path: Path) -> None:
 
 def test_max_samples_of_a_data_set(tmp_path: Path, parquet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    train, test = load_splits(str(parquet), "", max_samples=1200)
-    assert train["id"][:] == list(range(1200)) and test["text"][:] == ["test"]
-    assert train._fingerprint == load_splits(str(parquet), "", max_samples=1200)[0]._fingerprint
-    (alone,) = load_splits(str(parquet / "train-00001-of-00003.parquet"), "", max_samples=5)
-    assert alone["id"][:] == list(range(1000, 1005))
+    train, test = load_tables(str(parquet), "", max_samples=1200)
+    assert [*train.values("id")] == list(range(1200)) and [*test.values("text")] == ["test"]
+    assert train.key == load_tables(str(parquet), "", max_samples=1200)[0].key
+    (alone,) = load_tables(str(parquet / "train-00001-of-00003.parquet"), "", max_samples=5)
+    assert [*alone.values("id")] == list(range(1000, 1005))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Promise: a tp_plan that does not fit the model is refused."""
 
+from typing import Any
+
 import pytest
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.parallel.tensor_plan import check_plan, has_plan
-from accelerate_recipes.common.tasks.lora import add_lora
+from accelerate_recipes.common.tasks.lora import LoraFlags, with_adapters
 
 
 class Net(nn.Module):
@@ -85,9 +87,13 @@ def test_norms_of_heads_stay_whole() -> None:
     assert norms == ["replicated_with_grad_allreduce"] * 2
 
 
+def adapt(model: Any, rank: int, targets: str) -> nn.Module:
+    return with_adapters(model, LoraFlags(model_name_or_path="base", lora_rank=rank, lora_targets=targets))
+
+
 def test_adapters_are_divided_with_their_layers() -> None:
     """Of B(A(x)), a colwise layer divides B and a rowwise layer A. Layers without adapters keep their style."""
-    model = add_lora(llama(), 3, "q_proj,down_proj", "base")
+    model = adapt(llama(), 3, "q_proj,down_proj")
     layer = "base_model.model.model.layers.0"
     plan = {name.removeprefix(f"{layer}."): style for name, style in check_plan(model, 2).items() if layer in name}
     assert plan == {
@@ -104,7 +110,7 @@ def test_adapters_are_divided_with_their_layers() -> None:
     with pytest.raises(UsageError, match="num_attention_heads is 6, which is not divisible by tp_size 4"):
         check_plan(model, 4)
     with pytest.raises(UsageError, match=r"gate_proj\.base_layer is 33 wide, which is not divisible by tp_size 2"):
-        check_plan(add_lora(llama(intermediate_size=33), 2, "gate_proj", "base"), 2)
+        check_plan(adapt(llama(intermediate_size=33), 2, "gate_proj"), 2)
 
 
 def test_adapters_of_a_stranger_are_divided_with_their_layers() -> None:
