@@ -38,8 +38,8 @@ class DeepSpeedEngine(Engine):
 
     def _arrived(self, number: bytes, weight: Tensor) -> None:
         self._order = zlib.crc32(number, self._order)
-        if self._looks and self.reached is not None:
-            self.reached.note(weight)
+        if self._looks:
+            self.trained.note(weight)
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
@@ -66,8 +66,8 @@ class DeepSpeedEngine(Engine):
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         engine, self._looks = self.model, wants_norm
-        if wants_norm and self.reached is not None:
-            self.reached.begin(number)
+        if wants_norm:
+            self.trained.look(number)
         scale, weight = self._loss_scale(micro_batches)
         self._first_pass(number, micro_batches)
         losses, metrics = [], []

@@ -96,8 +96,8 @@ class Engine(EngineState):
             if config.max_grad_norm:
                 gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
                 clip(gradients, grad_norm, config.max_grad_norm)
-        if wants_norm and self.reached is not None:
-            self.reached.look(number)
+        if wants_norm:
+            self.trained.look(number)
         seed_forward(config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
         follow_split_groups(self._own_optimizer)
         if scaler is None:  # Accelerate's wrapper only adds time to a step

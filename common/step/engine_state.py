@@ -13,12 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UsageError
 from ..plan import Plan
-from ..weights.shards import Shard, TensorReader, checkpoint_tensors, read_like, shards_of, whole
+from ..weights.shards import Shard, TensorReader, checkpoint_tensors, local, read_like, shards_of, whole
 from .ema import EMA
-from .movement import Movement
 from .optimizer_state import Numbers, as_tensor
-from .reached import Reached
-from .replicas import Replicas
+from .replicas import Replicas, sum_of_bits
+from .trained import Trained
 
 
 class EngineState:
@@ -31,7 +30,6 @@ class EngineState:
         plan: of the run.
         ema: the moving average of the weights; None without `--ema_decay`.
         numbers: what the optimizer keeps beside tensors.
-        reached: finds weights that no gradient reaches; None: nobody asks.
     """
 
     accelerator: Accelerator
@@ -40,7 +38,6 @@ class EngineState:
     plan: Plan
     ema: EMA | None
     numbers: Numbers
-    reached: Reached | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -54,9 +51,15 @@ class EngineState:
         return Replicas(self)
 
     @cached_property
-    def movement(self) -> Movement:
-        """Whether the steps move the weights."""
-        return Movement(self)
+    def trained(self) -> Trained:
+        """Whether gradients reach the weights, and steps move them."""
+        return Trained(self)
+
+    def bits(self) -> dict[str, Tensor]:
+        """{name of a weight: the sum of the bits of what this process holds of it}. ZeRO-3 keeps that beside it."""
+        weights = {name: each for name, each in self.saved_tensors().items() if isinstance(each, nn.Parameter)}
+        held = {name: each if each.numel() else getattr(each, "ds_tensor", each) for name, each in weights.items()}
+        return {name: sum_of_bits(local(part).detach()) for name, part in held.items()}
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:

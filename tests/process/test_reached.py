@@ -39,6 +39,11 @@ def test_a_layer_that_no_step_moves_is_named(tmp_path: Path, config: str) -> Non
     assert run.card["not_moved"] == ["inner.weight", "inner.bias"]
 
 
+def test_steps_that_move_nothing_any_more_are_said(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "ddp", UNREACHED, "--stops_at 6 --log_every 2")
+    assert run.stdout.count("no weight has moved since step 6, at a learning rate of 0.001: the optimizer updates") == 1
+
+
 def test_layers_that_start_at_zero_are_not_named(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "single", DIFFUSION, "--num_layers 1 --batch_size 8 --max_steps 12 --log_every 1")
     assert not {"without_gradient", "not_moved"} & run.card.keys() and "trainable:" not in run.stdout
