@@ -25,7 +25,7 @@ from .grid import Division, Part
 from .schedules import SCHEDULES, Shape, Steps, cost
 from .sharding import gathers_again
 from .stages import Entry, Stage, chain_of, copied, take_away
-from .strategy import Strategy, Symptoms
+from .strategy import Strategy
 
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
@@ -100,6 +100,10 @@ def check_micro_batches(model: nn.Module, optimizer: torch.optim.Optimizer, plan
 class PipelineParallel(Strategy):
     name = "pipeline"
     fallback = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+    cause_at_once = (
+        "something beside the layers {draws}changes hidden states, logits or losses in a way that one stage alone does "
+        "not see: use {fallback}"
+    )
     launch_checks = (check_stages, check_schedule)
     model_checks = (check_micro_batches,)
 
@@ -141,14 +145,6 @@ class PipelineParallel(Strategy):
 
     def wrap(self, setup: Setup, division: Division) -> "PipelineEngine":
         return PipelineEngine(setup, division)
-
-    def likely_cause(self, seen: Symptoms) -> str | None:
-        if not seen.at_once:
-            return None
-        return (
-            f"something beside the layers {'draws random numbers, or ' * seen.draws}changes hidden states, logits "
-            f"or losses in a way that one stage alone does not see: use {self.fallback}"
-        )
 
 
 class PipelineEngine(Engine):

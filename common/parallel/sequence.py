@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
 from .grid import Grid, Part
-from .strategy import Strategy, Symptoms
+from .strategy import Strategy
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
@@ -43,6 +43,10 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
 class SequenceParallel(Strategy):
     name = "SP"
     wraps = of_weights = False
+    cause_at_once = (
+        "a layer beside attention {draws}needs all tokens of a sample, as convolutions do: use --config_file "
+        "accelerate_configs/fsdp2.yaml"
+    )
     launch_checks = (check_config,)
     model_checks = (check_layers,)
 
@@ -57,15 +61,6 @@ class SequenceParallel(Strategy):
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
         divider_of(part.model, grid.layout.sp).divide(SequenceGroup(grid.mesh["sp"]))
-
-    def likely_cause(self, seen: Symptoms) -> str | None:
-        if not seen.at_once:
-            return None
-        return (
-            f"a layer beside attention {'draws random numbers, or ' * seen.draws}needs all tokens of a sample, as "
-            "convolutions do: use --config_file accelerate_configs/fsdp2.yaml"
-            f"{', or set dropout to 0' * seen.draws}"
-        )
 
 
 class SequenceGroup:

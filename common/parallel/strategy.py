@@ -3,7 +3,6 @@ line in strategies.py."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -23,23 +22,6 @@ LaunchCheck = Callable[[Layout, RunConfig], None]
 ModelCheck = Callable[[nn.Module, torch.optim.Optimizer, Plan], None]
 
 
-@dataclass(frozen=True)
-class Symptoms:
-    """What differs from one process in a first step, and what a strategy may have caused.
-
-    Attributes:
-        at_once: values of `forward_step` differ in the first step.
-        only_weights: neither values nor the norm of the gradient differ.
-        draws: the forward pass draws random numbers.
-        optimizer: the name of its class.
-    """
-
-    at_once: bool
-    only_weights: bool
-    draws: bool
-    optimizer: str
-
-
 class Strategy:
     """A strategy of parallelism. A layout combines one or several; one of them wraps the model.
 
@@ -55,6 +37,9 @@ class Strategy:
         model_checks: raise UsageError for a model or optimizer that this strategy cannot train with the result of one
             process.
         fallback: what to type for a model that this strategy cannot train.
+        cause_at_once: what this strategy may have to do with values of `forward_step` that differ from those of one
+            process in the first step, and what to type; "" if nothing. `verdict` in check/ fills it in.
+        cause_in_update: the same, where only the weights differ after a step.
     """
 
     name: ClassVar[str]
@@ -67,6 +52,11 @@ class Strategy:
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
     fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
+    cause_at_once: ClassVar[str] = ""
+    cause_in_update: ClassVar[str] = (
+        "{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or forward_step "
+        "takes gradients itself, as a penalty does: use {fallback}"
+    )
 
     def is_requested(self, environment: Environment, config: RunConfig) -> bool:
         """Whether the config file or the flags ask for this strategy."""
@@ -110,7 +100,3 @@ class Strategy:
         """Divides the model, and wraps it and the optimizer into what takes the steps. `check_trainable` has accepted
         them."""
         raise AssertionError(f"{self.name} wraps no model")
-
-    def likely_cause(self, seen: Symptoms) -> str | None:
-        """What this strategy may have to do with a difference, and what to type; None if nothing."""
-        return None

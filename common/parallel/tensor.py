@@ -17,7 +17,7 @@ from .derive import derived_plan
 from .grid import Division, Grid, Part
 from .sharding import sharded_layers
 from .stages import is_absent
-from .strategy import Strategy, Symptoms
+from .strategy import Strategy
 from .tensor_plan import can_pack, check_plan, divide_numbers, has_plan, what_is_divided
 
 
@@ -46,6 +46,10 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
 
 class TensorParallel(Strategy):
     name = "TP"
+    cause_at_once = (
+        "something between two layers of the tp_plan {draws}needs all features, as softmax, norms and means do: leave "
+        "these layers out of the tp_plan, or use {fallback}"
+    )
     launch_checks = (check_config,)
     model_checks = (check_layers,)
 
@@ -81,14 +85,6 @@ class TensorParallel(Strategy):
         optimizer = accelerator.prepare_optimizer(inner)
         choose_fused_kernels(accelerator, inner)
         return Engine(setup, model, optimizer)
-
-    def likely_cause(self, seen: Symptoms) -> str | None:
-        if not seen.at_once:
-            return None
-        return (
-            f"something between two layers of the tp_plan {'draws random numbers, or ' * seen.draws}needs all "
-            f"features, as softmax, norms and means do: leave these layers out of the tp_plan, or use {self.fallback}"
-        )
 
 
 def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
