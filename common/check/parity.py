@@ -17,6 +17,7 @@ from ..data.batches import draws_for_batches
 from ..data.sets import Batch, MapDataset
 from ..errors import RunError, UsageError, list_samples, needs_no_traceback
 from ..failure import line_of
+from ..parallel.ddp import DDP
 from ..parallel.strategies import main_strategy
 from ..step.engine import Engine, StepResult
 from ..step.setup import Setup
@@ -58,7 +59,8 @@ class ParityCheck:
     def __init__(self, setup: Setup, train_set: MapDataset, checkpoint: Checkpoint | FreshStart, group: CpuGroup):
         self.accelerator, self.plan, self.layout, self.group = setup.accelerator, setup.plan, setup.plan.layout, group
         config, self.first = self.plan.config, checkpoint.state.step
-        num_steps = config.check_steps if group.size > 1 else 0
+        is_wrapped = group.size > 1 or main_strategy(self.layout) is not DDP
+        num_steps = config.check_steps if is_wrapped else 0
         self.numbers = range(self.first, min(self.first + num_steps, self.plan.num_steps))
         self._setup, self._reference_run = setup, ReferenceRun(setup, train_set, checkpoint)
         self._reference: Reference | None = None  # only the main process has one

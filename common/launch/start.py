@@ -62,8 +62,6 @@ def start(config: RunConfig) -> ObservedAccelerator:
         _join_after_restart(layout, timeout)
     if rehearses:
         prepare_rehearsal(layout, timeout)
-    else:
-        main_strategy(layout).run_on_gpus(layout)
     try:
         with mesh_of_accelerate(layout):
             accelerator = ObservedAccelerator(

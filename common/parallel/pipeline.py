@@ -11,7 +11,6 @@ from torch import distributed as dist
 
 from ..config import RunConfig
 from ..data.sets import Batch, as_numbered_step
-from ..environment import Environment
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan, next_smaller_divisor
@@ -29,17 +28,12 @@ from .strategy import Strategy
 
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
-    """A config whose processes the stages do not divide, or one of DeepSpeed."""
+    """A config whose processes the stages do not divide, or that does not work with them."""
     others = layout.dp_replicate * layout.sp * layout.tp
     if layout.num_processes % (layout.pp * others):
         raise UsageError(
             f"--pipeline_stages {layout.pp} does not divide {layout.num_processes} processes",
             f"use --num_processes {layout.pp * others} after accelerate launch",
-        )
-    if layout.environment.uses("deepspeed"):
-        raise UsageError(
-            "--pipeline_stages does not combine with DeepSpeed",
-            "use --config_file accelerate_configs/fsdp2_pipeline.yaml",
         )
     if layout.environment.uses("fsdp") and layout.dp_shard == 1:
         raise UsageError(
@@ -99,6 +93,7 @@ def check_micro_batches(model: nn.Module, optimizer: torch.optim.Optimizer, plan
 
 class PipelineParallel(Strategy):
     name = "pipeline"
+    axis = "pp"
     fallback = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
     cause_at_once = (
         "something beside the layers {draws}changes hidden states, logits or losses in a way that one stage alone does "
@@ -106,12 +101,6 @@ class PipelineParallel(Strategy):
     )
     launch_checks = (check_stages, check_schedule)
     model_checks = (check_micro_batches,)
-
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        return config.pipeline_stages > 1
-
-    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        return {"pp": config.pipeline_stages}
 
     def title(self, layout: Layout) -> str:
         replicas = layout.data_parallel_size if layout.dp_shard == 1 else 1

@@ -6,6 +6,18 @@ from torch import nn
 
 from ..layout import Layout
 
+BY_CLASSES = (
+    "layers are gathered by their classes: those of fsdp_transformer_layer_cls_to_wrap, or else of the model's "
+    "_no_split_modules"
+)
+
+
+def without_effect(policy: object, min_num_params: object) -> list[str]:
+    """The keys of fsdp_config that choose layers in another way, from the values of its fsdp_auto_wrap_policy and
+    fsdp_min_num_params: None if it has none, but Accelerate's launcher makes 100,000,000 of the latter."""
+    by_size = policy == "SIZE_BASED_WRAP" or str(min_num_params) not in ("None", "", "100000000")
+    return ["fsdp_auto_wrap_policy"] * (policy == "NO_WRAP") + ["fsdp_min_num_params"] * by_size
+
 
 def gathers_again(layout: Layout) -> bool:
     """Whether a layer's weights are freed between the forward and the backward pass, as the config file says."""

@@ -11,7 +11,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..config import RunConfig
-from ..environment import Environment
 from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
@@ -27,11 +26,11 @@ class Strategy:
 
     Attributes:
         name: for the terminal.
+        axis: of a layout, if it has one of its own.
         wraps: whether it can be the one that wraps the model; the first such strategy of a layout does.
         distributed_type: of Accelerate, if it has one for this strategy.
         needs_all_weights: whether each forward pass must use all weights.
         takes_means: whether what wraps the model takes the mean of the processes' gradients. Others take the sum.
-        reads_own_parts: whether a process reads only its own parts of the weights that are on disk.
         of_weights: whether it divides weights, and not only what a pass computes.
         launch_checks: raise UsageError for a launch that cannot work.
         model_checks: raise UsageError for a model or optimizer that this strategy cannot train with the result of one
@@ -43,11 +42,11 @@ class Strategy:
     """
 
     name: ClassVar[str]
+    axis: ClassVar[str] = ""
     wraps: ClassVar[bool] = True
     distributed_type: ClassVar[DistributedType | None] = None
     needs_all_weights: ClassVar[bool] = False
     takes_means: ClassVar[bool] = False
-    reads_own_parts: ClassVar[bool] = True
     of_weights: ClassVar[bool] = True
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
@@ -58,29 +57,18 @@ class Strategy:
         "takes gradients itself, as a penalty does: use {fallback}"
     )
 
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        """Whether the config file or the flags ask for this strategy."""
-        return False
-
-    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        """{axis of Layout: its size}"""
-        return {}
-
-    def precision(self, environment: Environment) -> str | None:
-        """The precision, if a file of this strategy's own names it."""
-        return None
+    def is_requested(self, layout: Layout) -> bool:
+        """Whether the config file or the flags ask for this strategy. Of the layout, the sizes from these are known."""
+        return bool(self.axis) and getattr(layout, self.axis) > 1
 
     def title(self, layout: Layout) -> str:
         """For the terminal; "" if there is nothing to say."""
-        return self.name
+        return f"{self.name} {getattr(layout, self.axis)}"
 
     def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         """Lets Accelerate run this strategy on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
         tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
         os.environ["ACCELERATE_USE_CPU"] = "true"
-
-    def run_on_gpus(self, layout: Layout) -> None:
-        """Prepares a run on GPUs, before the processes join."""
 
     def variables(self, layout: Layout) -> dict[str, str]:
         """What Accelerate reads instead of what the config file says: it needs no mesh."""

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..environment import Environment
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
@@ -46,21 +45,13 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
 
 class TensorParallel(Strategy):
     name = "TP"
+    axis = "tp"
     cause_at_once = (
         "something between two layers of the tp_plan {draws}needs all features, as softmax, norms and means do: leave "
         "these layers out of the tp_plan, or use {fallback}"
     )
     launch_checks = (check_config,)
     model_checks = (check_layers,)
-
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        return environment.mesh_size("tp") > 1
-
-    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        return {"tp": environment.mesh_size("tp")}
-
-    def title(self, layout: Layout) -> str:
-        return f"TP {layout.tp}"
 
     def plan(self, setup: Setup) -> Mapping[str, str]:
         model, size, whole = setup.model, setup.plan.layout.tp, None

@@ -13,7 +13,7 @@ from ..norms import relative_distance
 from ..weights.shards import local, shards_of
 
 if TYPE_CHECKING:
-    from .engine_state import EngineState
+    from .engine import Engine
 
 EXACT = (1 << 52) - 1  # a float64 holds each whole number up to this one
 MOST = 6  # sets of processes that share weights: all, those of a stage, of the same shard, of the same experts, ...
@@ -35,7 +35,7 @@ class Replicas:
         agreed: number of optimizer steps after which the processes last agreed; 0 before the first comparison.
     """
 
-    def __init__(self, engine: "EngineState"):
+    def __init__(self, engine: "Engine"):
         self._engine, self.agreed = engine, 0
         self._compares = engine.accelerator.num_processes > 1
 

@@ -12,7 +12,7 @@ from ..weights.shards import local
 from .replicas import sum_of_sums
 
 if TYPE_CHECKING:
-    from .engine_state import EngineState
+    from .engine import Engine
 
 # Share of the largest gradient: adapters that begin at zero have less, and rounding swallows their first steps.
 TINY = 1e-4
@@ -27,40 +27,36 @@ LINES = {
 
 
 class Trained:
-    """Looks at gradients in logged steps until each was once not zero: mostly in one. Not at the weights: weight decay
-    moves them without a gradient. What moves shows in the bits of the weights at each record.
+    """Looks at gradients in logged steps, until a record compares the bits of the weights with those of the first one.
+    Not at the weights alone: weight decay moves them without a gradient.
 
     Args:
         engine: of this process.
     """
 
-    def __init__(self, engine: "EngineState"):
-        self._engine, self._is_over = engine, False
-        self._first: int | None = None  # the number of the first step that was looked at
-        self._largest: dict[str, float] = {}  # {weight: largest element of its gradient, when one was first seen}
-        self._flags: dict[Tensor, Tensor] = {}  # {weight: largest element of its gradient here, 0-dim}
+    def __init__(self, engine: "Engine"):
+        self._engine, self._is_over, self._is_still, self._since = engine, False, False, 0
+        self._largest: dict[Tensor, Tensor] = {}  # {weight: largest element of its gradients here, 0-dim}
         self._bits: Mapping[str, Tensor] = {}  # of each weight at the last record
         self._sum: Tensor | None = None  # of these
         self._first_record: tuple[int, Mapping[str, Tensor]] | None = None  # (steps taken, bits)
-        self._since, self._is_compared, self._is_still = 0, False, False
 
     @cached_property
-    def _waiting(self) -> dict[str, Tensor]:
-        """{name: weight, or shard of it} of those here of which no process has seen a gradient."""
+    def _weights(self) -> dict[str, Tensor]:
+        """{name: weight, or shard of it} of those here that the optimizer has."""
         return {name: weight for name, weight in self._engine.saved_tensors().items() if weight.requires_grad}
 
-    def look(self, number: int) -> None:
-        """Notes all gradients of step `number` that are still there. Does not wait for a GPU."""
-        self._first = number if self._first is None else self._first
-        for weight in self._waiting.values():
-            self.note(weight)
+    def look(self) -> None:
+        """Notes all gradients that are there. Does not wait for a GPU."""
+        if not self._is_over:
+            for weight in self._weights.values():
+                self.note(weight)
 
     def note(self, weight: Tensor) -> None:
-        """Notes whether the gradient of a weight is not zero."""
-        gradient, flag = weight.grad, self._flags.get(weight)
-        if gradient is not None and not (self._is_over or (flag is not None and flag.device.type == "cpu" and flag)):
-            found = _largest(local(gradient))
-            self._flags[weight] = found if flag is None else torch.maximum(flag, found)
+        """Notes the gradient of a weight."""
+        if weight.grad is not None and not self._is_over:
+            found = _largest(local(weight.grad))
+            self._largest[weight] = torch.maximum(self._largest.get(weight, found), found)
 
     def has_moved(self, bits: Mapping[str, Tensor]) -> Tensor:
         """float64, 0-dim: 1 if a weight of this process has other bits than at the last record, or if this is the first
@@ -84,38 +80,31 @@ class Trained:
         )
 
     def say(self, step: int) -> dict[str, list[str]]:
-        """Prints a line for the weights whose gradient was zero whenever it was looked at, and one for those that have
-        a gradient and that no step moves; each once, after enough steps. To be called at each record: a collective.
+        """Once, after enough steps, prints a line for the weights whose gradient was zero whenever it was looked at,
+        and one for those that have a gradient and that no step has moved. To be called at each record: a collective.
         Returns their names, for the run card."""
-        found = {"without_gradient": self._unreached(step), "not_moved": self._unmoved(step)}
+        since, before = self._first_record or (step, self._bits)
+        if self._is_over or step - since < LEAST_STEPS:
+            return {}
+        self._is_over, scaler = True, self._engine.accelerator.scaler
+        largest = dict(zip(self._largest, torch.stack([*self._largest.values()]).tolist() if self._largest else []))
+        # A scaler skips steps.
+        moved = [name for name, bits in self._bits.items() if scaler is not None or bool(bits != before.get(name))]
+        sizes, moves = dict[str, float](), set[str]()
+        own = {name: largest.get(weight, 0.0) for name, weight in self._weights.items()}
+        for others, of_process in gather_object([(own, moved)]):
+            sizes |= {name: max(size, sizes.get(name, 0.0)) for name, size in others.items()}
+            moves.update(of_process)
+        least = TINY * max(sizes.values(), default=0.0)
+        found = {
+            "without_gradient": [name for name, size in sizes.items() if size == 0.0 < least],
+            "not_moved": [name for name, size in sizes.items() if size > least and name not in moves],
+        }
         for kind, names in found.items():
             if names:
                 name = f"{names[0]}{', ...' * (len(names) > 1)}"
                 self._engine.accelerator.print(LINES[kind].format(name=name, step=step))
         return {kind: names for kind, names in found.items() if names}
-
-    def _unreached(self, step: int) -> list[str]:
-        if self._is_over or self._first is None:
-            return []
-        seen = dict(zip(self._flags, torch.stack([*self._flags.values()]).tolist())) if self._flags else {}
-        found = gather_object([{name: seen.get(weight, 0.0) for name, weight in self._waiting.items()}])
-        for name, largest in ((name, largest) for own in found for name, largest in own.items() if largest):
-            self._largest[name] = max(largest, self._largest.get(name, 0.0))
-        names = [*dict.fromkeys(name for own in found for name in own if name not in self._largest)]
-        self._waiting = {name: weight for name, weight in self._waiting.items() if name not in self._largest}
-        is_enough, self._flags = step - self._first >= LEAST_STEPS, {}
-        self._is_over = is_enough or not names
-        return names if is_enough and self._largest else []
-
-    def _unmoved(self, step: int) -> list[str]:
-        since, before = self._first_record or (step, self._bits)
-        if self._is_compared or step - since < LEAST_STEPS or self._engine.accelerator.scaler is not None:
-            return []
-        self._is_compared = True
-        found = gather_object([[name for name, bits in self._bits.items() if bool(bits != before.get(name))]])
-        moved = {name for own in found for name in own}
-        least = TINY * max(self._largest.values(), default=0.0)
-        return [name for name, largest in self._largest.items() if name not in moved and largest > least]
 
 
 def _largest(gradient: Tensor) -> Tensor:

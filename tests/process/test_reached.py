@@ -26,7 +26,7 @@ def test_a_layer_without_gradient_is_named(tmp_path: Path, config: str, flags: s
     run = fork(tmp_path / "run", config, UNREACHED, flags)
     frozen = "frozen: frozen (72); frozen, as the optimizer was not given them: left (72)"
     assert run.stdout.count(f"trainable: 528 of 672 weights; {frozen}\n") == 1
-    line = "up to step 10 the gradient of rounded.weight, ... is zero in each record, so nothing trains it"
+    line = "up to step 11 the gradient of rounded.weight, ... is zero in each record, so nothing trains it"
     assert run.stdout.count("is zero in each record") == run.stdout.count(line) == 1
     assert run.card["without_gradient"] == ["rounded.weight", "rounded.bias"] and "not_moved" not in run.card
     assert (run.card["num_weights"], run.card["num_trained_weights"]) == (672, 528)
