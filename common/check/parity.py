@@ -214,7 +214,7 @@ class ParityCheck:
     def _note_rounding(self, engine: Engine) -> None:
         """Notes what wrapping did to the weights before the first step: DeepSpeed rounds them in bf16."""
         initial = {} if self._reference is None else self._reference.initial
-        for name, weight in engine.each_full_weight():
+        for name, weight in engine.each_whole():
             if name in initial:
                 self._rounding[name] = Sketch.of(weight) - initial[name]
 
@@ -254,7 +254,7 @@ class ParityCheck:
         processes. A collective."""
         reference, gaps, updates = self._reference, dict[Key, Gap](), dict[str, float]()
         after, before = ({}, {}) if reference is None else (reference.steps[number].weights, reference.initial)
-        for name, weight in engine.each_full_weight():
+        for name, weight in engine.each_whole():
             if reference is not None and name not in self._first_pass.written:
                 here = Sketch.of(weight)
                 here = here - self._rounding[name] if name in self._rounding else here

@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..layout import Layout
 from ..step.engine import Engine
-from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from ..step.setup import Setup, compile_if_asked
 from .grid import Division, Part
 from .strategy import Strategy
 
@@ -28,9 +28,7 @@ class Ddp(Strategy):
         division.apply(Part(setup.model, setup.model))
         compile_if_asked(setup.model, setup.plan)
         _let_ddp_send_state_alone(setup.model)
-        model, optimizer = setup.accelerator.prepare(setup.model, setup.optimizer)
-        choose_fused_kernels(setup.accelerator, setup.optimizer)
-        return Engine(setup, model, optimizer)
+        return Engine(setup, setup.accelerator.prepare_model(setup.model))
 
 
 def _let_ddp_send_state_alone(model: nn.Module) -> None:

@@ -20,8 +20,8 @@ from ..config import RunConfig
 from ..environment import Environment, check_compiler
 from ..errors import Edit, UsageError
 from ..layout import Layout
+from ..norms import LOW_PRECISION
 from ..plan import Plan
-from ..step.checks import check_types
 from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.on_disk import materialize
 from .deepspeed_engine import DeepSpeedEngine
@@ -43,16 +43,10 @@ def section_of_config(environment: Environment) -> dict[str, Any]:
         return {}
     if name := _own_file(environment):
         try:
-            content = json.loads(Path(name).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(
-                f"deepspeed_config_file: {name}: {error.strerror}", "use the path of a JSON file"
-            ) from None
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise UsageError(f"deepspeed_config_file: {name} is no JSON object", "use the path of such a file")
-        return content
+            return dict(json.loads(Path(name).read_text(encoding="utf-8")))
+        except (OSError, TypeError, ValueError) as error:
+            why = getattr(error, "strerror", None) or f"no JSON object ({error})"
+            raise UsageError(f"deepspeed_config_file: {name}: {why}", "use the path of a JSON file") from None
     stage = settings.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     offload = {
         f"offload_{what}": {"device": settings.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")}
@@ -135,8 +129,14 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Weights that DeepSpeed would silently cast."""
-    check_types(model, DeepSpeed.name, casts=True, to_float32=plan.layout.precision == "float32")
+    """Weights that DeepSpeed would silently cast: all become float32, or with fewer bits in bf16."""
+    kept = (torch.float32, *(LOW_PRECISION if plan.layout.precision != "float32" else ()))
+    for name, weight in model.named_parameters():
+        if weight.dtype not in kept and (weight.is_floating_point() or weight.is_complex()):
+            raise UsageError(
+                f"{name} is {str(weight.dtype).removeprefix('torch.')}, which DeepSpeed would cast",
+                "use --config_file accelerate_configs/ddp.yaml, or make it float32",
+            )
 
 
 def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:

@@ -19,9 +19,8 @@ from ..config import RunConfig
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
-from ..step.checks import check_types
 from ..step.engine import Engine
-from ..step.setup import Setup, choose_fused_kernels, compile_if_asked, float32_outputs, say_what_is_cast
+from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.shards import is_divided
 from .grid import Division, Grid, Part
 from .sharding import (
@@ -57,8 +56,7 @@ def check_version(layout: Layout, config: RunConfig) -> None:
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Weights that FSDP2 would silently cast, or hold in two kinds of memory."""
-    check_types(model, Fsdp2.name, casts=plan.layout.precision != "float32")
+    """A weight that FSDP2 would hold in another kind of memory than the others."""
     scalar = next((name for name, weight in model.named_parameters() if weight.ndim == 0), None)
     if scalar is not None and offloads(plan.layout):
         raise UsageError(
@@ -103,11 +101,6 @@ class Fsdp2(Strategy):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU  # as on GPUs
 
-    def variables(self, layout: Layout) -> dict[str, str]:
-        # Accelerate divides sequences under DeepSpeed alone: to it, processes that share the tokens of a sample are
-        # data-parallel, too, as each has gradients of its own.
-        return {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.dp_shard)}
-
     def after_start(self) -> None:
         # Else transformers loads weights in the first process alone. Here each process reads its shards from the disk.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -148,9 +141,7 @@ class Fsdp2(Strategy):
         compile_if_asked(model, plan, layers)
         _checkpoint_activations(layers, plan.layout)
         division.apply(Part(model, model))
-        optimizer = accelerator.prepare_optimizer(setup.optimizer)
-        choose_fused_kernels(accelerator, setup.optimizer)
-        return Engine(setup, model, optimizer)
+        return Engine(setup, model)
 
 
 def _make_float32(model: nn.Module) -> None:

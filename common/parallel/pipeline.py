@@ -17,7 +17,7 @@ from ..plan import Plan, next_smaller_divisor
 from ..seeds import restore_generators
 from ..step.batch_loss import Values
 from ..step.engine import Engine, StepResult
-from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from ..step.setup import Setup, compile_if_asked
 from ..weights.shards import local, norm_over_processes, whole
 from .chain import Chain, layer_bounds
 from .grid import Division, Part
@@ -106,9 +106,6 @@ class PipelineParallel(Strategy):
         replicas = layout.data_parallel_size if layout.dp_shard == 1 else 1
         return f"DDP {replicas} × " * (replicas > 1) + f"pipeline of {layout.pp} stages"
 
-    def variables(self, layout: Layout) -> dict[str, str]:
-        return super().variables(layout) | {"ACCELERATE_USE_FSDP": "false"}
-
     def plan(self, setup: Setup) -> Chain:
         name, layout = setup.plan.config.pipeline_schedule, setup.plan.layout
         num_stages = layout.pp * SCHEDULES[name].per_process
@@ -154,9 +151,7 @@ class PipelineEngine(Engine):
         self._chain, self._bounds = chain, layer_bounds(len(chain.layers), self._num_stages)
         self._module, self.stages = setup.model, self._cut(setup, division)
         self._is_last = self._num_stages - 1 in self.stages
-        choose_fused_kernels(setup.accelerator, setup.optimizer)
-        optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
-        super().__init__(setup, nn.ModuleList(self.stages.values()), optimizer)
+        super().__init__(setup, nn.ModuleList(self.stages.values()))
         is_sharded = layout.dp_shard > 1
         axes = [axis for axis in ("dp_replicate", "sp") if axis in division.grid.sizes and not is_sharded]
         self._replicas = [mesh.get_group(axis) for axis in axes]

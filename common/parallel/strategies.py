@@ -19,19 +19,17 @@ from .sequence import SEQUENCE
 from .strategy import ModelCheck, Strategy
 from .tensor import TENSOR
 
-# One line each, in the order in which they are asked: the first one that wraps a model wraps it.
+# One line each. The first one of a layout that wraps a model wraps it; and they divide it in this order: each divides
+# what those before it have left.
 STRATEGIES: tuple[Strategy, ...] = (
     PIPELINE,
     DEEPSPEED,
     TENSOR,
-    FSDP2,
     SEQUENCE,
     EXPERT,
+    FSDP2,
     DDP,
 )
-
-# Those that divide a model, in the order in which they must: each divides what those before it have left.
-ORDER: tuple[Strategy, ...] = (TENSOR, SEQUENCE, EXPERT, FSDP2)
 
 
 def layout_of(environment: Environment, config: RunConfig) -> Layout:
@@ -94,8 +92,8 @@ def with_plans(setup: Setup) -> Setup:
 def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
     on_disk = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
-    main, names = main_strategy(setup.plan.layout), setup.plan.layout.strategies
-    engine = main.wrap(setup, Division(setup, [strategy for strategy in ORDER if strategy.name in names]))
+    main = main_strategy(setup.plan.layout)
+    engine = main.wrap(setup, Division(setup, strategies_of(setup.plan.layout)))
     own = sum(local(weight).nbytes for name, weight in engine.module.named_parameters() if name in on_disk)
     whole = sum(on_disk.values())
     if own < whole and main is not DEEPSPEED:  # which keeps its shards beside the weights

@@ -70,10 +70,6 @@ class Strategy:
         tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
-    def variables(self, layout: Layout) -> dict[str, str]:
-        """What Accelerate reads instead of what the config file says: it needs no mesh."""
-        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
-
     def after_start(self) -> None:
         """Called when the processes have joined."""
 

@@ -11,7 +11,7 @@ from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
-from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from ..step.setup import Setup, compile_if_asked
 from .derive import derived_plan
 from .grid import Division, Grid, Part
 from .sharding import sharded_layers
@@ -68,14 +68,11 @@ class TensorParallel(Strategy):
         parallelize(part.model, plan, grid.mesh["tp"])
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
-        accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
+        model, plan = setup.model, setup.plan
         compile_if_asked(model, plan, sharded_layers(model, plan.layout) if plan.layout.dp_shard > 1 else ())
         division.apply(Part(model, model))
         # As for evaluation, so that Accelerate adds mixed precision alone. For training it would wrap the model in DDP.
-        model = accelerator.prepare_model(model, evaluation_mode=True)
-        optimizer = accelerator.prepare_optimizer(inner)
-        choose_fused_kernels(accelerator, inner)
-        return Engine(setup, model, optimizer)
+        return Engine(setup, setup.accelerator.prepare_model(model, evaluation_mode=True))
 
 
 def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:

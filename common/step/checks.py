@@ -1,4 +1,4 @@
-"""What no layout can train, as far as it shows before a step, and what several strategies refuse."""
+"""What no layout can train, as far as it shows before a step."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import UsageError
-from ..norms import LOW_PRECISION
 from ..plan import Plan
 from ..weights.shards import is_divided
 from .options import FitOptions
@@ -101,22 +100,3 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
 def sizes_that_divide(number: int) -> str:
     """For messages: the sizes of groups that can share so many heads or experts."""
     return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0)
-
-
-def check_types(model: nn.Module, kind: str, casts: bool, to_float32: bool = False) -> None:
-    """Raises UsageError for weights that FSDP2 or DeepSpeed would silently cast.
-
-    Args:
-        model: the recipe's module.
-        kind: the name of what divides them.
-        casts: whether all weights become float32 or lower, without imaginary parts.
-        to_float32: whether those of lower precision, too, become float32, in which one process does not train them.
-    """
-    high = (torch.float64, torch.complex64, torch.complex128)
-    types = {*(high if casts else ()), *(LOW_PRECISION if to_float32 else ())}
-    for name, weight in model.named_parameters():
-        if weight.dtype in types:
-            raise UsageError(
-                f"{name} is {str(weight.dtype).removeprefix('torch.')}, which {kind} would cast",
-                "use --config_file accelerate_configs/ddp.yaml, or make it float32",
-            )

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from .batch_loss import Share, Values, first_pass, gather
 from .ema import EMA
 from .optimizer_state import Numbers, as_tensor, load_optimizer
 from .replicas import Replicas, sum_of_bits
-from .setup import Setup, follow_split_groups
+from .setup import Setup, choose_fused_kernels, follow_split_groups
 from .trained import Trained
 
 
@@ -65,10 +65,12 @@ class Engine:
     Attributes:
         accelerator: from `start(config)`.
         model: the model that `forward_step` calls, as the strategy wrapped it.
-        optimizer: as Accelerate wrapped it, or the recipe's own.
+        optimizer: as Accelerate wrapped it, or the one that this object was given.
         plan: of the run.
         ema: the moving average of the weights; None without `--ema_decay`.
         numbers: what the optimizer keeps beside tensors.
+        replicas: the comparison of what several processes hold of the same weights.
+        trained: whether gradients reach the weights, and steps move them.
         shares: of this process's micro-batches in the loss of the global batch; of the last step with a first pass.
         row: of the micro-batch whose forward pass began last, among those of all processes.
         rounds_weights: whether the first step finds other weights than the model had, because they were rounded.
@@ -77,12 +79,17 @@ class Engine:
     rounds_weights = False
     row: int | None = None
 
-    def __init__(self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer | torch.optim.Optimizer):
+    def __init__(
+        self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer | torch.optim.Optimizer | None = None
+    ):
+        if optimizer is None:
+            optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
+            choose_fused_kernels(setup.accelerator, setup.optimizer)
         self.accelerator, self.model, self.optimizer, self.plan = setup.accelerator, model, optimizer, setup.plan
         forward_step, self.batch_loss = setup.check_functions()
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         self.shares: list[Share] = []
-        self.numbers = Numbers(self._own_optimizer)
+        self.numbers, self.replicas, self.trained = Numbers(self._own_optimizer), Replicas(self), Trained(self)
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -225,16 +232,6 @@ class Engine:
         # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
-    @cached_property
-    def replicas(self) -> Replicas:
-        """The comparison of what several processes hold of the same weights."""
-        return Replicas(self)
-
-    @cached_property
-    def trained(self) -> Trained:
-        """Whether gradients reach the weights, and steps move them."""
-        return Trained(self)
-
     def bits(self) -> dict[str, Tensor]:
         """{name of a weight: the sum of the bits of what this process holds of it}, of those that are trained or that
         other processes hold, too. ZeRO-3 keeps that beside the weight."""
@@ -313,16 +310,14 @@ class Engine:
             if self.ema is not None and f"average.{name}" in reader.tensors:
                 self.ema.averages[weight] = read_like(weight, reader, f"average.{name}")
 
-    def each_full_weight(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, parameter or saved buffer), whole in the main process, one at a time.
+    def each_whole(self, tensors: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor), whole in the main process, one at a time. A collective: all processes must call it and
+        take all.
 
-        A collective: all processes must call it and take all.
+        Args:
+            tensors: that are divided as the weights of these names are; None: the weights and saved buffers.
         """
-        yield from self.each_whole(self.saved_tensors())
-
-    def each_whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The same for these tensors, which are divided as the weights of these names are."""
-        for name, tensor in self._of_all_stages(tensors):
+        for name, tensor in self._of_all_stages(self.saved_tensors() if tensors is None else tensors):
             yield name, self._whole(tensor).detach()
 
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
