@@ -5,9 +5,12 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from textwrap import shorten
 
 from .environment import Environment
 from .errors import LOST_PEER, RunError, StoppedError, WorkerError, first_line, place_of
+
+LONGEST = 400  # characters of an error's own line
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ def line_of(error: BaseException) -> str:
     environment = Environment.read()
     process = f"process {environment.rank}" if environment.world_size > 1 else None
     details = [detail for detail in (place_of(error), process, *getattr(error, "__notes__", ())) if detail]
-    return f"{type(error).__name__}: {first_line(error)}" + (f" ({', '.join(details)})" if details else "")
+    what = shorten(first_line(error), LONGEST, placeholder=" ...")  # torch lists all backends that it has
+    return f"{type(error).__name__}: {what}" + (f" ({', '.join(details)})" if details else "")
 
 
 @cache

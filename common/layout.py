@@ -25,7 +25,6 @@ class Layout:
         sp: processes that share the tokens of each sample.
         pp: stages of a pipeline.
         ep: processes that share the experts of each layer; each has samples of its own.
-        needs_all_weights: whether each forward pass must use all weights.
         takes_means: whether what wraps the model takes the mean of the processes' gradients, where others take the sum.
     """
 
@@ -42,7 +41,6 @@ class Layout:
     sp: int = 1
     pp: int = 1
     ep: int = 1
-    needs_all_weights: bool = False
     takes_means: bool = False
 
     def __str__(self) -> str:

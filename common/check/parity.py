@@ -17,6 +17,7 @@ from ..data.batches import draws_for_batches
 from ..data.sets import Batch, MapDataset
 from ..errors import RunError, UsageError, list_samples, needs_no_traceback
 from ..failure import line_of
+from ..parallel.ddp import DDP
 from ..parallel.strategies import main_strategy
 from ..step.engine import Engine, StepResult
 from ..step.setup import Setup
@@ -58,7 +59,8 @@ class ParityCheck:
     def __init__(self, setup: Setup, train_set: MapDataset, checkpoint: Checkpoint | FreshStart, group: CpuGroup):
         self.accelerator, self.plan, self.layout, self.group = setup.accelerator, setup.plan, setup.plan.layout, group
         config, self.first = self.plan.config, checkpoint.state.step
-        num_steps = config.check_steps if group.size > 1 else 0
+        is_wrapped = group.size > 1 or main_strategy(self.layout) is not DDP
+        num_steps = config.check_steps if is_wrapped else 0
         self.numbers = range(self.first, min(self.first + num_steps, self.plan.num_steps))
         self._setup, self._reference_run = setup, ReferenceRun(setup, train_set, checkpoint)
         self._reference: Reference | None = None  # only the main process has one
@@ -212,7 +214,7 @@ class ParityCheck:
     def _note_rounding(self, engine: Engine) -> None:
         """Notes what wrapping did to the weights before the first step: DeepSpeed rounds them in bf16."""
         initial = {} if self._reference is None else self._reference.initial
-        for name, weight in engine.each_full_weight():
+        for name, weight in engine.each_whole():
             if name in initial:
                 self._rounding[name] = Sketch.of(weight) - initial[name]
 
@@ -252,7 +254,7 @@ class ParityCheck:
         processes. A collective."""
         reference, gaps, updates = self._reference, dict[Key, Gap](), dict[str, float]()
         after, before = ({}, {}) if reference is None else (reference.steps[number].weights, reference.initial)
-        for name, weight in engine.each_full_weight():
+        for name, weight in engine.each_whole():
             if reference is not None and name not in self._first_pass.written:
                 here = Sketch.of(weight)
                 here = here - self._rounding[name] if name in self._rounding else here

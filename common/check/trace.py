@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.sets import Batch, NumberedStep, as_numbered_step
+from ..parallel.strategies import strategies_of
 from ..step.engine import Engine, StepResult
 from ..step.guards import check_all_used
 from ..step.setup import Setup
@@ -117,7 +118,8 @@ class Observer:
                 own.values[row] |= on_cpu(engine.batch_loss(values, number))
         if share is not None:
             share.check_same(values)
-        if engine.plan.layout.needs_all_weights:
+        layout = engine.plan.layout
+        if layout.num_processes > 1 and any(strategy.needs_all_weights for strategy in strategies_of(layout)):
             names = ["loss"] if engine.batch_loss is None else list(values if share is None else share.gradients)
             check_all_used(module, [values[name] for name in names], engine.accelerator.process_index)
         return values

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ..alone.kept import Changes
 from ..layout import Layout
 from ..parallel.strategies import main_strategy, strategies_of
-from ..parallel.strategy import Symptoms
 from ..step.setup import Setup
 from .compare import Gap, Key
 from .first_pass import FirstPass
@@ -19,6 +18,9 @@ CAUSES = {
     "backward": "a hook or an autograd function depends on the process, or {layout} divides this module wrongly",
     "factor": "a hook, or {layout}, multiplies the gradients by a number of processes or of micro-batches",
     "norm": "{layout} counts some weights more or less than once",
+    "": "not all gradients pass through the model that forward_step is given: call model(...), not model.module, one "
+    "of its layers or a model from outside; and use no hooks on gradients; if the recipe does neither, {layout} adds "
+    "them up wrongly",
 }
 
 
@@ -40,15 +42,16 @@ def verdict(
     lines += [f"  {line}"] if line else []
     sample = _other_sample(steps, expected, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
     values = where == "forward" or any(what in ("value", "eval") for what, _ in gaps)
-    seen = Symptoms(
-        at_once=values and number == min(reference.steps),
-        only_weights=not values and not where and ("norm", "") not in gaps,
-        draws=first_pass.draws,
-        optimizer=type(setup.optimizer).__name__,
-    )
+    at_once = values and number == min(reference.steps)
+    only_weights = not values and not where and ("norm", "") not in gaps
     asked = getattr(setup.accelerator, "asked", {})
     causes = _causes_in_the_recipe(sample, first_pass, reference.changes, asked, gaps)
-    cause = next(causes, None) or _cause_in_the_layout(seen, where, plan.layout)
+    if (cause := next(causes, None)) is None and at_once:
+        cause = _cause_of_values(where, first_pass.draws, plan.layout)
+    elif cause is None:
+        main, optimizer = main_strategy(plan.layout), type(setup.optimizer).__name__
+        text = main.cause_in_update if only_weights else f"{CAUSES.get(where, CAUSES[''])}: use {{fallback}}"
+        cause = text.format(layout=plan.layout, optimizer=optimizer, fallback=main.fallback)
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
 
 
@@ -104,31 +107,20 @@ def _causes_in_the_recipe(
         yield f"the weights are {first.low_weights}, and each update is rounded to few bits: make them float32"
 
 
-def _cause_in_the_layout(seen: Symptoms, where: str, layout: Layout) -> str:
-    """What the differences point to, and what to type. An error of the framework shows like one of the recipe."""
-    for strategy in strategies_of(layout):
-        if cause := strategy.likely_cause(seen):
-            return cause + f"; if nothing does, {layout} divides this module wrongly" * (where == "forward")
-    if seen.at_once and seen.draws:
+def _cause_of_values(where: str, draws: bool, layout: Layout) -> str:
+    """What values that differ at once point to, and what to type. An error of the framework shows like one of the
+    recipe."""
+    fallback = main_strategy(layout).fallback
+    for cause in filter(None, [strategy.cause_at_once for strategy in strategies_of(layout)]):
+        cause = cause.format(draws="draws random numbers, or " * draws, fallback=fallback)
+        cause += ", or set dropout to 0" * draws
+        return cause + f"; if nothing does, {layout} divides this module wrongly" * (where == "forward")
+    if draws:
         return (
             "the forward pass draws random numbers, and takes another path by them under this config, as layerdrop "
-            f"does: set that to 0, or use {main_strategy(layout).fallback}"
-        )
-    if seen.at_once:
-        return (
-            "forward_step or the model depends on the process, on the number of processes, or on what it did before: "
-            "make it a function of the model's weights and the batch"
-        )
-    instead = f"use {main_strategy(layout).fallback}"
-    if where in CAUSES:
-        return f"{CAUSES[where].format(layout=layout)}: {instead}"
-    if not seen.only_weights:
-        return (
-            "not all gradients pass through the model that forward_step is given: call model(...), not model.module, "
-            "one of its layers or a model from outside; and use no hooks on gradients; if the recipe does neither, "
-            f"{layout} adds them up wrongly: {instead}"
+            f"does: set that to 0, or use {fallback}"
         )
     return (
-        f"{seen.optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or "
-        f"forward_step takes gradients itself, as a penalty does: {instead}"
+        "forward_step or the model depends on the process, on the number of processes, or on what it did before: "
+        "make it a function of the model's weights and the batch"
     )

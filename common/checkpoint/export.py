@@ -44,7 +44,7 @@ def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | N
     Raises:
         RunError: the files cannot be written.
     """
-    weights, digest = engine.each_full_weight(), None
+    weights, digest = engine.each_whole(), None
     if engine.accelerator.is_main_process:
         dtype = export_dtype(engine.plan.config.export_dtype, engine.module)
         with rewrite(folder) as aside:

@@ -17,8 +17,7 @@ from ..records.output_dir import checkpoint_name, checkpoints, starts_over
 from ..records.running_sums import RunningSums
 from ..state import TrainState
 from ..step.engine import Engine
-from ..step.engine_state import load_optimizer
-from ..step.optimizer_state import Numbers
+from ..step.optimizer_state import Numbers, load_optimizer
 from ..weights.on_disk import leave_on_disk
 from ..weights.shards import checkpoint_tensors
 from .format import MANIFEST, DamagedError, check_same_model

@@ -14,6 +14,7 @@ import torch.distributed.nn  # before a process group exists: else its default a
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
+    DistributedType,
     InitProcessGroupKwargs,
     LoggerType,
     ProjectConfiguration,
@@ -62,8 +63,6 @@ def start(config: RunConfig) -> ObservedAccelerator:
         _join_after_restart(layout, timeout)
     if rehearses:
         prepare_rehearsal(layout, timeout)
-    else:
-        main_strategy(layout).run_on_gpus(layout)
     try:
         with mesh_of_accelerate(layout):
             accelerator = ObservedAccelerator(
@@ -92,8 +91,11 @@ def start(config: RunConfig) -> ObservedAccelerator:
 
 @contextlib.contextmanager
 def mesh_of_accelerate(layout: Layout) -> Iterator[None]:
-    """Sets what Accelerate reads in the `with` block instead of what the config file says."""
-    variables, before = main_strategy(layout).variables(layout), dict(os.environ)
+    """Sets what Accelerate reads in the `with` block instead of what the config file says: it needs no mesh, and where
+    FSDP2 joins another strategy, it need not know."""
+    variables, before = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}, dict(os.environ)
+    if main_strategy(layout).distributed_type is not DistributedType.FSDP:
+        variables["ACCELERATE_USE_FSDP"] = "false"
     os.environ.update(variables)
     yield
     for name in variables:

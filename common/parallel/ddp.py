@@ -5,9 +5,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..layout import Layout
 from ..step.engine import Engine
-from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from ..step.setup import Setup, compile_if_asked
 from .grid import Division, Part
-from .strategy import Strategy, Symptoms
+from .strategy import Strategy
 
 
 class Ddp(Strategy):
@@ -17,6 +17,7 @@ class Ddp(Strategy):
     needs_all_weights = True  # DDP waits for the gradient of each
     takes_means = True  # as torch's does; a hook that sums takes 60 µs a step more
     fallback = "--config_file accelerate_configs/single.yaml"
+    cause_in_update = "{optimizer} changes weights in another way in each process: let gradients alone decide"
 
     def title(self, layout: Layout) -> str:
         if layout.sp > 1:
@@ -27,14 +28,7 @@ class Ddp(Strategy):
         division.apply(Part(setup.model, setup.model))
         compile_if_asked(setup.model, setup.plan)
         _let_ddp_send_state_alone(setup.model)
-        model, optimizer = setup.accelerator.prepare(setup.model, setup.optimizer)
-        choose_fused_kernels(setup.accelerator, setup.optimizer)
-        return Engine(setup, model, optimizer)
-
-    def likely_cause(self, seen: Symptoms) -> str | None:
-        if not seen.only_weights:
-            return None
-        return f"{seen.optimizer} changes weights in another way in each process: let gradients alone decide"
+        return Engine(setup, setup.accelerator.prepare_model(setup.model))
 
 
 def _let_ddp_send_state_alone(model: nn.Module) -> None:

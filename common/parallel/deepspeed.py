@@ -1,7 +1,6 @@
 """DeepSpeed ZeRO 1 to 3: divides optimizer state, gradients and weights among processes."""
 
 import contextlib
-import inspect
 import io
 import json
 import os
@@ -14,17 +13,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, recursively_apply
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..config import RunConfig
 from ..environment import Environment, check_compiler
 from ..errors import Edit, UsageError
 from ..layout import Layout
+from ..norms import LOW_PRECISION
 from ..plan import Plan
-from ..step.checks import check_dense_gradients, check_divisible_weights
-from ..step.setup import Setup, cast, compile_if_asked, float32_outputs, say_what_is_cast
+from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.on_disk import materialize
 from .deepspeed_engine import DeepSpeedEngine
 from .extensions import load_extensions
@@ -45,16 +43,10 @@ def section_of_config(environment: Environment) -> dict[str, Any]:
         return {}
     if name := _own_file(environment):
         try:
-            content = json.loads(Path(name).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(
-                f"deepspeed_config_file: {name}: {error.strerror}", "use the path of a JSON file"
-            ) from None
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise UsageError(f"deepspeed_config_file: {name} is no JSON object", "use the path of such a file")
-        return content
+            return dict(json.loads(Path(name).read_text(encoding="utf-8")))
+        except (OSError, TypeError, ValueError) as error:
+            why = getattr(error, "strerror", None) or f"no JSON object ({error})"
+            raise UsageError(f"deepspeed_config_file: {name}: {why}", "use the path of a JSON file") from None
     stage = settings.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     offload = {
         f"offload_{what}": {"device": settings.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")}
@@ -67,24 +59,39 @@ def section_of_config(environment: Environment) -> dict[str, Any]:
     }
 
 
+def _zero(environment: Environment) -> dict[str, Any]:
+    """What the config says of what to divide, and where to keep it."""
+    return section_of_config(environment).get("zero_optimization") or {}
+
+
 def zero_stage(environment: Environment) -> Any:
     """The stage of the config; 0 if it has none."""
-    return (section_of_config(environment).get("zero_optimization") or {}).get("stage", 0)
+    return _zero(environment).get("stage", 0)
 
 
 def offloads(environment: Environment) -> bool:
     """Whether the config keeps weights or optimizer state in CPU memory."""
-    optimization = section_of_config(environment).get("zero_optimization") or {}
-    offloaded = [
-        "offload_optimizer",
-        *["offload_param"] * (optimization.get("stage") == 3),
-    ]  # other stages divide no weights
-    return any(optimization.get(name, {}).get("device") == "cpu" for name in offloaded)
+    kept = ("offload_optimizer", "offload_param")[: 1 + (zero_stage(environment) == 3)]  # others divide no weights
+    return any(_zero(environment).get(name, {}).get("device") == "cpu" for name in kept)
+
+
+def precision_of(environment: Environment) -> str:
+    """The precision that DeepSpeed's own file names."""
+    section = section_of_config(environment)
+    parts = {name: section.get(name) for name in ("bf16", "fp16")}
+    on = (name for name, part in parts.items() if isinstance(part, dict) and part.get("enabled") is True)
+    return next(on, "float32")
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """A stage or precision that these recipes do not run under DeepSpeed."""
+    """A stage, precision or other strategy that these recipes do not run under DeepSpeed."""
     section, stage = section_of_config(layout.environment), zero_stage(layout.environment)
+    for other in [name for name in layout.strategies if name != DeepSpeed.name]:
+        raise UsageError(
+            f"{other} does not combine with DeepSpeed",
+            "use a config of FSDP2, such as --config_file accelerate_configs/fsdp2_pipeline.yaml or "
+            "fsdp2_sequence_parallel.yaml",
+        )
     if layout.precision == "fp16":
         bf16, edits = "--mixed_precision bf16 after accelerate launch", [Edit("mixed_precision", "bf16")]
         if layout.environment.mixed_precision == "no":  # DeepSpeed's own file decides, not the flag
@@ -96,7 +103,7 @@ def check_config(layout: Layout, config: RunConfig) -> None:
             f"zero_stage: {stage} in the config file, or in DeepSpeed's own",
             "use 1, 2 or 3; for stage 0, use accelerate_configs/ddp.yaml",
         )
-    for what, part in (section.get("zero_optimization") or {}).items():
+    for what, part in _zero(layout.environment).items():
         if isinstance(part, dict) and part.get("device") == "nvme":
             raise UsageError(
                 f"{what}_device: nvme, in the config file or in DeepSpeed's own",
@@ -122,28 +129,13 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Weights that DeepSpeed cannot divide, or would silently cast."""
-    check_dense_gradients(model, optimizer, DeepSpeed.name)
-    check_divisible_weights(model, DeepSpeed.name, casts=True, to_float32=plan.layout.precision == "float32")
+    """Weights that DeepSpeed would silently cast: all become float32, or with fewer bits in bf16."""
+    kept = (torch.float32, *(LOW_PRECISION if plan.layout.precision != "float32" else ()))
     for name, weight in model.named_parameters():
-        if weight.ndim == 0:  # it sends them as a view in bytes, which these have not
+        if weight.dtype not in kept and (weight.is_floating_point() or weight.is_complex()):
             raise UsageError(
-                f"{name} has no dimension that DeepSpeed could shard",
-                "give it the shape (1,), or use --config_file accelerate_configs/fsdp2.yaml",
-            )
-
-
-def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A hook of the optimizer that refers to weights: DeepSpeed updates other tensors."""
-    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    for hook in [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]:
-        cells = getattr(inspect.unwrap(hook), "__closure__", None) or ()
-        held = [part for cell in cells for part in tree_leaves(cell.cell_contents)]
-        if any(isinstance(part, nn.Module | nn.Parameter) for part in held):
-            raise UsageError(
-                f"a hook of the optimizer, {hook.__name__}, refers to the model",
-                "DeepSpeed keeps the gradients and weights that it updates elsewhere; use --config_file "
-                "accelerate_configs/ddp.yaml",
+                f"{name} is {str(weight.dtype).removeprefix('torch.')}, which DeepSpeed would cast",
+                "use --config_file accelerate_configs/ddp.yaml, or make it float32",
             )
 
 
@@ -162,21 +154,11 @@ class DeepSpeed(Strategy):
     distributed_type = DistributedType.DEEPSPEED
     needs_all_weights = True  # it applies weight decay to one that no pass used
     takes_means = True
-    reads_own_parts = False
     launch_checks = (check_config, check_packages)
-    model_checks = (check_weights, check_hooks, check_section)
+    model_checks = (check_weights, check_section)
 
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        return environment.uses("deepspeed")
-
-    def precision(self, environment: Environment) -> str | None:
-        section = section_of_config(environment)
-        on = (
-            name
-            for name in ("bf16", "fp16")
-            if isinstance(section.get(name), dict) and section[name].get("enabled") is True
-        )
-        return next(on, None)
+    def is_requested(self, layout: Layout) -> bool:
+        return layout.environment.uses("deepspeed")
 
     def title(self, layout: Layout) -> str:
         return f"DeepSpeed ZeRO-{zero_stage(layout.environment)}{' with CPU offload' * offloads(layout.environment)}"
@@ -184,12 +166,8 @@ class DeepSpeed(Strategy):
     def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         with contextlib.redirect_stdout(io.StringIO()):  # hides "... built successfully" of every process
-            load_extensions(["deepspeed_shm_comm", *(["cpu_adam"] if offloads(layout.environment) else [])])
+            load_extensions(["deepspeed_shm_comm"])
             PartialState(backend="gloo", timeout=timeout)
-
-    def run_on_gpus(self, layout: Layout) -> None:
-        if offloads(layout.environment):
-            load_extensions(["cpu_adam"])
 
     def after_start(self) -> None:
         load_models_whole()
@@ -197,6 +175,8 @@ class DeepSpeed(Strategy):
     def wrap(self, setup: Setup, division: Division) -> DeepSpeedEngine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
         materialize(model)
+        if offloads(plan.layout.environment):
+            load_extensions(["cpu_adam"])
         configure(accelerator, model, setup.optimizer, plan)
         say_what_is_cast(accelerator, model, self.name)
         if plan.layout.precision != "float32":
@@ -210,7 +190,11 @@ class DeepSpeed(Strategy):
 
 def _bf16_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """DeepSpeed casts no inputs in bf16."""
-    return cast(args, torch.bfloat16), cast(kwargs, torch.bfloat16)
+    return recursively_apply(torch.Tensor.bfloat16, (args, kwargs), test_type=_is_floating)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _settings_of_flags(plan: Plan) -> dict[str, tuple[float, str]]:

@@ -2,8 +2,9 @@
 
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,7 @@ from ..data.sets import Batch
 from ..errors import UsageError
 from ..seeds import UPDATE, seed_forward
 from ..step.engine import Engine, StepResult
-from ..step.engine_state import counts_on_device, optimizer_slots
-from ..step.optimizer_state import as_tensor
+from ..step.optimizer_state import as_tensor, counts_on_device, optimizer_slots
 from ..step.setup import Setup
 from ..weights.shards import Shard, TensorReader
 
@@ -38,8 +38,8 @@ class DeepSpeedEngine(Engine):
 
     def _arrived(self, number: bytes, weight: Tensor) -> None:
         self._order = zlib.crc32(number, self._order)
-        if self._looks and self.reached is not None:
-            self.reached.note(weight)
+        if self._looks:
+            self.trained.note(weight)
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
@@ -65,29 +65,22 @@ class DeepSpeedEngine(Engine):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        engine, self._looks = self.model, wants_norm
-        if wants_norm and self.reached is not None:
-            self.reached.begin(number)
-        scale, weight = self._loss_scale(micro_batches)
-        self._first_pass(number, micro_batches)
-        losses, metrics = [], []
-        for index, batch in enumerate(micro_batches):
-            engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            self._seed(number, index)
-            values = self.forward_step(engine, batch, number)
-            loss, others = self._loss(number, index, batch, values)
-            self._order = 0
-            engine.backward(loss * (scale * len(micro_batches)))
-            self._check_order()
-            losses.append(loss.detach())
-            metrics.append(others)
+        self._looks = wants_norm
+        return super().step(number, micro_batches, wants_norm)
+
+    def _sums_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        self.model.set_gradient_accumulation_boundary(is_last)
+        return nullcontext()
+
+    def _differentiate(self, loss: Tensor, scale: Tensor) -> None:
+        self._order = 0
+        self.model.backward(loss * (scale * self.plan.accumulation))
+        self._check_order()
+
+    def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
         seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)
-        engine.step()  # clips, and skips a step whose gradient is not finite
-        if not engine.was_step_applied():
-            return StepResult(losses, weight, torch.inf)
-        if self.ema is not None:
-            self.ema.update()
-        return StepResult(losses, weight, engine.get_global_grad_norm(), metrics=metrics)
+        self.model.step()  # clips, and skips a step whose gradient is not finite
+        return self.model.get_global_grad_norm() if self.model.was_step_applied() else torch.inf, False
 
     def _check_order(self) -> None:
         """Raises UsageError if the gradients arrived in another order than those of the first pass of process 0. ZeRO
@@ -110,7 +103,7 @@ class DeepSpeedEngine(Engine):
         for name, weight in self.saved_tensors().items():
             shape = tuple(getattr(weight, "ds_shape", weight.shape))
             shards.append(Shard.gathered(f"model.{name}", shape, partial(self._whole, weight), self.holders(name)))
-            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+            if _is_trained(weight):
                 shards += self._slots(name, weight, shape)
         return shards
 
@@ -151,17 +144,9 @@ class DeepSpeedEngine(Engine):
     def load_parts(self, reader: TensorReader) -> None:
         """As `Engine.load_parts`, but also loads the weights: in bf16 the engine made its float32 copy from rounded
         weights."""
-        weights = {
-            name: weight
-            for name, weight in self.saved_tensors().items()
-            if isinstance(weight, nn.Parameter) and weight.requires_grad
-        }
-        slots = {
-            f"optimizer.{name}.{slot}": (weights[name], slot)
-            for name, found in optimizer_slots(reader).items()
-            if name in weights
-            for slot in found
-        }
+        saved, found = self.saved_tensors(), optimizer_slots(reader)
+        weights = {name: weight for name, weight in saved.items() if _is_trained(weight)}
+        slots = {f"optimizer.{name}.{slot}": (weights[name], slot) for name in weights for slot in found.get(name, [])}
         if self.ema is not None:
             slots |= {f"average.{name}": (weight, AVERAGE) for name, weight in weights.items()}
         zero = self.model.optimizer
@@ -194,6 +179,10 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed keeps no float32 copy of frozen weights.
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().float().clone()
+
+
+def _is_trained(tensor: Tensor) -> TypeGuard[nn.Parameter]:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _set_whole(weight: Any, slot: str | None, value: Tensor) -> None:

@@ -16,7 +16,6 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from ..config import RunConfig
-from ..environment import Environment
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
@@ -72,18 +71,10 @@ def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
 
 class ExpertParallel(Strategy):
     name = "EP"
+    axis = "ep"
     wraps = False
     launch_checks = (check_config,)
     model_checks = (check_experts,)
-
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        return config.expert_parallel > 1
-
-    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        return {"ep": config.expert_parallel}
-
-    def title(self, layout: Layout) -> str:
-        return f"EP {layout.ep}"
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
         from torch.distributed.tensor import DTensor, Replicate, Shard  # the import takes a second

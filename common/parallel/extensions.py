@@ -7,11 +7,8 @@ import re
 import shutil
 import sys
 import tempfile
-from importlib.machinery import ExtensionFileLoader
 from importlib.metadata import version
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
@@ -27,7 +24,9 @@ def extensions_folder() -> Path:
 
     facts = [sys.prefix, sys.version, torch.__version__, version("deepspeed"), platform.machine(), *_processor()]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    return Path(get_default_build_root()) / f"accelerate_recipes_{key}_whole"  # without: named before they were whole
+    name = f"accelerate_recipes_{key}_whole"  # without: named before they were whole
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return root if root.name == name else root / name
 
 
 def _processor() -> list[str]:
@@ -43,27 +42,22 @@ def load_extensions(names: list[str]) -> None:
 
     torch marks a running build with a file. If the process is killed, the file stays, and all later builds wait
     forever; its compilers go on, and write into the files of the next build. Here each build has a folder of its own,
-    which gets its name when it is whole. One process at a time builds, under a lock that ends with the process. In a
-    folder that the user chose (`TORCH_EXTENSIONS_DIR`) torch builds as it does.
+    which gets its name when it is whole. One process at a time builds, under a lock that ends with the process.
     """
     from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import _import_module_from_library
 
-    own = os.environ.get("TORCH_EXTENSIONS_DIR") in (None, str(extensions_folder()))
-    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder())))
+    folder = extensions_folder()
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)  # of those that DeepSpeed loads itself, too
     with FileLock(folder / "accelerate_recipes.lock"):
         for name in names:
             builder = get_accelerator().create_op_builder(BUILDERS[name])
-            library = folder / name / f"{name}.so"
-            if own and library.exists():
+            if (folder / name / f"{name}.so").exists():
                 # Without the builder, which would probe compiler and processor again: 5 s for cpu_adam.
-                builder._loaded_ops[name] = _loaded(library, name)
+                builder._loaded_ops[name] = _import_module_from_library(name, str(folder / name), True)
                 continue
-            if not library.exists():
-                print("compiling an extension of DeepSpeed, once, about a minute", file=sys.stderr, flush=True)
-            if not own:
-                builder.load(verbose=False)
-                continue
+            print("compiling an extension of DeepSpeed, once, about a minute", file=sys.stderr, flush=True)
             for left in folder.glob(f"{BUILDING}*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             os.environ["TORCH_EXTENSIONS_DIR"] = building = tempfile.mkdtemp(prefix=BUILDING, dir=folder)
@@ -74,11 +68,3 @@ def load_extensions(names: list[str]) -> None:
             shutil.rmtree(folder / name, ignore_errors=True)
             Path(building, name).rename(folder / name)
             Path(building).rmdir()
-
-
-def _loaded(library: Path, name: str) -> Any:
-    spec = spec_from_file_location(name, library, loader=ExtensionFileLoader(name, str(library)))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

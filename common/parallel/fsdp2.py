@@ -16,22 +16,23 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ..config import RunConfig
-from ..environment import Environment
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
-from ..step.checks import check_dense_gradients, check_divisible_weights
 from ..step.engine import Engine
-from ..step.setup import (
-    Setup,
-    choose_fused_kernels,
-    compile_if_asked,
-    float32_outputs,
-    say_what_is_cast,
-)
+from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.shards import is_divided
 from .grid import Division, Grid, Part
-from .sharding import classes_in_the_file, ends_of, gathers_again, named_classes, offloads, sharded_layers
+from .sharding import (
+    BY_CLASSES,
+    classes_in_the_file,
+    ends_of,
+    gathers_again,
+    named_classes,
+    offloads,
+    sharded_layers,
+    without_effect,
+)
 from .strategy import Strategy
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ def check_version(layout: Layout, config: RunConfig) -> None:
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Weights that FSDP2 cannot divide, or would silently cast, or hold in two kinds of memory."""
-    check_dense_gradients(model, optimizer, Fsdp2.name)
-    check_divisible_weights(model, Fsdp2.name, casts=plan.layout.precision != "float32")
+    """A weight that FSDP2 would hold in another kind of memory than the others."""
     scalar = next((name for name, weight in model.named_parameters() if weight.ndim == 0), None)
     if scalar is not None and offloads(plan.layout):
         raise UsageError(
@@ -87,15 +86,10 @@ class Fsdp2(Strategy):
     launch_checks = (check_version,)
     model_checks = (check_weights, check_layers)
 
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        size = environment.mesh_size
+    def is_requested(self, layout: Layout) -> bool:
         # Beside tensor parallelism, it also sums the gradients of those that share the tokens of a sample.
-        return environment.uses("fsdp") or size("dp_shard") > 1 or (size("tp") > 1 and size("sp") > 1)
-
-    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        replicas = environment.mesh_size("dp_replicate")
-        others = replicas * environment.mesh_size("tp") * config.pipeline_stages
-        return {"dp_replicate": replicas, "dp_shard": environment.world_size // others}
+        is_sharded = layout.environment.uses("fsdp") or layout.environment.mesh_size("dp_shard") > 1
+        return is_sharded or (layout.tp > 1 and layout.sp > 1)
 
     def title(self, layout: Layout) -> str:
         if layout.dp_replicate > 1:
@@ -107,11 +101,6 @@ class Fsdp2(Strategy):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU  # as on GPUs
 
-    def variables(self, layout: Layout) -> dict[str, str]:
-        # Accelerate divides sequences under DeepSpeed alone: to it, processes that share the tokens of a sample are
-        # data-parallel, too, as each has gradients of its own.
-        return {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.dp_shard)}
-
     def after_start(self) -> None:
         # Else transformers loads weights in the first process alone. Here each process reads its shards from the disk.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -120,13 +109,13 @@ class Fsdp2(Strategy):
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard  # takes a second
 
         layout, model = grid.layout, part.model
-        scalars, experts = scalars_of(model), [weight for weight in model.parameters() if is_of_experts(weight)]
+        others = {weight for weight in model.parameters() if weight.ndim == 0 or _is_of_experts(weight)}
         options: dict[str, Any] = {
             "mesh": grid.shards,
             "mp_policy": mixed_precision_policy(layout.precision),
             "offload_policy": CPUOffloadPolicy() if offloads(layout) else OffloadPolicy(),
             "reshard_after_forward": None if gathers_again(layout) else False,
-            "ignored_params": {*scalars, *experts},
+            "ignored_params": others,
         }
         layers = sharded_layers(model, layout)
         embedding, head = ends_of(model, layers) if part.root is model else ([], [])  # a stage has one of them
@@ -152,9 +141,7 @@ class Fsdp2(Strategy):
         compile_if_asked(model, plan, layers)
         _checkpoint_activations(layers, plan.layout)
         division.apply(Part(model, model))
-        optimizer = accelerator.prepare_optimizer(setup.optimizer)
-        choose_fused_kernels(accelerator, setup.optimizer)
-        return Engine(setup, model, optimizer)
+        return Engine(setup, model)
 
 
 def _make_float32(model: nn.Module) -> None:
@@ -190,18 +177,9 @@ def mixed_precision_policy(precision: str) -> "MixedPrecisionPolicy":
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
 
 
-def scalars_of(model: nn.Module) -> list[nn.Parameter]:
-    """The weights without dimensions, such as CLIP's temperature: each process holds them whole."""
-    return [weight for weight in model.parameters() if weight.ndim == 0]
-
-
 def sum_scalars(model: nn.Module, groups: Sequence[Any]) -> None:
-    """Lets processes sum the gradients of the weights without dimensions, as FSDP2 does for the others.
-
-    Args:
-        model: with such weights.
-        groups: of the processes, along each dimension of their mesh.
-    """
+    """Lets processes sum the gradients of the weights without dimensions, such as CLIP's temperature, as FSDP2 does for
+    the others: each process holds these whole. `groups`: of the processes, along each dimension of their mesh."""
 
     def total(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()  # autograd may need it elsewhere
@@ -209,19 +187,22 @@ def sum_scalars(model: nn.Module, groups: Sequence[Any]) -> None:
             dist.all_reduce(gradient, group=group)
         return gradient
 
-    for weight in scalars_of(model):
-        if weight.requires_grad:
+    for weight in model.parameters():
+        if weight.ndim == 0 and weight.requires_grad:
             weight.register_hook(total)
 
 
-def is_of_experts(weight: Tensor) -> bool:
+def _is_of_experts(weight: Tensor) -> bool:
     """Whether expert parallelism has divided a weight: FSDP2 leaves it."""
     return is_divided(weight) and "experts" in (weight.device_mesh.mesh_dim_names or ())
 
 
 def _say_what_is_gathered_at_once(setup: Setup, layers: Sequence[nn.Module]) -> None:
-    """Prints a line if FSDP gathers layers with the rest of the model, or all of it."""
+    """Prints a line if FSDP gathers layers with the rest of the model, or all of it, or not what the file asks for."""
     accelerator, model, layout = setup.accelerator, setup.model, setup.plan.layout
+    settings = layout.environment.settings
+    for key in without_effect(settings.get("FSDP_AUTO_WRAP_POLICY"), settings.get("FSDP_MIN_NUM_PARAMS")):
+        accelerator.print(f"{key} has no effect: {BY_CLASSES}")
     kept = {type(layer).__name__ for layer in layers}
     if left := sorted({type(module).__name__ for module in model.modules()} & (named_classes(model, layout) - kept)):
         accelerator.print(

@@ -90,7 +90,7 @@ class Division:
 
     Args:
         setup: of the run, with the whole model.
-        strategies: those that divide it.
+        strategies: of the layout; not all of them divide a model.
 
     Attributes:
         grid: of the run.

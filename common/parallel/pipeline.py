@@ -11,35 +11,29 @@ from torch import distributed as dist
 
 from ..config import RunConfig
 from ..data.sets import Batch, as_numbered_step
-from ..environment import Environment
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan, next_smaller_divisor
 from ..seeds import restore_generators
 from ..step.batch_loss import Values
 from ..step.engine import Engine, StepResult
-from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from ..step.setup import Setup, compile_if_asked
 from ..weights.shards import local, norm_over_processes, whole
 from .chain import Chain, layer_bounds
 from .grid import Division, Part
 from .schedules import SCHEDULES, Shape, Steps, cost
 from .sharding import gathers_again
 from .stages import Entry, Stage, chain_of, copied, take_away
-from .strategy import Strategy, Symptoms
+from .strategy import Strategy
 
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
-    """A config whose processes the stages do not divide, or one of DeepSpeed."""
+    """A config whose processes the stages do not divide, or that does not work with them."""
     others = layout.dp_replicate * layout.sp * layout.tp
     if layout.num_processes % (layout.pp * others):
         raise UsageError(
             f"--pipeline_stages {layout.pp} does not divide {layout.num_processes} processes",
             f"use --num_processes {layout.pp * others} after accelerate launch",
-        )
-    if layout.environment.uses("deepspeed"):
-        raise UsageError(
-            "--pipeline_stages does not combine with DeepSpeed",
-            "use --config_file accelerate_configs/fsdp2_pipeline.yaml",
         )
     if layout.environment.uses("fsdp") and layout.dp_shard == 1:
         raise UsageError(
@@ -99,22 +93,18 @@ def check_micro_batches(model: nn.Module, optimizer: torch.optim.Optimizer, plan
 
 class PipelineParallel(Strategy):
     name = "pipeline"
+    axis = "pp"
     fallback = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+    cause_at_once = (
+        "something beside the layers {draws}changes hidden states, logits or losses in a way that one stage alone does "
+        "not see: use {fallback}"
+    )
     launch_checks = (check_stages, check_schedule)
     model_checks = (check_micro_batches,)
-
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        return config.pipeline_stages > 1
-
-    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        return {"pp": config.pipeline_stages}
 
     def title(self, layout: Layout) -> str:
         replicas = layout.data_parallel_size if layout.dp_shard == 1 else 1
         return f"DDP {replicas} × " * (replicas > 1) + f"pipeline of {layout.pp} stages"
-
-    def variables(self, layout: Layout) -> dict[str, str]:
-        return super().variables(layout) | {"ACCELERATE_USE_FSDP": "false"}
 
     def plan(self, setup: Setup) -> Chain:
         name, layout = setup.plan.config.pipeline_schedule, setup.plan.layout
@@ -142,14 +132,6 @@ class PipelineParallel(Strategy):
     def wrap(self, setup: Setup, division: Division) -> "PipelineEngine":
         return PipelineEngine(setup, division)
 
-    def likely_cause(self, seen: Symptoms) -> str | None:
-        if not seen.at_once:
-            return None
-        return (
-            f"something beside the layers {'draws random numbers, or ' * seen.draws}changes hidden states, logits "
-            f"or losses in a way that one stage alone does not see: use {self.fallback}"
-        )
-
 
 class PipelineEngine(Engine):
     """Steps through a pipeline. Only the process of its last stage has the losses.
@@ -169,9 +151,7 @@ class PipelineEngine(Engine):
         self._chain, self._bounds = chain, layer_bounds(len(chain.layers), self._num_stages)
         self._module, self.stages = setup.model, self._cut(setup, division)
         self._is_last = self._num_stages - 1 in self.stages
-        choose_fused_kernels(setup.accelerator, setup.optimizer)
-        optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
-        super().__init__(setup, nn.ModuleList(self.stages.values()), optimizer)
+        super().__init__(setup, nn.ModuleList(self.stages.values()))
         is_sharded = layout.dp_shard > 1
         axes = [axis for axis in ("dp_replicate", "sp") if axis in division.grid.sizes and not is_sharded]
         self._replicas = [mesh.get_group(axis) for axis in axes]

@@ -11,23 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import RunConfig
-from ..environment import Environment
 from ..errors import UsageError
-from ..layout import Layout
 from ..plan import Plan
 from .grid import Grid, Part
-from .strategy import Strategy, Symptoms
-
-
-def check_config(layout: Layout, config: RunConfig) -> None:
-    """An sp_size beside a strategy that divides more than weights."""
-    wrapper = next(name for name in layout.strategies if name != SequenceParallel.name)
-    if wrapper not in ("DDP", "FSDP2", "TP", "pipeline"):
-        raise UsageError(
-            f"sp_size does not combine with {wrapper}",
-            "use --config_file accelerate_configs/sequence_parallel.yaml, or fsdp2_sequence_parallel.yaml",
-        )
+from .strategy import Strategy
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -42,30 +29,16 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
 
 class SequenceParallel(Strategy):
     name = "SP"
+    axis = "sp"
     wraps = of_weights = False
-    launch_checks = (check_config,)
+    cause_at_once = (
+        "a layer beside attention {draws}needs all tokens of a sample, as convolutions do: use --config_file "
+        "accelerate_configs/fsdp2.yaml"
+    )
     model_checks = (check_layers,)
-
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        return environment.mesh_size("sp") > 1
-
-    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        return {"sp": environment.mesh_size("sp")}
-
-    def title(self, layout: Layout) -> str:
-        return f"SP {layout.sp}"
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
         divider_of(part.model, grid.layout.sp).divide(SequenceGroup(grid.mesh["sp"]))
-
-    def likely_cause(self, seen: Symptoms) -> str | None:
-        if not seen.at_once:
-            return None
-        return (
-            f"a layer beside attention {'draws random numbers, or ' * seen.draws}needs all tokens of a sample, as "
-            "convolutions do: use --config_file accelerate_configs/fsdp2.yaml"
-            f"{', or set dropout to 0' * seen.draws}"
-        )
 
 
 class SequenceGroup:

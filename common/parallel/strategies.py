@@ -5,12 +5,12 @@ from dataclasses import replace
 from ..config import RunConfig
 from ..environment import Environment, device_type
 from ..layout import Layout
-from ..step.checks import check_model, check_optimizer
+from ..step.checks import check_optimizer
 from ..step.engine import Engine
 from ..step.setup import Setup
 from ..weights.shards import local
 from .ddp import DDP
-from .deepspeed import DEEPSPEED
+from .deepspeed import DEEPSPEED, precision_of
 from .expert import EXPERT
 from .fsdp2 import FSDP2
 from .grid import Division
@@ -19,41 +19,43 @@ from .sequence import SEQUENCE
 from .strategy import ModelCheck, Strategy
 from .tensor import TENSOR
 
-# One line each, in the order in which they are asked: the first one that wraps a model wraps it.
+# One line each. The first one of a layout that wraps a model wraps it; and they divide it in this order: each divides
+# what those before it have left.
 STRATEGIES: tuple[Strategy, ...] = (
     PIPELINE,
     DEEPSPEED,
     TENSOR,
-    FSDP2,
     SEQUENCE,
     EXPERT,
+    FSDP2,
     DDP,
 )
-
-# Those that divide a model, in the order in which they must: each divides what those before it have left.
-ORDER: tuple[Strategy, ...] = (TENSOR, SEQUENCE, EXPERT, FSDP2)
 
 
 def layout_of(environment: Environment, config: RunConfig) -> Layout:
     """What the launcher, the config file and the flags ask for. Starts no process."""
-    asked = [strategy for strategy in STRATEGIES if strategy.is_requested(environment, config)]
-    asked += [] if any(strategy.wraps for strategy in asked) else [DDP]
-    precision = environment.mixed_precision
-    if precision == "no":
-        precision = next((own for strategy in asked if (own := strategy.precision(environment))), "float32")
-    main = next(strategy for strategy in asked if strategy.wraps)
+    size = environment.mesh_size
     layout = Layout(
         environment=environment,
-        strategies=tuple(strategy.name for strategy in asked),
         num_processes=environment.world_size,
         rank=environment.rank,
-        precision=precision,
         device=device_type(),
-        needs_all_weights=environment.world_size > 1 and any(strategy.needs_all_weights for strategy in asked),
-        takes_means=main.takes_means,
+        tp=size("tp"),
+        sp=size("sp"),
+        pp=config.pipeline_stages,
+        ep=config.expert_parallel,
     )
-    for strategy in asked:
-        layout = replace(layout, **strategy.sizes(environment, config))
+    asked = [strategy for strategy in STRATEGIES if strategy.is_requested(layout)]
+    asked += [] if any(strategy.wraps for strategy in asked) else [DDP]
+    precision = environment.mixed_precision
+    precision = precision_of(environment) if precision == "no" else precision
+    main = next(strategy for strategy in asked if strategy.wraps)
+    names = tuple(strategy.name for strategy in asked)
+    layout = replace(layout, strategies=names, precision=precision, takes_means=main.takes_means)
+    if FSDP2 in asked:
+        replicas = size("dp_replicate")
+        shards = layout.num_processes // (replicas * layout.tp * layout.pp)
+        layout = replace(layout, dp_replicate=replicas, dp_shard=shards)
     outside_in = [strategy for strategy in asked[::-1] if strategy.wraps] + [each for each in asked if not each.wraps]
     return replace(layout, title=" × ".join(filter(None, [strategy.title(layout) for strategy in outside_in])))
 
@@ -71,11 +73,7 @@ def main_strategy(layout: Layout) -> Strategy:
 def model_checks(layout: Layout) -> list[ModelCheck]:
     """What a run refuses of a model or an optimizer: it raises the first refusal, `accelerate-recipes doctor` asks for
     all of them."""
-    return [
-        check_optimizer,
-        check_model,
-        *(check for strategy in strategies_of(layout) for check in strategy.model_checks),
-    ]
+    return [check_optimizer, *(check for strategy in strategies_of(layout) for check in strategy.model_checks)]
 
 
 def check_trainable(setup: Setup) -> Setup:
@@ -94,10 +92,10 @@ def with_plans(setup: Setup) -> Setup:
 def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
     on_disk = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
-    main, names = main_strategy(setup.plan.layout), setup.plan.layout.strategies
-    engine = main.wrap(setup, Division(setup, [strategy for strategy in ORDER if strategy.name in names]))
+    main = main_strategy(setup.plan.layout)
+    engine = main.wrap(setup, Division(setup, strategies_of(setup.plan.layout)))
     own = sum(local(weight).nbytes for name, weight in engine.module.named_parameters() if name in on_disk)
     whole = sum(on_disk.values())
-    if own < whole and main.reads_own_parts:
+    if own < whole and main is not DEEPSPEED:  # which keeps its shards beside the weights
         setup.accelerator.print(f"{whole / 1e9:.2g} GB of weights, of which process 0 reads {own / 1e9:.2g} GB")
     return engine

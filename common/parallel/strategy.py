@@ -3,7 +3,6 @@ line in strategies.py."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -12,7 +11,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..config import RunConfig
-from ..environment import Environment
 from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
@@ -23,78 +21,54 @@ LaunchCheck = Callable[[Layout, RunConfig], None]
 ModelCheck = Callable[[nn.Module, torch.optim.Optimizer, Plan], None]
 
 
-@dataclass(frozen=True)
-class Symptoms:
-    """What differs from one process in a first step, and what a strategy may have caused.
-
-    Attributes:
-        at_once: values of `forward_step` differ in the first step.
-        only_weights: neither values nor the norm of the gradient differ.
-        draws: the forward pass draws random numbers.
-        optimizer: the name of its class.
-    """
-
-    at_once: bool
-    only_weights: bool
-    draws: bool
-    optimizer: str
-
-
 class Strategy:
     """A strategy of parallelism. A layout combines one or several; one of them wraps the model.
 
     Attributes:
         name: for the terminal.
+        axis: of a layout, if it has one of its own.
         wraps: whether it can be the one that wraps the model; the first such strategy of a layout does.
         distributed_type: of Accelerate, if it has one for this strategy.
         needs_all_weights: whether each forward pass must use all weights.
         takes_means: whether what wraps the model takes the mean of the processes' gradients. Others take the sum.
-        reads_own_parts: whether a process reads only its own parts of the weights that are on disk.
         of_weights: whether it divides weights, and not only what a pass computes.
         launch_checks: raise UsageError for a launch that cannot work.
         model_checks: raise UsageError for a model or optimizer that this strategy cannot train with the result of one
             process.
         fallback: what to type for a model that this strategy cannot train.
+        cause_at_once: what this strategy may have to do with values of `forward_step` that differ from those of one
+            process in the first step, and what to type; "" if nothing. `verdict` in check/ fills it in.
+        cause_in_update: the same, where only the weights differ after a step.
     """
 
     name: ClassVar[str]
+    axis: ClassVar[str] = ""
     wraps: ClassVar[bool] = True
     distributed_type: ClassVar[DistributedType | None] = None
     needs_all_weights: ClassVar[bool] = False
     takes_means: ClassVar[bool] = False
-    reads_own_parts: ClassVar[bool] = True
     of_weights: ClassVar[bool] = True
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
     fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
+    cause_at_once: ClassVar[str] = ""
+    cause_in_update: ClassVar[str] = (
+        "{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or forward_step "
+        "takes gradients itself, as a penalty does: use {fallback}"
+    )
 
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        """Whether the config file or the flags ask for this strategy."""
-        return False
-
-    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        """{axis of Layout: its size}"""
-        return {}
-
-    def precision(self, environment: Environment) -> str | None:
-        """The precision, if a file of this strategy's own names it."""
-        return None
+    def is_requested(self, layout: Layout) -> bool:
+        """Whether the config file or the flags ask for this strategy. Of the layout, the sizes from these are known."""
+        return bool(self.axis) and getattr(layout, self.axis) > 1
 
     def title(self, layout: Layout) -> str:
         """For the terminal; "" if there is nothing to say."""
-        return self.name
+        return f"{self.name} {getattr(layout, self.axis)}"
 
     def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         """Lets Accelerate run this strategy on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
         tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
         os.environ["ACCELERATE_USE_CPU"] = "true"
-
-    def run_on_gpus(self, layout: Layout) -> None:
-        """Prepares a run on GPUs, before the processes join."""
-
-    def variables(self, layout: Layout) -> dict[str, str]:
-        """What Accelerate reads instead of what the config file says: it needs no mesh."""
-        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
 
     def after_start(self) -> None:
         """Called when the processes have joined."""
@@ -110,7 +84,3 @@ class Strategy:
         """Divides the model, and wraps it and the optimizer into what takes the steps. `check_trainable` has accepted
         them."""
         raise AssertionError(f"{self.name} wraps no model")
-
-    def likely_cause(self, seen: Symptoms) -> str | None:
-        """What this strategy may have to do with a difference, and what to type; None if nothing."""
-        return None

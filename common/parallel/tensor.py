@@ -7,17 +7,16 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..environment import Environment
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
-from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
+from ..step.setup import Setup, compile_if_asked
 from .derive import derived_plan
 from .grid import Division, Grid, Part
 from .sharding import sharded_layers
 from .stages import is_absent
-from .strategy import Strategy, Symptoms
+from .strategy import Strategy
 from .tensor_plan import can_pack, check_plan, divide_numbers, has_plan, what_is_divided
 
 
@@ -46,17 +45,13 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
 
 class TensorParallel(Strategy):
     name = "TP"
+    axis = "tp"
+    cause_at_once = (
+        "something between two layers of the tp_plan {draws}needs all features, as softmax, norms and means do: leave "
+        "these layers out of the tp_plan, or use {fallback}"
+    )
     launch_checks = (check_config,)
     model_checks = (check_layers,)
-
-    def is_requested(self, environment: Environment, config: RunConfig) -> bool:
-        return environment.mesh_size("tp") > 1
-
-    def sizes(self, environment: Environment, config: RunConfig) -> dict[str, Any]:
-        return {"tp": environment.mesh_size("tp")}
-
-    def title(self, layout: Layout) -> str:
-        return f"TP {layout.tp}"
 
     def plan(self, setup: Setup) -> Mapping[str, str]:
         model, size, whole = setup.model, setup.plan.layout.tp, None
@@ -73,22 +68,11 @@ class TensorParallel(Strategy):
         parallelize(part.model, plan, grid.mesh["tp"])
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
-        accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
+        model, plan = setup.model, setup.plan
         compile_if_asked(model, plan, sharded_layers(model, plan.layout) if plan.layout.dp_shard > 1 else ())
         division.apply(Part(model, model))
         # As for evaluation, so that Accelerate adds mixed precision alone. For training it would wrap the model in DDP.
-        model = accelerator.prepare_model(model, evaluation_mode=True)
-        optimizer = accelerator.prepare_optimizer(inner)
-        choose_fused_kernels(accelerator, inner)
-        return Engine(setup, model, optimizer)
-
-    def likely_cause(self, seen: Symptoms) -> str | None:
-        if not seen.at_once:
-            return None
-        return (
-            f"something between two layers of the tp_plan {'draws random numbers, or ' * seen.draws}needs all "
-            f"features, as softmax, norms and means do: leave these layers out of the tp_plan, or use {self.fallback}"
-        )
+        return Engine(setup, setup.accelerator.prepare_model(model, evaluation_mode=True))
 
 
 def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:

@@ -22,7 +22,6 @@ from ..files import for_json
 from ..state import TrainState
 from ..step.engine import Engine, StepResult
 from ..step.options import FitOptions
-from ..step.reached import Reached
 from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
@@ -68,7 +67,6 @@ class Recorder:
         self.output_dir = output_dir
         self.last_metrics: dict[str, float] = {}
         self._num_lost, self.facts = 0, facts
-        self._reached = engine.reached = Reached(engine)
         self._learning_rate: float | None = None
         self._grad_norm: torch.Tensor | float | None = None
 
@@ -141,18 +139,7 @@ class Recorder:
         state, steps = self.state, self.unrecorded
         sums = steps.sums(self.engine, state.step)
         weight = sums.pop(TOTAL_WEIGHT) or math.nan
-        if names := self._reached.unreached(state.step):
-            self.facts["without_gradient"] = names
-            self.accelerator.print(
-                f"up to step {state.step} the gradient of {names[0]}{', ...' * (len(names) > 1)} is zero in each "
-                "record, so nothing trains it: look for detach(), .data, round() or a mask after it, or freeze it"
-            )
-        if names := self._reached.unmoved(state.step):
-            self.facts["not_moved"] = names
-            self.accelerator.print(
-                f"no step has moved {names[0]}{', ...' * (len(names) > 1)}, up to step {state.step}: the optimizer "
-                "leaves it out, its learning rate is 0, or its updates are smaller than what its type holds"
-            )
+        self.facts |= self.engine.trained.say(state.step)
         self._count_seconds()
         samples_per_second = steps.num_taken * self.plan.config.batch_size / steps.seconds
         record = {

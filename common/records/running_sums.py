@@ -59,9 +59,10 @@ class RunningSums:
             own[name] = _total([values[name] for values in self.metrics if name in values], device)
         zero = _total([], device)
         names = [*dict.fromkeys([*own, *self.earlier])]
-        values = [torch.stack([own.get(name, zero) for name in names]), engine.replicas.rows().flatten()]
-        *totals, num_moved = accelerator.reduce(torch.cat([*values, engine.movement.moved()[None]]), "sum").tolist()
-        engine.movement.note(num_moved, step)
+        bits, values = engine.bits(), torch.stack([own.get(name, zero) for name in names])
+        found = engine.replicas.rows(bits).flatten(), engine.trained.has_moved(bits)[None]
+        *totals, num_moved = accelerator.reduce(torch.cat([values, *found]), "sum").tolist()
+        engine.trained.note_record(num_moved, step)
         _check_replicas(engine, totals[len(names) :], step)
         # The processes that count a sample: of a pipeline, the last stage.
         copies = layout.model_parallel_size // layout.pp

@@ -1,7 +1,6 @@
-"""What no layout can train, as far as it shows before a step, and what several strategies refuse."""
+"""What no layout can train, as far as it shows before a step."""
 
 import difflib
-import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +12,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import UsageError
-from ..norms import LOW_PRECISION
 from ..plan import Plan
 from ..weights.shards import is_divided
 from .options import FitOptions
-
-NEEDS_CLOSURE = "calls the model several times a step, which fit does not support"
-
 
 # Arguments and options of `fit`; the first two are needed, or have another default than None.
 FUNCTIONS = ("forward_step", "summarize", "examples", "collate_fn", "sampler", "schedule", "export", "batch_loss")
@@ -58,29 +53,19 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
 
 
 def _check_is_optimizer(optimizer: Any) -> None:
-    given = f"the optimizer is {_named(optimizer)}"
-    if isinstance(optimizer, list | tuple | dict):
-        raise UsageError(
-            f"{given}: expected one optimizer; a group of parameters may have settings of its own",
-            'type torch.optim.AdamW([{"params": [...], "lr": 1e-3}, {"params": [...], "lr": 1e-4}])',
-        )
-    if isinstance(optimizer, LRScheduler):
-        raise UsageError(
-            f"{given}: expected the optimizer alone",
-            "use --lr_schedule, or schedule= in the call of fit, for the rates",
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        inner = getattr(optimizer, "optimizer", None)
-        instead = f"give fit the {type(inner).__name__} in it" if isinstance(inner, torch.optim.Optimizer) else ""
-        instead = instead or "use, for example, torch.optim.AdamW(model.parameters(), lr=1e-3)"
-        raise UsageError(f"{given}: expected a torch.optim.Optimizer", instead)
-    try:
-        optimizer.state_dict(), optimizer.defaults
-    except AttributeError as error:  # its constructor did not call that of torch, as some wrappers do
-        raise UsageError(
-            f"{type(optimizer).__name__} lacks what each optimizer has ({error})",
-            "call super().__init__(params, defaults) in its constructor, or give fit the optimizer that it wraps",
-        ) from None
+    advice = "use, for example, torch.optim.AdamW(model.parameters(), lr=1e-3)"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if hasattr(optimizer, "defaults") and hasattr(optimizer, "state"):
+            return
+        # Its constructor did not call that of torch, as some wrappers do.
+        advice = "call super().__init__(params, defaults) in its constructor, or give fit the optimizer that it wraps"
+    elif isinstance(optimizer, LRScheduler):
+        advice = "use --lr_schedule, or schedule= in the call of fit, for the rates, and give fit the optimizer alone"
+    elif isinstance(optimizer, list | tuple | dict):
+        advice = 'type torch.optim.AdamW([{"params": [...], "lr": 1e-3}, {"params": [...], "lr": 1e-4}])'
+    elif isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        advice = f"give fit the {type(inner).__name__} in it"
+    raise UsageError(f"the optimizer is {_named(optimizer)}: expected one whole torch.optim.Optimizer", advice)
 
 
 def _named(value: Any) -> str:
@@ -92,7 +77,6 @@ def _named(value: Any) -> str:
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """An optimizer that fails under `fit`, or weights outside the model, which no process would synchronize."""
     name = type(optimizer).__name__
-    _check_step(optimizer)
     rates = [group.get("lr") for group in optimizer.param_groups]
     if any(isinstance(rate, Tensor) for rate in rates):
         raise UsageError(f"{name} has a tensor as learning rate", "give it a float")
@@ -113,64 +97,6 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
         )
 
 
-def _check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError if a step needs more than gradients."""
-    # Of the class: a schedule of the recipe's own may have wrapped the object's.
-    name, (_, *parameters) = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters.values()
-    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    needed = [each.name for each in named if each.default is each.empty]
-    # SAM's step takes a closure that may be None, and then fails; its two halves have the names that its paper's code
-    # gave them, in copies and relatives, too.
-    in_halves = all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
-    if "closure" in needed or in_halves:
-        raise UsageError(f"{name} {NEEDS_CLOSURE}", "use another optimizer")
-    if needed:
-        raise UsageError(f"{name}.step needs {needed[0]}, and fit calls step() alone", "use another optimizer")
-
-
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A layer that cannot be trained, or not on this device."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and plan.layout.device == "cpu" and plan.layout.num_processes > 1:
-            raise UsageError(
-                f"{name} is a SyncBatchNorm, which several processes compute on GPUs only",
-                "use GroupNorm or LayerNorm, or BatchNorm on the CPU",
-            )
-
-
-def check_dense_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> None:
-    """Raises UsageError for a layer with sparse gradients, which FSDP2 and DeepSpeed cannot divide."""
-    given = {weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", None) is True and given & set(module.parameters(recurse=False)):
-            raise UsageError(
-                f"{name} has sparse gradients, which {kind} does not support",
-                "use --config_file accelerate_configs/ddp.yaml, or sparse=False in its constructor, and Adam in "
-                "place of SparseAdam",
-            )
-
-
 def sizes_that_divide(number: int) -> str:
     """For messages: the sizes of groups that can share so many heads or experts."""
     return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0)
-
-
-def check_divisible_weights(model: nn.Module, kind: str, casts: bool, to_float32: bool = False) -> None:
-    """Raises UsageError for weights that FSDP2 or DeepSpeed cannot divide, or would silently cast.
-
-    Args:
-        model: the recipe's module.
-        kind: the name of what divides them.
-        casts: whether all weights become float32 or lower, without imaginary parts.
-        to_float32: whether those of lower precision, too, become float32, in which one process does not train them.
-    """
-    high = (torch.float64, torch.complex64, torch.complex128)
-    types = {*(high if casts else ()), *(LOW_PRECISION if to_float32 else ())}
-    for name, weight in model.named_parameters():
-        if weight.numel() == 0:
-            raise UsageError(f"{name} has no elements, which {kind} does not support", "remove it from the model")
-        if weight.dtype in types:
-            raise UsageError(
-                f"{name} is {str(weight.dtype).removeprefix('torch.')}, which {kind} would cast",
-                "use --config_file accelerate_configs/ddp.yaml, or make it float32",
-            )

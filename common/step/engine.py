@@ -1,28 +1,39 @@
-"""Takes optimizer steps: `Engine.step`, for all strategies but DeepSpeed."""
+"""Takes optimizer steps, `Engine.step`, and holds their state."""
 
 import math
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..data.sets import Batch
 from ..errors import UsageError
 from ..failure import line_of
 from ..norms import clip
 from ..seeds import UPDATE, seed_forward
-from ..weights.shards import local, norm_over_processes
+from ..weights.shards import (
+    Shard,
+    TensorReader,
+    checkpoint_tensors,
+    local,
+    norm_over_processes,
+    read_like,
+    shards_of,
+    whole,
+)
 from .batch_loss import Share, Values, first_pass, gather
-from .checks import NEEDS_CLOSURE
 from .ema import EMA
-from .engine_state import EngineState
-from .optimizer_state import Numbers
-from .setup import Setup, follow_split_groups
+from .optimizer_state import Numbers, as_tensor, load_optimizer
+from .replicas import Replicas, sum_of_bits
+from .setup import Setup, choose_fused_kernels, follow_split_groups
+from .trained import Trained
 
 
 @dataclass
@@ -47,12 +58,19 @@ class StepResult:
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-class Engine(EngineState):
-    """Takes optimizer steps with the model and optimizer that a strategy has wrapped. DeepSpeed has a `step` of its
-    own; a pipeline takes the passes of a step in another order.
+class Engine:
+    """Takes optimizer steps with the model and optimizer that a strategy has wrapped, and gives checkpoints and exports
+    their state. DeepSpeed updates the weights by itself; a pipeline takes the passes of a step in another order.
 
     Attributes:
-        model: the model that `forward_step` calls.
+        accelerator: from `start(config)`.
+        model: the model that `forward_step` calls, as the strategy wrapped it.
+        optimizer: as Accelerate wrapped it, or the one that this object was given.
+        plan: of the run.
+        ema: the moving average of the weights; None without `--ema_decay`.
+        numbers: what the optimizer keeps beside tensors.
+        replicas: the comparison of what several processes hold of the same weights.
+        trained: whether gradients reach the weights, and steps move them.
         shares: of this process's micro-batches in the loss of the global batch; of the last step with a first pass.
         row: of the micro-batch whose forward pass began last, among those of all processes.
         rounds_weights: whether the first step finds other weights than the model had, because they were rounded.
@@ -61,12 +79,17 @@ class Engine(EngineState):
     rounds_weights = False
     row: int | None = None
 
-    def __init__(self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer | torch.optim.Optimizer):
+    def __init__(
+        self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer | torch.optim.Optimizer | None = None
+    ):
+        if optimizer is None:
+            optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
+            choose_fused_kernels(setup.accelerator, setup.optimizer)
         self.accelerator, self.model, self.optimizer, self.plan = setup.accelerator, model, optimizer, setup.plan
         forward_step, self.batch_loss = setup.check_functions()
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         self.shares: list[Share] = []
-        self.numbers = Numbers(self._own_optimizer)
+        self.numbers, self.replicas, self.trained = Numbers(self._own_optimizer), Replicas(self), Trained(self)
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -83,30 +106,10 @@ class Engine(EngineState):
         batch has one. The number of processes and micro-batches does not change it. A step whose gradient norm is
         known and not finite leaves the weights as they were.
         """
-        config, scaler = self.plan.config, self.accelerator.scaler
         scale, weight = self._loss_scale(micro_batches)
         self._first_pass(number, micro_batches)
         losses, metrics = self._backward(number, micro_batches, scale)
-        weights, grad_norm = self._updated_tensors(), None
-        if config.max_grad_norm or wants_norm:
-            if scaler is not None:
-                self.accelerator.unscale_gradients(self.optimizer)
-            # Like torch's clip_grad_norm_, but accurate for large weights, and for several device meshes.
-            grad_norm = self._norm()
-            if config.max_grad_norm:
-                gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
-                clip(gradients, grad_norm, config.max_grad_norm)
-        if wants_norm and self.reached is not None:
-            self.reached.look(number)
-        seed_forward(config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
-        follow_split_groups(self._own_optimizer)
-        if scaler is None:  # Accelerate's wrapper only adds time to a step
-            step_if_finite(self._own_optimizer, grad_norm)
-        else:
-            self.optimizer.step()
-        for each in weights:  # as zero_grad, in a fifth of the time
-            each.grad = None
-        skipped = scaler is not None and getattr(self.optimizer, "step_was_skipped", False)
+        grad_norm, skipped = self._update(number, wants_norm)
         if self.ema is not None and not skipped:
             self.ema.update()
         return StepResult(losses, weight, grad_norm, skipped, metrics)
@@ -116,20 +119,45 @@ class Engine(EngineState):
     ) -> tuple[list[Tensor], list[Values]]:
         """Accumulates the gradient of scale × the sum of the losses. Returns these and the other metrics, for each
         micro-batch, as in StepResult."""
-        losses, metrics, scaler = list[Tensor](), list[Values](), self.accelerator.scaler
+        losses, metrics = list[Tensor](), list[Values]()
         for index, batch in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            with nullcontext() if is_last else self._no_sync():
+            with self._sums_gradients(index == len(micro_batches) - 1):
                 self._seed(number, index)
                 values = self.forward_step(self.model, batch, number)
                 loss, others = self._loss(number, index, batch, values)
-                if scaler is None:
-                    loss.backward(gradient=scale.to(loss))  # loss * scale takes one operation more
-                else:
-                    self.accelerator.backward(loss, gradient=scale.to(loss))
+                self._differentiate(loss, scale)
             losses.append(loss.detach())
             metrics.append(others)
         return losses, metrics
+
+    def _differentiate(self, loss: Tensor, scale: Tensor) -> None:
+        backward = loss.backward if self.accelerator.scaler is None else partial(self.accelerator.backward, loss)
+        backward(gradient=scale.to(loss))  # loss * scale takes one operation more
+
+    def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
+        """Clips and takes the step of the optimizer. Returns (the norm of the gradient, None if nobody asks; whether
+        the step was skipped), as in StepResult."""
+        config, scaler = self.plan.config, self.accelerator.scaler
+        weights, grad_norm = self._updated_tensors(), None
+        if config.max_grad_norm or wants_norm:
+            if scaler is not None:
+                self.accelerator.unscale_gradients(self.optimizer)
+            # Like torch's clip_grad_norm_, but accurate for large weights, and for several device meshes.
+            grad_norm = self._norm()
+            if config.max_grad_norm:
+                gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
+                clip(gradients, grad_norm, config.max_grad_norm)
+        if wants_norm:
+            self.trained.look()
+        seed_forward(config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
+        follow_split_groups(self._own_optimizer)
+        if scaler is None:  # Accelerate's wrapper only adds time to a step
+            step_if_finite(self._own_optimizer, grad_norm)
+        else:
+            self.optimizer.step()
+        for each in weights:  # as zero_grad, in a fifth of the time
+            each.grad = None
+        return grad_norm, scaler is not None and getattr(self.optimizer, "step_was_skipped", False)
 
     def _norm(self) -> Tensor:
         """The norm of the gradient of the whole model, 0-dim, the same in all processes."""
@@ -183,26 +211,120 @@ class Engine(EngineState):
         self.row = self.plan.row(index)
         seed_forward(self.plan.config.seed, number, self.row, self.accelerator.device)
 
-    @contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        """Accumulates gradients in each process, without a sum over the replicas of the model.
-
-        FSDP2 nevertheless sums those of each micro-batch over its shards: otherwise every process would hold the
+    def _sums_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        """The context of a micro-batch's passes: after the last one of a step, gradients are summed over the replicas
+        of the model. FSDP2 sums those of each micro-batch over its shards: otherwise every process would hold the
         gradients of the whole model."""
-        sum_over_replicas = getattr(self.model, "set_requires_all_reduce", None)  # of FSDP2
-        if sum_over_replicas is None:
-            with self.accelerator.no_sync(self.model):
-                yield
-        else:
-            sum_over_replicas(False)
-            yield
-            sum_over_replicas(True)
+        if sum_over_replicas := getattr(self.model, "set_requires_all_reduce", None):  # of FSDP2
+            sum_over_replicas(is_last)
+            return nullcontext()
+        return nullcontext() if is_last else self.accelerator.no_sync(self.model)
 
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # of a group that the recipe added, too
         return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def module(self) -> nn.Module:
+        """The recipe's own module, without the wrappers of the parallelism."""
+        # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    def bits(self) -> dict[str, Tensor]:
+        """{name of a weight: the sum of the bits of what this process holds of it}, of those that are trained or that
+        other processes hold, too. ZeRO-3 keeps that beside the weight."""
+        several = self.plan.layout.num_processes > 1
+        weights = {name: each for name, each in self.saved_tensors().items() if isinstance(each, nn.Parameter)}
+        held = {name: each if each.numel() else getattr(each, "ds_tensor", each) for name, each in weights.items()}
+        asked = {name: part for name, part in held.items() if several or weights[name].requires_grad}
+        return {name: sum_of_bits(local(part).detach()) for name, part in asked.items()}
+
+    @property
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that the recipe made, without wrappers."""
+        wrapped = self.optimizer
+        return wrapped.optimizer if isinstance(wrapped, AcceleratedOptimizer) else wrapped
+
+    def _updated_tensors(self) -> list[Tensor]:
+        """The weights, or shards of weights, that this process's optimizer updates."""
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
+    def _after_swap(self) -> None:
+        """After an evaluation FSDP2 keeps the gathered weights of the outermost module for a backward pass."""
+        for module in self.model.modules():
+            if reshard := getattr(module, "reshard", None):
+                reshard()
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model has the moving averages as its weights; a no-op without `--ema_decay`."""
+        return nullcontext() if self.ema is None else self.ema.swap_in()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a checkpoint holds as JSON, beside the tensors."""
+        averaged, scaler = 0 if self.ema is None else self.ema.num_updates, self.accelerator.scaler
+        loss_scale = {} if scaler is None else scaler.state_dict()
+        return {"num_averaged": averaged, "loss_scale": loss_scale, "optimizer": self.numbers.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the result of `state_dict`; the loss scale only if both runs have one."""
+        if self.ema is not None:
+            self.ema.num_updates = state["num_averaged"]
+        if self.accelerator.scaler is not None and "growth_factor" in state["loss_scale"]:
+            self.accelerator.scaler.load_state_dict(state["loss_scale"])
+        self.numbers.load_state_dict(state["optimizer"])
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """{name: parameter or buffer} of the module, with the same parameter objects as the optimizer."""
+        # Not named_parameters: after an evaluation FSDP2 returns gathered weights there and frees their memory when
+        # it shards again. state_dict shards again first.
+        return checkpoint_tensors(self.module)
+
+    def shards(self) -> list[Shard]:
+        """This process's shards of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
+        `average.<name>`."""
+        averages = {} if self.ema is None else self.ema.averages
+        shards: list[Shard] = []
+        for name, tensor in self.saved_tensors().items():
+            holders = self.holders(name)
+            # Buffers may differ between processes: DDP uses those of the first.
+            shards += shards_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
+            for slot, value in self._own_optimizer.state.get(tensor, {}).items():
+                if value is not None and not isinstance(value, Tensor):
+                    value = as_tensor(type(self._own_optimizer).__name__, slot, value)
+                if value is not None:
+                    shards += shards_of(f"optimizer.{name}.{slot}", value, holders)
+            if tensor in averages:
+                shards += shards_of(f"average.{name}", averages[tensor], holders)
+        return shards
+
+    def holders(self, name: str) -> Sequence[int]:
+        """Ranks of the processes that hold a saved tensor, or shards of it."""
+        return range(self.plan.layout.num_processes)
+
+    def load_parts(self, reader: TensorReader) -> None:
+        """Restores the optimizer state and the moving averages. The weights were loaded before `prepare`."""
+        load_optimizer(self._own_optimizer, self.saved_tensors(), reader)
+        for name, weight in self.saved_tensors().items():
+            if self.ema is not None and f"average.{name}" in reader.tensors:
+                self.ema.averages[weight] = read_like(weight, reader, f"average.{name}")
+
+    def each_whole(self, tensors: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor), whole in the main process, one at a time. A collective: all processes must call it and
+        take all.
+
+        Args:
+            tensors: that are divided as the weights of these names are; None: the weights and saved buffers.
+        """
+        for name, tensor in self._of_all_stages(self.saved_tensors() if tensors is None else tensors):
+            yield name, self._whole(tensor).detach()
+
+    def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        return tensors.items()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return whole(tensor)
 
 
 @contextmanager
@@ -239,34 +361,31 @@ def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float |
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of an optimizer. Raises UsageError if it fails because it needs a closure, or gradients that are dense, or
-    sparse."""
-    sparse = [weight for group in optimizer.param_groups for weight in group["params"] if _has_sparse_gradient(weight)]
+    """A step of an optimizer. Raises UsageError if it needs a closure or another argument, or gradients of another
+    kind."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    sparse = any(weight.grad is not None and weight.grad.is_sparse for weight in weights)
     if sparse and type(optimizer) is torch.optim.SGD:  # its fused kernel takes none
         for group in optimizer.param_groups:
             group["fused"] = False
     try:
         optimizer.step()
     except Exception as error:
-        name = type(optimizer).__name__
-        lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
-        if any("closure" in line for line in lines):
-            raise UsageError(f"{name} {NEEDS_CLOSURE}", f"use another optimizer ({line_of(error)})") from None
-        if "does not support dense gradients" in str(error):  # SparseAdam, also where a table's gradient is divided
+        name, line = type(optimizer).__name__, line_of(error)
+        lines = [str(error), *(frame.line or "" for frame in traceback.extract_tb(error.__traceback__))]
+        if any("closure" in text.lower() or "required positional argument" in text for text in lines):
             raise UsageError(
-                f"{name} takes sparse gradients alone ({line_of(error)})",
-                "use torch.optim.Adam, or --config_file accelerate_configs/ddp.yaml for a table with sparse=True",
+                f"{name} calls the model several times a step, or its step has arguments, which fit does not support "
+                f"({line})",
+                "use another optimizer",
             ) from None
-        if sparse:
+        if sparse or "dense gradients" in str(error):  # SparseAdam, also where a table's gradient is divided
             raise UsageError(
-                f"{name} takes no sparse gradients ({line_of(error)}): use sparse=False in the constructor of the "
-                "embedding, or use torch.optim.SGD, Adagrad or SparseAdam"
+                f"{name} does not take {'sparse' if sparse else 'dense'} gradients ({line})",
+                "use torch.optim.SGD or Adagrad, which take both kinds, or sparse=False in the constructor of the "
+                "embedding and torch.optim.Adam",
             ) from None
         raise
-
-
-def _has_sparse_gradient(weight: Tensor) -> bool:
-    return weight.grad is not None and weight.grad.is_sparse
 
 
 def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:

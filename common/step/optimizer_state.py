@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside tensors: numbers in its parameter groups and state, and attributes of its own."""
+"""What an optimizer keeps: tensors, numbers in its parameter groups and state, and attributes of its own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
+from ..weights.shards import TensorReader, read_like
 
 OF_THE_RUN = ("params", "lr", "initial_lr", "split_from")  # the command line or the layout decides these
 NUMBERS = {"bool": bool, "int": int, "float": float}
@@ -85,3 +86,32 @@ def _version(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_version(item) for item in value]
     return value if isinstance(value, bool | int | float | str) else None
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], reader: TensorReader) -> None:
+    """Restores the tensors of an optimizer's state; each is placed as its weight is."""
+    slots, on_device = optimizer_slots(reader), counts_on_device(optimizer)
+    for name, weight in weights.items():
+        for slot in slots.get(name, []):
+            key = f"optimizer.{name}.{slot}"
+            shape = list(reader.tensors[key]["shape"])
+            if optimizer.defaults.get("fused") and shape not in ([], list(weight.shape)):  # its kernel does not look
+                raise UsageError(f"{key} of the checkpoint has the shape {shape}, the weight {list(weight.shape)}")
+            kept = reader.tensor(key) if slot == "step" and not on_device else read_like(weight, reader, key)
+            optimizer.state[weight][slot] = kept
+
+
+def optimizer_slots(reader: TensorReader) -> dict[str, list[str]]:
+    """{weight name: slots of its optimizer state} in a checkpoint."""
+    slots: dict[str, list[str]] = {}
+    for key in reader.tensors:
+        kind, _, rest = key.partition(".")
+        if kind == "optimizer":
+            name, _, slot = rest.rpartition(".")
+            slots.setdefault(name, []).append(slot)
+    return slots
+
+
+def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer keeps its step count on the device, as torch's fused and capturable ones do."""
+    return any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))

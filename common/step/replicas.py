@@ -1,7 +1,7 @@
 """Whether processes that hold the same weights still agree, while a run goes on."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from ..norms import relative_distance
 from ..weights.shards import local, shards_of
 
 if TYPE_CHECKING:
-    from .engine_state import EngineState
+    from .engine import Engine
 
 EXACT = (1 << 52) - 1  # a float64 holds each whole number up to this one
 MOST = 6  # sets of processes that share weights: all, those of a stage, of the same shard, of the same experts, ...
@@ -35,19 +35,23 @@ class Replicas:
         agreed: number of optimizer steps after which the processes last agreed; 0 before the first comparison.
     """
 
-    def __init__(self, engine: "EngineState"):
+    def __init__(self, engine: "Engine"):
         self._engine, self.agreed = engine, 0
         self._compares = engine.accelerator.num_processes > 1
 
-    def rows(self) -> Tensor:
+    def rows(self, bits: Mapping[str, Tensor]) -> Tensor:
         """float64 of shape (processes, 6, 2), zero but for this process's row: for each set of processes with which it
-        shares weights [which weights, their bits]. `drift` takes the sum over the processes."""
+        shares weights [which weights, their bits]. `drift` takes the sum over the processes.
+
+        Args:
+            bits: {weight: sum of the bits that this process holds}.
+        """
         accelerator = self._engine.accelerator
         rows = torch.zeros(accelerator.num_processes, MOST, 2, dtype=torch.float64, device=accelerator.device)
         if self._compares:
-            for column, held in enumerate([*self._held().values()][:MOST]):
-                rows[accelerator.process_index, column, 0] = zlib.crc32(repr([*held]).encode())
-                rows[accelerator.process_index, column, 1] = _sum_of_all([*held.values()])
+            for column, keys in enumerate([*self._shared.values()][:MOST]):
+                rows[accelerator.process_index, column, 0] = zlib.crc32(repr(keys).encode())
+                rows[accelerator.process_index, column, 1] = sum_of_sums([bits[name] for name, _ in keys], rows.device)
         return rows
 
     def drift(self, rows: Sequence[float], step: int) -> str | None:
@@ -75,20 +79,15 @@ class Replicas:
                         found.setdefault(shard.writers, []).append((name, shard.offsets))
         return found
 
-    def _held(self) -> dict[Sequence[int], dict[Key, Tensor]]:
-        """The shards in `_shared` as they are now."""
-        tensors = self._engine.saved_tensors() if self._shared else {}
-        return {ranks: {key: local(tensors[key[0]]).detach() for key in keys} for ranks, keys in self._shared.items()}
-
     def _first_difference(self) -> str | None:
         """Compares weight by weight. A collective."""
-        rank = self._engine.accelerator.process_index
-        held = {key: shard for shards in self._held().values() for key, shard in shards.items()}
-        bits = gather_object([{key: int(sum_of_bits(shard)) for key, shard in held.items()}])
+        rank, tensors, own = self._engine.accelerator.process_index, self._engine.saved_tensors(), self._engine.bits()
+        bits = gather_object([{key: int(own[key[0]]) for keys in self._shared.values() for key in keys}])
         for key in dict.fromkeys(key for own in bits for key in own):
             first, *others = [number for number, own in enumerate(bits) if key in own]
             for other in [number for number in others if bits[number][key] != bits[first][key]]:
-                values = gather_object([held[key].cpu() if rank in (first, other) else None])
+                held = local(tensors[key[0]]).detach().cpu() if rank in (first, other) else None
+                values = gather_object([held])
                 size = relative_distance(values[other], values[first])
                 if not size <= ROUNDING:
                     return f"process {other} holds another {key[0]} than process {first}, by {size:.1e} of its size"
@@ -99,10 +98,10 @@ class Replicas:
         return None
 
 
-def _sum_of_all(shards: list[Tensor]) -> Tensor:
-    """A number below 2^52 that changes with a bit of one of these tensors, 0-dim."""
-    sums = torch.stack([sum_of_bits(shard) for shard in shards])
-    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum() & EXACT
+def sum_of_sums(sums: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A number below 2^52 that changes with one of these numbers, int64, 0-dim."""
+    together = torch.stack([torch.zeros((), dtype=torch.int64, device=device), *(each.to(device) for each in sums)])
+    return (together * torch.arange(1, 2 * len(together), 2, device=device)).sum() & EXACT
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 from ..data.batches import fetch
@@ -64,39 +65,28 @@ class Setup:
 
 
 def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer of torch update all weights in one kernel. Leaves the choice of the recipe, if it made one."""
-    weights = [local(weight) for group in optimizer.param_groups for weight in group["params"]]
-    chosen = any(optimizer.defaults.get(name) is not None for name in ("fused", "foreach"))
-    chosen = chosen or any(optimizer.defaults.get(name) for name in ("capturable", "differentiable"))
-    # A fused kernel hides the steps that loss scaling skips, and ignores the strides of a weight with gaps.
-    if (
-        not chosen
-        and accelerator.scaler is None
-        and _has_fused_kernel(optimizer)
-        and all(weight.is_floating_point() and _is_dense(weight) and _is_exact(weight) for weight in weights)
-    ):
-        optimizer.defaults["fused"] = True
-        for group in optimizer.param_groups:
-            group["fused"] = True
+    """Lets an optimizer of torch update all weights in one kernel, where torch 2.13 has one that gives the same result.
+    Leaves the choice of the recipe, if it made one."""
+    kind, options, groups = type(optimizer), optimizer.defaults, optimizer.param_groups
+    weights = [weight for group in groups for weight in group["params"]]
+    chosen = any(options.get(name) is not None for name in ("fused", "foreach"))
+    chosen = chosen or any(options.get(name) for name in ("capturable", "differentiable"))
+    # SGD's kernel fails on DTensors, and with momentum if a weight gets its first gradient later than others.
+    is_plain = kind is torch.optim.SGD and not any(map(is_divided, weights))
+    is_plain = is_plain and not any(group.get("momentum") for group in groups)
+    # A fused kernel hides the steps that loss scaling skips.
+    if chosen or accelerator.scaler is not None or not (kind in FUSED_ADAM or is_plain):
+        return
+    if all(map(_fits_fused_kernels, map(local, weights))):
+        for settings in (options, *groups):
+            settings["fused"] = True
 
 
-def _has_fused_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch 2.13 has a kernel that gives the same result. SGD's kernel fails on DTensors, and with momentum if
-    a weight gets its first gradient later than others."""
-    if type(optimizer) in FUSED_ADAM:
-        return True
-    groups = optimizer.param_groups
-    plain = not any(group.get("momentum") or any(map(is_divided, group["params"])) for group in groups)
-    return type(optimizer) is torch.optim.SGD and plain
-
-
-def _is_exact(weight: Tensor) -> bool:
-    """The kernels of the CPU go wrong with 16-bit weights: SGD by whole updates from 16 elements on (torch 2.13)."""
-    return weight.device.type != "cpu" or weight.dtype not in LOW_PRECISION
-
-
-def _is_dense(weight: Tensor) -> bool:
-    return torch.empty_like(weight, device="meta").stride() == weight.stride()
+def _fits_fused_kernels(weight: Tensor) -> bool:
+    """They ignore the strides of a weight with gaps. Those of the CPU go wrong with 16-bit weights: SGD by whole
+    updates from 16 elements on (torch 2.13)."""
+    has_gaps = torch.empty_like(weight, device="meta").stride() != weight.stride()
+    return weight.is_floating_point() and not has_gaps and not (weight.is_cpu and weight.dtype in LOW_PRECISION)
 
 
 def exchange_weights(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -167,15 +157,4 @@ def say_what_is_cast(accelerator: Accelerator, model: nn.Module, kind: str) -> N
 
 def float32_outputs(module: nn.Module, args: tuple, output: Any) -> Any:
     """A forward hook that casts outputs, as Accelerate's autocast under DDP does."""
-    return cast(output, torch.float32)
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """The value with its floating-point tensors in this type."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return type(value)((key, cast(item, dtype)) for key, item in value.items())
-    if isinstance(value, tuple | list):
-        return type(value)(cast(item, dtype) for item in value)
-    return value
+    return convert_to_fp32(output)

@@ -44,8 +44,8 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model old_spectral_norm", "ddp"): "the forward pass changes stem.weight_u",
     ("model weights_that_share_memory", "ddp"): "share their data, but are two tensors",
     ("optimizer clips_gradients", "fsdp2"): None,
-    ("optimizer clips_gradients", "deepspeed_zero2"): "a hook of the optimizer, clip, refers to the model",
-    ("optimizer clips_weights", "deepspeed_zero3"): "a hook of the optimizer, clip, refers to the model",
+    ("optimizer clips_gradients", "deepspeed_zero2"): "the update of stem.weight differs",
+    ("optimizer clips_weights", "deepspeed_zero3"): "the update of stem.weight differs",
     ("optimizer rates_by_attribute", "fsdp2"): "the update of stem.weight differs",
     ("model counter", "ddp"): "the forward pass changes mean, and each process sees other samples",
     ("model max_norm", "fsdp2"): "the forward pass changes extra.weight",
@@ -60,14 +60,16 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model scalar_weight", "ddp"): None,
     ("model scalar_weight", "fsdp2"): None,
     ("model scalar_weight", "fsdp2_tensor_parallel"): None,
-    ("model scalar_weight", "deepspeed_zero2"): "extra.weight has no dimension that DeepSpeed could shard",
-    ("model empty_weight", "fsdp2"): "extra.weight has no elements, which FSDP2 does not support",
-    ("model empty_weight", "deepspeed_zero2"): "extra.weight has no elements, which DeepSpeed does not support",
+    ("model scalar_weight", "deepspeed_zero2"): "DeepSpeed ZeRO-2 cannot train this: RuntimeError: self.dim()",
+    ("model empty_weight", "fsdp2"): "FSDP2 cannot train this: RuntimeError: _chunk_cat expects",
+    ("model empty_weight", "deepspeed_zero2"): None,
     ("model complex_weight", "fsdp2"): None,
-    ("model complex_weight", "fsdp2_bf16"): "extra.weight is complex64, which FSDP2 would cast",
+    ("model complex_weight", "fsdp2_bf16"): "FSDP2 cannot train this: RuntimeError",
     ("model complex_weight", "deepspeed_zero3"): "extra.weight is complex64, which DeepSpeed would cast",
     ("model mixed_types", "fsdp2"): None,
-    ("model mixed_types", "fsdp2_bf16"): "head.weight is float64, which FSDP2 would cast",
+    ("model mixed_types", "fsdp2_bf16"): "FSDP2 cannot train this: RuntimeError: mat1 and mat2",
+    ("model double", "fsdp2_bf16"): "FSDP2 does not give the result of one process: in step 1",
+    ("model double", "deepspeed_zero2"): "weight is float64, which DeepSpeed would cast",
     ("model mixed_types", "deepspeed_zero1"): "head.weight is float64, which DeepSpeed would cast",
     ("model shared_weight", "fsdp2"): None,
     ("model shared_layer", "fsdp2_tensor_parallel"): None,
@@ -97,14 +99,15 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("optimizer Adagrad", "tensor_parallel"): None,
     ("optimizer LBFGS", "ddp"): "LBFGS calls the model several times",
     ("optimizer lookahead", "deepspeed_zero3"): None,
-    ("optimizer two", "ddp"): "the optimizer is of the type list: expected one optimizer",
+    ("optimizer two", "ddp"): "the optimizer is of the type list: expected one whole torch.optim",
     ("optimizer sam", "deepspeed_zero3"): "Sam calls the model several times a step",
     ("model lazy --optimizer plain_sgd", "fsdp2"): None,
     ("model sparse_table --optimizer plain_sgd", "ddp"): None,
+    ("model sparse_tables --optimizer sparse_adam", "deepspeed_zero2"): "DeepSpeed ZeRO-2 cannot train this: Not",
     (
-        "model sparse_tables --optimizer sparse_adam",
-        "deepspeed_zero2",
-    ): "one has sparse gradients, which DeepSpeed does",
+        "model sparse_table --optimizer plain_sgd",
+        "fsdp2",
+    ): "FSDP2 cannot train this: NotImplementedError: ",
     ("model scripted_whole --optimizer plain_sgd", "fsdp2"): "FSDP2 cannot train this: RuntimeError",
     ("model old_weight_norm --optimizer plain_sgd", "deepspeed_zero3"): None,
     ("optimizer closure_or_nothing", "ddp"): "NeedsClosure calls the model several times a step",
@@ -201,6 +204,15 @@ def test_resume_goes_on_with_the_numbers_of_the_optimizer(
     expected = reference(USERS, arguments)
     assert largest_difference(run.column("train/loss"), expected.column("train/loss")) <= TOLERANCE
     assert weight_distance(run, expected) <= 10 * TOLERANCE
+
+
+def test_one_process_of_deepspeed_is_compared_with_one_without(tmp_path: Path) -> None:
+    arguments, config = "--max_steps 2 --hang_timeout 60", "deepspeed_zero2"
+    assert fork(tmp_path / "equal", config, USERS, arguments, num_processes=1).card["checked_steps"] == 2
+    run = fork(
+        tmp_path / "run", config, USERS, arguments + " --optimizer clips_weights", num_processes=1, succeeds=False
+    )
+    assert "DeepSpeed ZeRO-2 does not give the result of one process: in step 1, the update of" in refused(run)
 
 
 def test_check_that_is_off_lets_a_wrong_run_through(tmp_path: Path, reference: Callable[..., Run]) -> None:

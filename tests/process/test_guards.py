@@ -162,13 +162,20 @@ def test_batch_norm_is_pointed_out(tmp_path: Path) -> None:
     assert run.stdout.count("changes 2.running_mean, as BatchNorm does, and sees 32 of 64 samples at a time") == 1
 
 
+def test_layer_that_only_gpus_compute(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "ddp", MISFIT, "--case sync_batch_norm", succeeds=False)
+    assert "DDP cannot train this: ValueError: SyncBatchNorm layers only work with GPU modules" in refused(run)
+
+
 def test_iterable_dataset(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MISFIT, "--case iterable", succeeds=False)
     assert "Stream is not a map-style dataset" in refused(run)
 
 
 def test_fsdp_without_layers_to_gather_says_so(tmp_path: Path) -> None:
-    run = fork(tmp_path / "run", "fsdp2", MISFIT, "--max_steps 2")
+    config = changed(tmp_path, "fsdp2", fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=1000)
+    run = fork(tmp_path / "run", config, MISFIT, "--max_steps 2")
+    assert run.stdout.count("fsdp_min_num_params has no effect: layers are gathered by their classes: those of") == 1
     assert run.stdout.count("Sequential names no layers in _no_split_modules") == 1
 
 

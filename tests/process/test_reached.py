@@ -26,7 +26,7 @@ def test_a_layer_without_gradient_is_named(tmp_path: Path, config: str, flags: s
     run = fork(tmp_path / "run", config, UNREACHED, flags)
     frozen = "frozen: frozen (72); frozen, as the optimizer was not given them: left (72)"
     assert run.stdout.count(f"trainable: 528 of 672 weights; {frozen}\n") == 1
-    line = "up to step 10 the gradient of rounded.weight, ... is zero in each record, so nothing trains it"
+    line = "up to step 11 the gradient of rounded.weight, ... is zero in each record, so nothing trains it"
     assert run.stdout.count("is zero in each record") == run.stdout.count(line) == 1
     assert run.card["without_gradient"] == ["rounded.weight", "rounded.bias"] and "not_moved" not in run.card
     assert (run.card["num_weights"], run.card["num_trained_weights"]) == (672, 528)
@@ -37,6 +37,11 @@ def test_a_layer_that_no_step_moves_is_named(tmp_path: Path, config: str) -> Non
     run = fork(tmp_path / "run", config, UNREACHED, "--left_out")
     assert run.stdout.count("no step has moved inner.weight, ..., up to step 11: the optimizer leaves it out") == 1
     assert run.card["not_moved"] == ["inner.weight", "inner.bias"]
+
+
+def test_steps_that_move_nothing_any_more_are_said(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "ddp", UNREACHED, "--stops_at 6 --log_every 2")
+    assert run.stdout.count("no weight has moved since step 6, at a learning rate of 0.001: the optimizer updates") == 1
 
 
 def test_layers_that_start_at_zero_are_not_named(tmp_path: Path) -> None:

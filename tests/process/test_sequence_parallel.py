@@ -107,7 +107,7 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
     section = "parallelism_config:\n  parallelism_config_sp_size: 2\n"
     (tmp_path / "config.yaml").write_text((CONFIGS / "deepspeed_zero2.yaml").read_text() + section)
     run = fork(tmp_path / "run", tmp_path / "config.yaml", SCRIPT, ARGUMENTS, succeeds=False)
-    assert "sp_size does not combine with DeepSpeed: use --config_file" in refused(run)
+    assert "SP does not combine with DeepSpeed: use a config of FSDP2, such as --config_file" in refused(run)
 
 
 def test_dropout_is_refused(tmp_path: Path) -> None:

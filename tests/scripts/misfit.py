@@ -12,7 +12,19 @@ from accelerate_recipes import RunConfig, UsageError, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.tasks.images import ImageDataset
 
-CASES = ("none", "iterable", "batch_norm", "nan", "crash", "one_process", "late", "frozen", "memory", "put")
+CASES = (
+    "none",
+    "iterable",
+    "batch_norm",
+    "sync_batch_norm",
+    "nan",
+    "crash",
+    "one_process",
+    "late",
+    "frozen",
+    "memory",
+    "put",
+)
 
 
 @dataclass(kw_only=True)
@@ -29,7 +41,8 @@ def main(config: Config) -> None:
     accelerator = start(config)
     images = torch.randint(0, 256, (64, 1, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     dataset = ImageDataset(images, torch.arange(64) % 2, num_classes=2)
-    middle = nn.BatchNorm1d(8) if config.case == "batch_norm" else nn.ReLU()
+    norms = {"batch_norm": nn.BatchNorm1d, "sync_batch_norm": nn.SyncBatchNorm}
+    middle = norms[config.case](8) if config.case in norms else nn.ReLU()
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), middle, nn.Linear(8, 2))
     if config.case == "one_process" and accelerator.process_index == 1:
         raise UsageError("this process alone has a problem")

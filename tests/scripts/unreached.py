@@ -1,8 +1,9 @@
 """A recipe with a layer whose output is rounded, so that no gradient reaches it; layers that start at zero, so that
 others have no gradient in the first step; a frozen layer, and one that the optimizer is not given. With `--left_out`, a
-layer whose weights each step of the optimizer leaves out."""
+layer whose weights each step of the optimizer leaves out; with `--stops_at`, steps that leave out all."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ class Config(RunConfig):
     weight_decay: float = 0.1  # it moves weights without a gradient
     optimizer: str = flag("AdamW", "or SGD, which has no state")
     left_out: bool = flag(False, "the layer inner is in a group with a learning rate of 0")
+    stops_at: int = flag(100, "the number of the first step that finds no gradients")
 
 
 class Net(nn.Module):
@@ -56,6 +58,14 @@ def main(config: Config) -> None:
     groups = [{"params": given}, {"params": [*model.inner.parameters()], "lr": rate}]
     kind = getattr(torch.optim, config.optimizer)
     optimizer = kind(groups, config.learning_rate, weight_decay=config.weight_decay)
+    taken: list[int] = []
+
+    def lose_gradients(*args: Any) -> None:
+        taken.append(1)
+        if len(taken) > config.stops_at:
+            optimizer.zero_grad()
+
+    optimizer.register_step_pre_hook(lose_gradients)
     fit(accelerator, model, optimizer, forward_step, dataset, dataset, config)
 
 

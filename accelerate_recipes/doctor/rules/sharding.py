@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate_recipes.common.errors import Edit
+from accelerate_recipes.common.parallel.sharding import BY_CLASSES, without_effect
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Finding
 
@@ -81,13 +82,9 @@ def wrapping(config: Config) -> Iterator[Finding]:
             f"Accelerate refuses it; it knows {', '.join(POLICIES)}",
             Edit("fsdp_auto_wrap_policy", POLICIES[0], "fsdp_config"),
         )
-    if section.get("fsdp_min_num_params") not in (None, ""):
-        yield Finding(
-            "fsdp_min_num_params has no effect",
-            "layers are gathered by their classes: those of fsdp_transformer_layer_cls_to_wrap, or else of the model's "
-            "_no_split_modules",
-            Edit("fsdp_min_num_params", None, "fsdp_config"),
-        )
+    given = (section.get(key) for key in ("fsdp_auto_wrap_policy", "fsdp_min_num_params"))
+    for key in without_effect(*given):
+        yield Finding(f"{key} has no effect", BY_CLASSES, Edit(key, None, "fsdp_config"))
 
 
 def activation_offload(config: Config) -> Iterator[Finding]:
