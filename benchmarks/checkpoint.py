@@ -1,23 +1,27 @@
-"""Seconds and memory that a checkpoint takes to save and to load, and a model to export: ours beside
+"""Seconds, flushes and memory that a checkpoint takes to save and to load, and a model to export: ours beside
 Accelerator.save_state and load_state, and transformers' save_pretrained.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --megabytes 10 500 4000
 
-One process, float32, AdamW: the state is the weights and two moving averages. The methods take turns,
-after a warm-up of each. Ours hashes the files, flushes them to the disk and renames the folder before
-the next step. save_state returns when the operating system has its files, so it is also timed with a
-flush. A thread of ours then deletes the previous checkpoint, which is not timed. With --async_save
-training waits for a copy only. The write in the background is timed to its end. What is loaded was just
+One process, float32, AdamW: the state is the weights and two moving averages. The methods take turns, after a warm-up
+of each, in an order that is drawn anew in each round. Each one starts when the disk has done all earlier work: else its
+flush waits for what others have written, and frees the blocks of what they have removed. Ours hashes the files, flushes
+them to the disk and renames the folder before the next step. save_state returns when the operating system has its
+files, so it is also timed with a flush. A thread of ours then deletes the previous checkpoint, which is not timed. With
+--async_save training waits for a copy only. The write in the background is timed to its end. What is loaded was just
 written, so that no disk is read. Ours flushes an export, too, and save_pretrained does not: it is timed with and
-without. The memory is the most anonymous memory (RssAnon) beside what was there before; Linux only.
+without. The ratios are to the flushed ones of the others, and to load_state. The memory is the most anonymous memory
+(RssAnon) beside what was there before; Linux only.
 """
 
 import argparse
 import gc
 import os
 import platform
+import random
 import shutil
+import stat
 import statistics
 import tempfile
 import threading
@@ -25,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from typing import NamedTuple
 
 import accelerate
 import torch
@@ -91,6 +96,38 @@ class Peak(threading.Thread):
         return next((int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("RssAnon")), 0.0)
 
 
+class Flushes:
+    """Counts the flushes of files and folders, and their seconds, in a `with` block."""
+
+    def __init__(self) -> None:
+        self.files = self.folders = 0
+        self.seconds, self._fsync = 0.0, os.fsync
+
+    def __enter__(self) -> "Flushes":
+        os.fsync = self._counted  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.fsync = self._fsync
+
+    def _counted(self, descriptor: int) -> None:
+        is_folder, started = stat.S_ISDIR(os.fstat(descriptor).st_mode), time.perf_counter()
+        self._fsync(descriptor)
+        self.seconds += time.perf_counter() - started
+        self.folders += is_folder
+        self.files += not is_folder
+
+
+class Cost(NamedTuple):
+    """Of one call: seconds that training waits, seconds and CPU seconds until it is done, MB of memory, and flushes."""
+
+    waits: float
+    done: float
+    cpu: float
+    memory: float
+    flushes: Flushes
+
+
 def flush_all(folder: Path) -> None:
     """Waits until all files in `folder` are on the disk."""
     for path in folder.rglob("*"):
@@ -127,9 +164,9 @@ def prepared(megabytes: float, folder: Path) -> tuple[dict[str, Action], Callabl
     (folder / "ours").mkdir()
     theirs, group, state = folder / "theirs", CpuGroup(), TrainState()
     watch = Watch(accelerator, plan, group)
-    in_front = Saver(engine, {}, group, watch)
+    in_front = Saver(engine, {"samples": {}}, group, watch)
     config.async_save = True
-    beside = Saver(engine, {}, group, watch)
+    beside = Saver(engine, {"samples": {}}, group, watch)
 
     def save(saver: Saver) -> Callable[[], object]:
         state.step += 1
@@ -177,61 +214,68 @@ def prepared(megabytes: float, folder: Path) -> tuple[dict[str, Action], Callabl
     return actions, lambda: wait([*in_front._removals, *beside._removals])
 
 
-def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[tuple[float, float, float]]]:
-    """{name: (seconds that training waits, seconds until the save is done, MB of memory) of each round}"""
+def measure(megabytes: float, rounds: int, order: random.Random, folder: Path) -> dict[str, list[Cost]]:
+    """{name: the cost in each round}"""
     actions, wait_for_removals = prepared(megabytes, folder)
-    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in actions}
+    costs: dict[str, list[Cost]] = {name: [] for name in actions}
+    names = [*actions]
     for number in range(rounds + 1):
-        for name, action in actions.items():
+        for name in names:
             for left in ("model", *["theirs"] * name.startswith("save_state")):  # nobody removes an earlier one
                 shutil.rmtree(folder / left, ignore_errors=True)
+            os.sync()
             touch_memory(folder / "warm", megabytes)
             gc.collect()
-            with Peak() as peak:
-                started = time.perf_counter()
-                finish = action()
-                stands_still = time.perf_counter() - started
+            with Peak() as peak, Flushes() as flushes:
+                started, cpu = time.perf_counter(), time.process_time()
+                finish = actions[name]()
+                waits = time.perf_counter() - started
                 assert finish()
-                done = time.perf_counter() - started
+                done, cpu = time.perf_counter() - started, time.process_time() - cpu
             if number:
-                seconds[name].append((stands_still, done, peak.megabytes))
+                costs[name].append(Cost(waits, done, cpu, peak.megabytes, flushes))
             wait_for_removals()
-    return seconds
+        order.shuffle(names)
+    return costs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[10, 500], help="sizes of the state")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
     options = parser.parse_args()
+    versions = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}, seed {options.seed}")
     print(
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, accelerate {accelerate.__version__}"
+        "| state | which | seconds that training waits | until it is done | ratio | ratio of CPU seconds | "
+        "flushes: files + folders | seconds of flushes | memory |"
     )
-    print("| state | which | seconds that training waits | seconds until it is done | MB/s | ratio | memory |")
-    print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    bases = {"load": "load_state", "expo": "save_pretrained, flushed", "save_p": "save_pretrained, flushed"}
+    order = random.Random(options.seed)
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory() as folder:
-            seconds = measure(megabytes, options.rounds, Path(folder))
-        for name, taken in seconds.items():
-            bases = {"load": "load_state", "expo": "save_pretrained", "save_p": "save_pretrained"}
-            base_name = next((base for start, base in bases.items() if name.startswith(start)), "save_state, flushed")
-            base = [total for _, total, _ in seconds[base_name]]
-            still, total, memory = zip(*taken)
+            costs = measure(megabytes, options.rounds, order, Path(folder))
+        for name, own in costs.items():
+            base = costs[next((base for start, base in bases.items() if name.startswith(start)), "save_state, flushed")]
             columns = [
                 f"{megabytes:g} MB",
                 name,
-                summary(still),
-                summary(total),
-                f"{megabytes / statistics.median(total):.0f}",
-                summary([one / other for one, other in zip(still, base)], 2),
-                f"{max(memory):.0f} MB",
+                f"{statistics.median(cost.waits for cost in own):.3f}",
+                f"{statistics.median(cost.done for cost in own):.3f}",
+                summary([one.waits / other.done for one, other in zip(own, base)]),
+                summary([one.cpu / other.cpu for one, other in zip(own, base)]),
+                f"{own[-1].flushes.files} + {own[-1].flushes.folders}",
+                f"{statistics.median(cost.flushes.seconds for cost in own):.3f}",
+                f"{max(cost.memory for cost in own):.0f} MB",
             ]
             print(f"| {' | '.join(columns)} |", flush=True)
 
 
-def summary(values: Sequence[float], digits: int = 3) -> str:
+def summary(values: Sequence[float]) -> str:
     """Median, minimum and maximum."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Each recipe beside its peer: the same weights, the same batches. Losses step by step, and CPU seconds in pairs.
 
-    pip install trl==1.16.0 sentence-transformers==6.2.0
+    pip install trl==1.16.0 sentence-transformers==6.2.0 timm==1.0.31
     python benchmarks/peers/run.py
 
 Both sides run as commands of their own, in turns. The CPU seconds of a step are those of a long run without those of a
@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import embeddings
 import finetune
+import image_classification
 import preferences
 
 ROOT = Path(__file__).parents[2]
-PEERS = {"finetune": finetune, "preferences": preferences, "embeddings": embeddings}
+PEERS = {module.__name__: module for module in (finetune, preferences, embeddings, image_classification)}
 SHORT = 4  # steps
 
 

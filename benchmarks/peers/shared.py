@@ -33,11 +33,16 @@ def write_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
 
 
+def drawn_order(number: int) -> list[int]:
+    """The samples in the order in which a recipe draws them with seed 0."""
+    return torch.randperm(number, generator=torch.Generator().manual_seed(0)).tolist()
+
+
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """The rows for the recipe, and for the peer in the order in which the recipe draws them with seed 0."""
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    """The rows for the recipe, and for the peer in the order in which the recipe draws them."""
+    drawn = [rows[row] for row in drawn_order(len(rows))]
     (folder / "data").mkdir()
-    for name, chosen in (("data/train", rows), ("data/test", rows[:HELD_OUT]), ("drawn", [rows[row] for row in order])):
+    for name, chosen in (("data/train", rows), ("data/test", rows[:HELD_OUT]), ("drawn", drawn)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chosen)) + "\n")
 
 

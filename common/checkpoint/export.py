@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
-from ..files import flushing, give_usual_mode, replace_folder
+from ..files import give_usual_mode, replace_folder
 from ..records.run_card import read_card
 from ..step.engine import Engine
 from ..weights.shards import checkpoint_tensors
@@ -147,10 +147,8 @@ def write_weights(
 
 def _write_file(folder: Path, held: dict[str, Tensor], files: list[list[str]]) -> list[int]:
     """Returns the digests of the weights, and holds them no longer."""
-    path = folder / str(len(files))
-    write_tensors(path, held, {"format": "pt"})  # transformers needs it
-    with flushing(path):
-        digests = _digests(held)
+    write_tensors(folder / str(len(files)), held, {"format": "pt"})  # transformers needs it
+    digests = _digests(held)
     files.append([*held])
     held.clear()
     return digests

@@ -42,7 +42,7 @@ class Reader:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DamagedError(f"{MANIFEST} is not that of a checkpoint ({first_line(error)})") from None
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
-        self._files: dict[str, Any] = {}
+        self._files: dict[tuple[str, bool], Any] = {}
 
     def close(self) -> None:
         """Closes the files, so that they can be removed."""
@@ -86,24 +86,23 @@ class Reader:
         found = [(part, overlap(offsets, sizes, part["offsets"], part["sizes"])) for part in entry["parts"]]
         pieces = [(part, both) for part, both in found if both is not None]
         if len(pieces) == 1 or not shape:
-            mapped = self._map(name, *pieces[0])
-            return mapped if maps else mapped.clone()
+            return self._read(name, *pieces[0], maps)
         result = torch.empty(tuple(sizes), dtype=getattr(torch, entry["dtype"]))
         for part, (starts, ends) in pieces:
             into = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, offsets))
-            result[into] = self._map(name, part, (starts, ends))
+            result[into] = self._read(name, part, (starts, ends), maps)
         return result
 
-    def _map(self, name: str, part: dict[str, Any], both: tuple[list[int], list[int]]) -> Tensor:
-        file, (starts, ends) = self._open(part["file"]), both
+    def _read(self, name: str, part: dict[str, Any], both: tuple[list[int], list[int]], maps: bool) -> Tensor:
+        file, (starts, ends) = self._open(part["file"], maps), both
         local = tuple(slice(start - offset, end - offset) for start, end, offset in zip(starts, ends, part["offsets"]))
         return file.get_slice(name)[local] if starts else file.get_tensor(name)
 
-    def _open(self, name: str) -> Any:
+    def _open(self, name: str, maps: bool) -> Any:
         """A file, open until `close`: it can be read to its end even if a run removes the checkpoint."""
-        if name not in self._files:
-            self._files[name] = safe_open(self.folder / name, "pt")
-        return self._files[name]
+        if (name, maps) not in self._files:  # reading takes less CPU time than copying a map
+            self._files[name, maps] = safe_open(self.folder / name, "pt", backend="mmap" if maps else "pread")
+        return self._files[name, maps]
 
     def _check_file(self, name: str, expected: dict[str, Any], reads: bool) -> None:
         path = self.folder / name
@@ -121,7 +120,7 @@ class Reader:
 
     def _check_shapes(self, name: str) -> None:
         """Raises DamagedError unless a file has the parts of tensors that the manifest says."""
-        file = self._open(name)
+        file = self._open(name, maps=False)
         for tensor, entry in self.tensors.items():
             for part in entry["parts"]:
                 if part["file"] == name and file.get_slice(tensor).get_shape() != part["sizes"]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..cpu_group import CpuGroup
 from ..environment import versions
 from ..errors import RunError, first_line
+from ..files import flush
 from ..records.output_dir import checkpoint_name, checkpoints
 from ..records.running_sums import RunningSums
 from ..state import TrainState
@@ -123,6 +124,7 @@ class Saver:
         folder = self._engine.plan.config.output_dir / "checkpoints"
         try:
             folder.mkdir(exist_ok=True)
+            flush(folder.parent)  # once in a run: a run that was killed may have made it
             write_model_files(self._engine, folder / MODEL_FILES, self._export)
             self._has_model_files = True
         except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.

@@ -115,8 +115,9 @@ def _together(group: CpuGroup, do: Callable[[], Any]) -> Any:
 
 
 def _make_empty(folder: Path) -> None:
-    folder.parent.mkdir(exist_ok=True)  # without parents: an output_dir that was removed stays removed
-    flush(folder.parent.parent)
+    if not folder.parent.exists():
+        folder.parent.mkdir()  # without parents: an output_dir that was removed stays removed
+        flush(folder.parent.parent)
     for left in folder.parent.glob(f"{UNFINISHED}*"):  # left by a killed process
         if left.is_dir():
             shutil.rmtree(left)
