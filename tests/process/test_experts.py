@@ -113,9 +113,6 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
         ),
         ("sequence_parallel", SCRIPT, f"{ARGUMENTS} --router_loss 0.2", "MixtralForCausalLM cannot divide sequences"),
         (CONFIG, *RECIPES["mnist cnn"], "ConvNet has no experts of transformers 5 to divide: remove --expert_parallel"),
-        ("ddp", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights: use --config_file acc"),
-        ("deepspeed_zero2", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
-        ("tensor_parallel", SCRIPT, ARGUMENTS, "--expert_parallel 2 needs FSDP2 for the other weights"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, config: str, script: str, flags: str, line: str) -> None:

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from support.launching import fork
 from support.recipes import LINEAR, RECIPES, USERS
 from support.runs import Run, assert_same_result, largest_difference, refused
-from support.small_model import write_model
 
 SCRIPT, ARGUMENTS = RECIPES["transformer"]
 FOUR_LAYERS = f"{ARGUMENTS} --num_layers 4"
@@ -21,7 +19,6 @@ FIVE = f"{TWO} --pipeline_schedule interleaved --batch_size 10 --micro_batch_siz
 @pytest.mark.parametrize(
     ("arguments", "flags", "num_processes", "expected"),
     [
-        (ARGUMENTS, "--pipeline_stages 2", 4, "DDP 2 × pipeline of 2 stages"),
         (FOUR_LAYERS, "--pipeline_stages 3 --micro_batch_size 2", 3, "pipeline of 3 stages"),
         pytest.param(ARGUMENTS, "--pipeline_stages 2 --compile", 2, "pipeline of 2 stages", marks=pytest.mark.full),
     ],
@@ -53,18 +50,24 @@ def test_any_chain_of_layers(tmp_path: Path, reference: Callable[..., Run], mode
         torch.testing.assert_close(run.weights[name], weight, rtol=1e-5, atol=1e-6)
 
 
-def test_untied_embeddings_clipping_and_averaged_weights(tmp_path: Path) -> None:
-    """The recipe ties its embeddings: the first and the last stage have a copy. Here they are separate weights."""
-    write_model(tmp_path / "tiny", num_positions=16, num_layers=2)
-    (tmp_path / "words.txt").write_text("one two three four " * 100)
-    arguments = f"--data {tmp_path / 'words.txt'} --model_name_or_path {tmp_path / 'tiny'} --context 16 --batch_size 4"
-    arguments += " --max_steps 5 --log_every 1 --sample_tokens 0 --max_grad_norm 0.1 --ema_decay 0.9"
-    whole = fork(tmp_path / "whole", "single", SCRIPT, arguments)
-    assert min(whole.column("grad_norm")) > 0.1  # it does clip
-    run = fork(tmp_path / "run", "pipeline_parallel", SCRIPT, f"{arguments} --pipeline_stages 2")
-    assert_same_result(run, whole)
-    weights = AutoModelForCausalLM.from_pretrained(run.output_dir / "model").state_dict()
-    assert weights.keys() == whole.weights.keys()
+@pytest.mark.parametrize(
+    ("config", "recipe", "flags"),
+    [
+        ("sequence_parallel", "finetune", "--packing"),
+        ("fsdp2", "text classification", ""),  # BERT; micro-batches of a step differ in length
+    ],
+)
+def test_records_have_all_metrics(
+    tmp_path: Path, reference: Callable[..., Run], config: str, recipe: str, flags: str
+) -> None:
+    """Samples of several lengths have their own weights in the loss of the global batch, and in each metric."""
+    script, arguments = RECIPES[recipe]
+    arguments += f" --max_steps 6 --eval_every 6 {flags}"
+    run = fork(tmp_path / "run", config, script, f"{arguments} {TWO}", 4)
+    expected = reference(script, arguments)
+    assert_same_result(run, expected)
+    for name in {name for record in expected.records for name in record if name.startswith("train/")}:
+        assert run.column(name) == pytest.approx(expected.column(name), rel=1e-5)
 
 
 def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> None:

@@ -36,23 +36,6 @@ def test_losses_and_gradients_of_many_models(tmp_path: Path, size: int) -> None:
     assert len(results) == 22
 
 
-@pytest.mark.parametrize(
-    ("flags", "sizes", "expected"),
-    [
-        ("--context 31 --micro_batch_size 4 --activation_checkpointing", {"dp_replicate": 2}, "DDP 2 × SP 2"),
-        pytest.param("", {"dp_replicate": 2, "dp_shard": 1}, "HSDP 2 × 2 × SP 2", marks=pytest.mark.full),
-    ],
-)
-def test_with_replicas(
-    tmp_path: Path, reference: Callable[..., Run], flags: str, sizes: dict[str, int], expected: str
-) -> None:
-    config = "fsdp2_sequence_parallel" if "dp_shard" in sizes else "sequence_parallel"
-    options = " ".join(f"--parallelism_config_{name}_size {size}" for name, size in sizes.items())
-    run = fork(tmp_path / "run", config, SCRIPT, f"{ARGUMENTS} {flags}", 4, options)
-    assert run.card["parallelism"] == expected
-    assert_same_result(run, reference(SCRIPT, f"{ARGUMENTS} {flags}"))
-
-
 @pytest.mark.full
 def test_packed_conversations(tmp_path: Path, reference: Callable[..., Run]) -> None:
     script, arguments = RECIPES["finetune"]
