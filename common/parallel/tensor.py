@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..config import RunConfig
 from ..environment import Environment
 from ..errors import Edit, UsageError
 from ..layout import Layout
-from ..plan import Plan
 from ..step.engine import Engine
 from ..step.setup import Setup, choose_fused_kernels, compile_if_asked
 from .derive import derived_plan
@@ -18,7 +16,8 @@ from .grid import Division, Grid, Part
 from .sharding import sharded_layers
 from .stages import is_absent
 from .strategy import Strategy, Symptoms
-from .tensor_plan import can_pack, check_plan, divide_numbers, has_plan, what_is_divided
+from .tensor_plan import NUMBER, shipped_plan, what_is_divided
+from .tensor_styles import TensorGroup, divide
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
@@ -38,16 +37,9 @@ def check_config(layout: Layout, config: RunConfig) -> None:
         )
 
 
-def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Layers that cannot be divided, of a model that says how."""
-    if has_plan(model):
-        check_plan(model, plan.layout.tp, can_pack(plan.layout))
-
-
 class TensorParallel(Strategy):
     name = "TP"
     launch_checks = (check_config,)
-    model_checks = (check_layers,)
 
     def is_requested(self, environment: Environment, config: RunConfig) -> bool:
         return environment.mesh_size("tp") > 1
@@ -59,14 +51,16 @@ class TensorParallel(Strategy):
         return f"TP {layout.tp}"
 
     def plan(self, setup: Setup) -> Mapping[str, str]:
-        model, size, whole = setup.model, setup.plan.layout.tp, None
-        if has_plan(model):
-            plan = check_plan(model, size, can_pack(setup.plan.layout))
-        else:
-            plan, whole = derived_plan(setup)
+        model, layout, why = setup.model, setup.plan.layout, "not in the plan"
+        packs = layout.num_processes == layout.tp  # FSDP2 and a pipeline know one range of a weight
+        which = f"the tp_plan of {type(model).__name__}"
+        plan, why_not = shipped_plan(model, layout.tp, packs)
+        if why_not:
+            plan, why = derived_plan(setup, why_not, packs), "all features are needed"
+            which = f"{why_not}: a derived one"
             if not setup.plan.config.check_steps:
                 setup.accelerator.print("--check_steps 0: the parity check does not prove the derived plan")
-        setup.accelerator.print(what_is_divided(model, size, plan, whole))
+        setup.accelerator.print(f"{which} {what_is_divided(model, layout.tp, plan, why)}")
         return plan
 
     def divide(self, part: Part, plan: Mapping[str, str], grid: Grid) -> None:
@@ -99,13 +93,11 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
         plan: {module or number: style}, for the whole model.
         mesh: of the processes that share each layer.
     """
-    from .tensor_styles import TensorGroup, divide  # the import takes 0.7 s
-
-    group = TensorGroup(mesh)
-    present = {name: module for name, module in model.named_modules() if not is_absent(module)}
-    for name, style in divide_numbers(present, plan, mesh.size()).items():
-        if name in present:
-            divide(present[name], style, group)
+    group, modules = TensorGroup(mesh), dict(model.named_modules())
+    for name, style in plan.items():
+        owner, _, number = name.rpartition(".") if style == NUMBER else (name, "", "")
+        if owner in modules and not is_absent(modules[owner]):
+            divide(modules[owner], style, group, number)
 
 
 TENSOR = TensorParallel()

@@ -9,7 +9,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accelerate_recipes.common.parallel.tensor import check_plan, parallelize
+from accelerate_recipes.common.parallel.tensor import parallelize
+from accelerate_recipes.common.parallel.tensor_plan import shipped_plan
 from accelerate_recipes.common.step.setup import exchange_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,7 +28,7 @@ for kind in ("foreach", "fused"):
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, **{kind: True})
         before = dict(model.named_parameters())
-        parallelize(model, check_plan(model, 1), mesh)
+        parallelize(model, shipped_plan(model, 1)[0] or {"1": "colwise", "3": "rowwise"}, mesh)
         model.to(DEVICE)
         exchange_weights(optimizer, {weight: model.get_parameter(name) for name, weight in before.items()})
         assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {DEVICE.type}
