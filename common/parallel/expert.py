@@ -6,6 +6,7 @@ DeepSpeed-MoE send each token only where it goes; here no size depends on the ro
 and the traffic is the same from as many experts per token on as the group has processes.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,13 +27,12 @@ from ..weights.shards import local
 from .grid import Grid, Part
 from .sharding import offloads
 from .strategy import Strategy
-from .tensor_styles import Pair, divide_weight, gather, other_weights, sum_scattered
+from .tensor_styles import Pair, TensorGroup, divide_weight, gather, other_weights, sum_scattered
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """Experts without FSDP2 or beside a strategy that divides layers, or a group that does not divide the processes."""
-    # Accelerate refuses divided weights under DDP.
-    if not layout.environment.uses("fsdp") or layout.tp > 1:
+    """Experts under DDP or DeepSpeed, or a group that does not divide the processes."""
+    if not {"FSDP2", "TP"} & {*layout.strategies}:  # Accelerate refuses divided weights under DDP
         raise UsageError(
             f"--expert_parallel {layout.ep} needs FSDP2 for the other weights",
             "use --config_file accelerate_configs/fsdp2_expert_parallel.yaml",
@@ -82,7 +82,7 @@ class ExpertParallel(Strategy):
         return f"EP {layout.ep}"
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        group = ExpertGroup(grid.experts)
+        group = ExpertGroup(grid.experts, TensorGroup(grid.mesh["tp"]) if grid.layout.tp > 1 else None)
         for experts in experts_of(part.model).values():
             with materialized(experts, grid.device):
                 for name in dict(experts.named_parameters()):
@@ -103,20 +103,20 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
 class ExpertGroup:
     """The processes that share the experts of each layer.
 
+    Args:
+        mesh: of the processes, with "replicas" of the group.
+        tensor: those that share each layer, and have the same tokens.
+
     Attributes:
         size: number of processes.
         rank: of this process among them; it holds the experts from `rank` × (experts / size) on.
     """
 
-    def __init__(self, mesh: Any):
+    def __init__(self, mesh: Any, tensor: TensorGroup | None = None):
         self.size, self.rank = mesh["experts"].size(), mesh.get_local_rank("experts")
         self._group, self._replicas = mesh.get_group("experts"), mesh.get_group("replicas")
-        self._num_replicas = mesh["replicas"].size()
-        ways = [partial(way, size=self.size, group=self._group.group_name) for way in (gather, sum_scattered)]
-        self._gather, self._sum = (
-            (lambda values: Pair.apply(values, *ways)),
-            (lambda values: Pair.apply(values, *ways[::-1])),
-        )
+        self._tensor, self._num_replicas = tensor, mesh["replicas"].size()
+        self._ways = [partial(way, size=self.size, group=self._group.group_name) for way in (gather, sum_scattered)]
         self._counts = self._group  # for the numbers of tokens, which the CPU must know
         if mesh.device_type != "cpu":
             ranks = mesh["experts"].mesh.tolist()
@@ -134,17 +134,20 @@ class ExpertGroup:
                 weight.register_hook(self._sum_over_replicas)
 
         def on_all_tokens(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            longest = self._longest(len(hidden))
-            first, missing = self.rank * experts.num_experts, longest - len(hidden)
-            index = self._gather(F.pad(index, (0, 0, 0, missing), value=-1)) - first
-            tokens, shares = (self._gather(F.pad(each, (0, 0, 0, missing))) for each in (hidden, weights))
+            missing = self._longest(len(hidden)) - len(hidden)
+
+            def gathered(values: Tensor, padding: int = 0) -> Tensor:
+                return Pair.apply(F.pad(values, (0, 0, 0, missing), value=padding), *self._ways)
+
+            index = gathered(index, -1) - self.rank * experts.num_experts
+            tokens, shares = gathered(hidden), gathered(weights)
             is_other = (index < 0) | (index >= experts.num_experts)
             index, shares = index.masked_fill(is_other, experts.num_experts), shares.masked_fill(is_other, 0.0)
             with other_weights(experts, lambda weight: local(weight).to(hidden.dtype)):
                 output = forward(tokens, index, shares)
-            return self._sum(output)[: len(hidden)]
+            return Pair.apply(output, *self._ways[::-1])[: len(hidden)]
 
-        experts.forward = on_all_tokens
+        experts.forward = partial(_divide_tokens, self._tensor, on_all_tokens) if self._tensor else on_all_tokens
 
     def _sum_over_replicas(self, gradient: Any) -> Any:
         """The gradient for the tokens of all groups, of one for those of this group."""
@@ -157,6 +160,12 @@ class ExpertGroup:
         count = torch.tensor(number)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self._counts)
         return int(count)
+
+
+def _divide_tokens(group: TensorGroup, run: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """What `run` gives for tokens that all processes of a group have; each runs its share of them."""
+    own = (group.split(F.pad(each, (0, 0, 0, -len(each) % group.size)).T).T for each in values)
+    return group.gather(run(*own).T).T[: len(values[0])]
 
 
 EXPERT = ExpertParallel()

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from ..config import RunConfig
 from ..environment import Environment
 from ..errors import Edit, UsageError
@@ -52,7 +50,8 @@ class TensorParallel(Strategy):
 
     def plan(self, setup: Setup) -> Mapping[str, str]:
         model, layout, why = setup.model, setup.plan.layout, "not in the plan"
-        packs = layout.num_processes == layout.tp  # FSDP2 and a pipeline know one range of a weight
+        # FSDP2, a pipeline and expert parallelism know one range of a weight.
+        packs = layout.num_processes == layout.tp and layout.ep == 1
         which = f"the tp_plan of {type(model).__name__}"
         plan, why_not = shipped_plan(model, layout.tp, packs)
         if why_not:
@@ -64,7 +63,11 @@ class TensorParallel(Strategy):
         return plan
 
     def divide(self, part: Part, plan: Mapping[str, str], grid: Grid) -> None:
-        parallelize(part.model, plan, grid.mesh["tp"])
+        group, modules = TensorGroup(grid.mesh["tp"]), dict(part.model.named_modules())
+        for name, style in plan.items():
+            owner, _, number = name.rpartition(".") if style == NUMBER else (name, "", "")
+            if owner in modules and not is_absent(modules[owner]):
+                divide(modules[owner], style, group, number)
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
         accelerator, model, inner, plan = setup.accelerator, setup.model, setup.optimizer, setup.plan
@@ -83,21 +86,6 @@ class TensorParallel(Strategy):
             f"something between two layers of the tp_plan {'draws random numbers, or ' * seen.draws}needs all "
             f"features, as softmax, norms and means do: leave these layers out of the tp_plan, or use {self.fallback}"
         )
-
-
-def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
-    """Divides layers of a model; the others stay whole in each process.
-
-    Args:
-        model: all of it, or a stage of a pipeline.
-        plan: {module or number: style}, for the whole model.
-        mesh: of the processes that share each layer.
-    """
-    group, modules = TensorGroup(mesh), dict(model.named_modules())
-    for name, style in plan.items():
-        owner, _, number = name.rpartition(".") if style == NUMBER else (name, "", "")
-        if owner in modules and not is_absent(modules[owner]):
-            divide(modules[owner], style, group, number)
 
 
 TENSOR = TensorParallel()

@@ -67,12 +67,14 @@ def test_the_result_of_one_process(
     ("config", "flags", "expected"),
     [
         ("fsdp2", STAGES, "FSDP2 2 × pipeline of 2 stages × EP 2"),
+        ("fsdp2_tensor_parallel", "--expert_parallel 4", "FSDP2 2 × TP 2 × EP 4"),
+        pytest.param("tensor_parallel", STAGES, "TP 2 × pipeline of 2 stages × EP 2", marks=pytest.mark.full),
         pytest.param("fsdp2_sequence_parallel", "--micro_batch_size 4", "FSDP2 × SP 2 × EP 2", marks=pytest.mark.full),
     ],
 )
 def test_experts(tmp_path: Path, reference: Callable[..., Run], config: str, flags: str, expected: str) -> None:
     arguments = f"{CLIPS} --num_experts 4"
-    run = fork(tmp_path / "run", config, SCRIPT, f"{arguments} {flags} --expert_parallel 2", 4)
+    run = fork(tmp_path / "run", config, SCRIPT, f"{arguments} --expert_parallel 2 {flags}", 4)
     assert run.card["parallelism"] == expected and run.card["checked_steps"] > 0
     assert_same_result(run, reference(SCRIPT, arguments))
 
@@ -111,12 +113,14 @@ def test_samples_of_several_lengths(
 
 def test_checkpoints_cross_between_layouts(tmp_path: Path) -> None:
     """From 4 processes to 8, and from 8 to 1, with the optimizer's state and the averaged weights."""
-    arguments = f"{CLIPS} --save_every 2 --keep_checkpoints 3 --ema_decay 0.9"
+    arguments = f"{CLIPS} --num_experts 4 --save_every 2 --keep_checkpoints 3 --ema_decay 0.9"
     whole = fork(tmp_path / "whole", "single", SCRIPT, arguments)
-    four = fork(tmp_path / "four", "fsdp2", SCRIPT, f"{arguments} {STAGES}", 4)
+    four = fork(tmp_path / "four", "fsdp2", SCRIPT, f"{arguments} {STAGES} --expert_parallel 2", 4)
     resume = f"{arguments} --resume_from_checkpoint"
     path = four.output_dir / "checkpoints" / "step_00000002"
-    eight = fork(tmp_path / "eight", "fsdp2_tensor_parallel", SCRIPT, f"{resume} {path} {STAGES}", 8)
+    eight = fork(
+        tmp_path / "eight", "fsdp2_tensor_parallel", SCRIPT, f"{resume} {path} {STAGES} --expert_parallel 2", 8
+    )
     path = eight.output_dir / "checkpoints" / "step_00000004"
     one = fork(tmp_path / "one", "single", SCRIPT, f"{resume} {path}")
     for run, first in ((eight, 2), (one, 4)):
