@@ -1,4 +1,4 @@
-"""Derives how tensor parallelism divides a model without a `tp_plan` that fits, from passes of the recipe's own `forward_step`.
+"""Derives how tensor parallelism divides a model without a `tp_plan` that fits, from passes of its `forward_step`.
 
 1. A trace finds pairs: linear layers ("columns") whose outputs go to other linear layers ("rows") alone, which get
    nothing else.

@@ -103,7 +103,7 @@ def shipped_plan(model: nn.Module, size: int, packs: bool = True) -> tuple[dict[
 def _resolve(model: Any, plan: Mapping[str, str], size: int, packs: bool) -> dict[str, str]:
     """What a plan divides. Raises ValueError: it does not fit the model; the message says why."""
     is_transformers = hasattr(model, "config") and hasattr(model, "base_model_prefix")
-    config: Any = model.config.get_text_config() if is_transformers else None
+    config: Any = model.config.get_text_config() if is_transformers else getattr(model, "config", None)
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(config, key, None)) and heads % size:
             raise ValueError(f"{key} is {heads}, which is not divisible by tp_size {size}")
