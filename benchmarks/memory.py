@@ -156,7 +156,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
     from accelerate_recipes.common.parallel.strategies import prepare, with_plans
-    from accelerate_recipes.common.parallel.tensor_plan import check_plan
+    from accelerate_recipes.common.parallel.tensor_plan import shipped_plan
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
     from accelerate_recipes.common.tasks.causal_lm import with_losses
@@ -166,7 +166,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     model = with_losses(build(size, context))
     whole = sum(weight.numel() for weight in model.parameters())
     layout = accelerator.layout
-    plan = check_plan(model, max(2, layout.tp))
+    plan, _ = shipped_plan(model, max(2, layout.tp))
     named = sum(model.get_submodule(name).weight.numel() for name in plan)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     at_step: list[int] = []

@@ -1,4 +1,4 @@
-"""Derives how tensor parallelism divides a model that has no `tp_plan`, from passes of the recipe's own `forward_step`.
+"""Derives how tensor parallelism divides a model without a `tp_plan` that fits, from passes of its `forward_step`.
 
 1. A trace finds pairs: linear layers ("columns") whose outputs go to other linear layers ("rows") alone, which get
    nothing else.
@@ -13,7 +13,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +27,9 @@ from ..cpu_group import CpuGroup
 from ..errors import UsageError
 from ..failure import line_of
 from ..step.setup import Setup
-from .tensor_plan import NORM_OF_HEADS, NUMBER, can_pack, dims_of, is_linear, kind_of, why_no_plan
+from .tensor_plan import NORM_OF_HEADS, NUMBER, is_linear, kind_of, shared_layers, width_of
 
 PACKS = (1, 3, 2)  # equal parts side by side in the outputs of a layer, of each of which a process takes its share
-MIXED = "all features are needed"  # before or after a layer
 OUTPUT = "the output"  # of the pass, among what a layer feeds
 HEADS = re.compile(r"heads?$")  # of a number of heads
 NO_WIDTH = re.compile(r"_features$|^nf$|head_(dim|size)$")  # numbers that no pass uses, or that stay
@@ -39,52 +38,47 @@ Call = tuple[str, int]  # the name of a layer, and how often it was called befor
 Forward = Callable[[], Any]
 
 
-def derived_plan(setup: Setup) -> tuple[dict[str, str], dict[str, str]]:
+def derived_plan(setup: Setup, why: str, packs: bool) -> dict[str, str]:
     """What `derive` finds for the model of a setup. To be called in all processes: the main process derives it. The
     model, and all that `forward_step` refers to, are afterwards as they were before.
+
+    Args:
+        setup: with the whole model.
+        why: it has no other plan.
+        packs: whether a process may hold several ranges of a weight.
 
     Raises:
         UsageError: none of its layers can be divided, or `forward_step` fails.
     """
-    plan, whole, why = dict[str, str](), dict[str, str](), ""
+    plan, model = dict[str, str](), setup.model
+    reason = "no two linear layers follow each other without a layer between them that needs all features"
     if setup.accelerator.is_main_process:
         try:
-            plan, whole = _derive_alone(setup)
-            why = "no two linear layers follow each other without a layer between them that needs all features"
+            with passes_alone(setup) as forward:
+                plan = derive(model, lambda: forward(model), setup.plan.layout.tp, PACKS if packs else PACKS[:1])
         except Exception as error:  # the run will show whether one process has it, too
-            why = line_of(error)
-    plan, whole, why = CpuGroup(setup.plan.config.hang_timeout).broadcast((plan, whole, why))
+            reason = line_of(error)
+    plan, reason = CpuGroup(setup.plan.config.hang_timeout).broadcast((plan, reason))
     if not plan:
-        reason = f"{why_no_plan(setup.model)}, and none can be derived: {why}"
-        raise UsageError(reason, "use --config_file accelerate_configs/fsdp2.yaml")
-    return plan, whole
+        raise UsageError(f"{why}, and none can be derived: {reason}", "use --config_file accelerate_configs/fsdp2.yaml")
+    return plan
 
 
-def _derive_alone(setup: Setup) -> tuple[dict[str, str], dict[str, str]]:
-    model, layout = setup.model, setup.plan.layout
-    with passes_alone(setup) as forward:
-        return derive(model, lambda: forward(model), layout.tp, PACKS if can_pack(layout) else PACKS[:1])
-
-
-def derive(
-    model: nn.Module, forward: Forward, size: int, packs: Sequence[int] = PACKS
-) -> tuple[dict[str, str], dict[str, str]]:
-    """({module or number: style}, {linear layer: why it stays whole}).
+def derive(model: nn.Module, forward: Forward, size: int, packs: Sequence[int] = PACKS) -> dict[str, str]:
+    """{module or number: style}
 
     Args:
         model: whole. Its linear layers have the `forward` of their class.
         forward: a pass with the same samples and random numbers each time.
         size: number of processes that share a layer.
-        packs: of `PACKS`; the first alone where `can_pack` is false.
+        packs: of `PACKS`.
     """
     passes, plan = _Passes(model, forward), dict[str, str]()
-    whole = {name: "shared" if name in passes.shared else MIXED for name in passes.layers}
     for columns, rows in passes.pairs():
         # A layer between two others may be the row of one or the column of the other, not both.
-        if columns | rows <= whole.keys() and (found := passes.rehearse(columns, rows, size, packs)):
-            plan |= found
-            whole = {name: why for name, why in whole.items() if name not in plan}
-    return plan, whole
+        if not (columns | rows) & plan.keys():
+            plan |= passes.rehearse(columns, rows, size, packs)
+    return plan
 
 
 class _Trace(TorchDispatchMode):
@@ -109,7 +103,10 @@ class _Trace(TorchDispatchMode):
 
 
 class _Passes:
-    """Passes of a model: one that is traced, and those in which the linear layers give what they are told.
+    """Passes of a model in which the linear layers give what they are told.
+
+    In the first one they give their outputs, and random numbers beside: outputs of a pretrained model may be zeros,
+    which show nothing. It is traced. Those that follow repeat these outputs, or shares of them.
 
     Attributes:
         layers: the linear ones, {name: layer}.
@@ -119,48 +116,50 @@ class _Passes:
     def __init__(self, model: nn.Module, forward: Forward):
         self._forward, self._modules = forward, dict(model.named_modules())
         self.layers = {name: module for name, module in self._modules.items() if is_linear(module)}
-        owners = Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
-        self.shared = {
-            name for name, layer in self.layers.items() if any(owners[each] > 1 for each in layer.parameters())
-        }
+        self.shared = shared_layers(self._modules) & self.layers.keys()
         self._outputs: dict[Call, Tensor] = {}
         self._sources, self._consumers, self._between = ({name: set[str]() for name in self.layers} for _ in range(3))
         trace, of_layers = _Trace(), {weight for layer in self.layers.values() for weight in layer.parameters()}
         for name, weight in model.named_parameters():
             if weight not in of_layers:
                 trace.origins[weight] = {name}
+        generator = torch.Generator().manual_seed(0)
 
-        def called(call: Call, given: Tensor, own: Callable[[], Tensor]) -> Tensor:
-            name, output = call[0], own()
+        def traced(call: Call, given: Tensor, own: Tensor) -> Tensor:
+            name = call[0]
             for origin in () if isinstance(self.layers[name], nn.Embedding) else trace.of([given]):
                 (self._sources if origin in self.layers else self._between)[name].add(origin)
-            self._outputs[call] = output.clone()  # models add to it in place
+            self._outputs[call] = own + torch.randn(own.shape, generator=generator).to(own)
+            output = self._outputs[call].clone()  # models add to it in place
             trace.origins[output] = {name}
             return output
 
-        with self._calling(called), trace:
-            results = self._forward()
-        ends = dict.fromkeys([OUTPUT], trace.of(tree_leaves(results)) & self.layers.keys())
-        for name, sources in (self._sources | ends).items():
+        with trace:
+            self._inputs = self._run(traced, runs_layers=True)
+        results = trace.of(value for call, value in self._inputs.items() if call[0] == OUTPUT)
+        for name, sources in (self._sources | {OUTPUT: results & self.layers.keys()}).items():
             for source in sources:
                 self._consumers[source].add(name)
 
-    @contextmanager
-    def _calling(self, called: Callable[[Call, Tensor, Callable[[], Tensor]], Tensor]) -> Iterator[None]:
-        """Lets `called` (call, input, own forward) give the output of each linear layer in the `with` block."""
-        number = Counter[str]()
+    def _run(self, give: Callable[..., Tensor], runs_layers: bool = False) -> dict[Call, Any]:
+        """A pass in which `give` (call, input, own output if the layers run) says what each linear layer gives. Returns
+        what each got, and the outputs of the pass."""
+        taken, number = dict[Call, Any](), Counter[str]()
         for name, layer in self.layers.items():
 
             def forward(*args: Any, name: str = name, own: Any = layer.forward, **named: Any) -> Tensor:
+                call, given = (name, number[name]), (*args, *named.values())[0]
                 number[name] += 1
-                return called((name, number[name] - 1), (*args, *named.values())[0], lambda: own(*args, **named))
+                taken[call] = given.clone()
+                return give(call, given, own(*args, **named) if runs_layers else None)
 
             layer.forward = forward
         try:
-            yield
+            results = tree_leaves(self._forward())
         finally:
             for layer in self.layers.values():
                 del layer.forward
+        return taken | {(OUTPUT, index): value for index, value in enumerate(results)}
 
     def pairs(self) -> list[tuple[set[str], set[str]]]:
         """(columns, rows), those with most weights first. What the columns give goes to the rows alone, which get
@@ -183,90 +182,56 @@ class _Passes:
         sizes = {name: layer.weight.numel() for name, layer in self.layers.items()}
         return sorted(found.values(), key=lambda pair: -sum(sizes[name] for name in pair[0] | pair[1]))
 
-    def rehearse(self, columns: set[str], rows: set[str], size: int, packs: Sequence[int]) -> dict[str, str] | None:
-        """{name: style} for these layers and what is between them; None if they cannot be divided."""
+    def rehearse(self, columns: set[str], rows: set[str], size: int, packs: Sequence[int]) -> dict[str, str]:
+        """{name: style} for these layers and what is between them; nothing if they cannot be divided."""
         between = {weight.rpartition(".")[0] for row in rows for weight in self._between[row]}
-        if any(self._width(row, 1) % size for row in rows) or not all(
+        if any(width_of(self.layers[row], 1) % size for row in rows) or not all(
             _is_norm(self._modules[name]) for name in between
         ):
-            return None
-        # Not the outputs of the layers: those of a pretrained model may be zeros, which show nothing.
-        generator, outputs = torch.Generator().manual_seed(0), dict(self._outputs)
-        for call, output in self._outputs.items():
-            if call[0] in columns:
-                outputs[call] = output + torch.randn(output.shape, generator=generator).to(output)
-        expected = self._replay(outputs.__getitem__)
+            return {}
         for number in packs:
             packed = {name: 1 if isinstance(self.layers[name], nn.Embedding) else number for name in columns}
-            if any(self._width(name, 0) % (size * packed[name]) for name in columns):
+            if any(width_of(self.layers[name], 0) % (size * packed[name]) for name in columns):
                 continue
             for numbers in self._numbers(packed, rows, size):
-                try:
-                    for process in range(size):
-                        self._rehearse_process(process, size, outputs, expected, packed, rows, numbers)
-                except Exception:  # most often a shape that does not fit
-                    continue
-                styles = {name: "colwise" if packed[name] == 1 else f"packed_colwise_{number}" for name in columns}
-                styles |= dict.fromkeys(rows, "rowwise") | dict.fromkeys(between, NORM_OF_HEADS)
-                return styles | dict.fromkeys(map(".".join, numbers), NUMBER)
-        return None
+                if self._fits(packed, rows, numbers, size):
+                    styles = {name: "colwise" if packed[name] == 1 else f"packed_colwise_{number}" for name in columns}
+                    styles |= dict.fromkeys(rows, "rowwise") | dict.fromkeys(between, NORM_OF_HEADS)
+                    return styles | dict.fromkeys(map(".".join, numbers), NUMBER)
+        return {}
 
-    def _rehearse_process(
-        self,
-        process: int,
-        size: int,
-        outputs: Mapping[Call, Tensor],
-        expected: Mapping[Call, Tensor],
-        packed: Mapping[str, int],
-        rows: set[str],
-        numbers: Sequence[tuple[str, str]],
-    ) -> None:
-        """Raises an exception if this process would not get its share."""
+    def _fits(self, packed: Mapping[str, int], rows: set[str], numbers: Sequence[tuple[str, str]], size: int) -> bool:
+        """Whether each process gets its share, if the columns give theirs and the numbers are divided."""
 
-        def share(value: Tensor, packs: int) -> Tensor:
+        def share(value: Tensor, packs: int, process: int) -> Tensor:
             return torch.cat([pack.chunk(size, -1)[process] for pack in value.chunk(packs, -1)], -1)
 
-        def give(call: Call) -> Tensor:
-            return share(outputs[call], packed[call[0]]) if call[0] in packed else outputs[call]
-
-        def take(call: Call, value: Any) -> None:
-            if not _is_same(value, share(expected[call], 1) if call[0] in rows else expected[call]):
-                raise ValueError(call)
+        def give(process: int, call: Call, given: Tensor, own: None) -> Tensor:
+            output = self._outputs[call].clone()
+            return share(output, packed[call[0]], process) if call[0] in packed else output
 
         before = [(self._modules[name], key, getattr(self._modules[name], key)) for name, key in numbers]
         try:
             for module, key, value in before:
                 setattr(module, key, value // size)
-            if self._replay(give, take).keys() != expected.keys():
-                raise ValueError(numbers)
+            for process in range(size):
+                taken = self._run(partial(give, process))
+                if taken.keys() != self._inputs.keys():
+                    return False
+                for call, value in self._inputs.items():
+                    if not _is_same(taken[call], share(value, 1, process) if call[0] in rows else value):
+                        return False
+        except Exception:  # most often a shape that does not fit
+            return False
         finally:
             for module, key, value in before:
                 setattr(module, key, value)
-
-    def _replay(
-        self, give: Callable[[Call], Tensor], take: Callable[[Call, Any], None] = lambda call, value: None
-    ) -> dict[Call, Any]:
-        """A pass in which each layer gives what `give` says. Returns what each got, and the outputs of the pass."""
-        taken: dict[Call, Any] = {}
-
-        def called(call: Call, given: Any, own: Callable[[], Tensor] | None = None) -> Tensor:
-            take(call, given)
-            taken[call] = given.clone() if isinstance(given, Tensor) else given
-            return given if own is None else give(call).clone()
-
-        with self._calling(called):
-            for index, value in enumerate(tree_leaves(self._forward())):
-                called((OUTPUT, index), value)
-        return taken
-
-    def _width(self, name: str, end: int) -> int:
-        """How many outputs (0) or inputs (1) a layer has."""
-        return self.layers[name].weight.shape[dims_of(self.layers[name])[end]]
+        return True
 
     def _numbers(self, packed: Mapping[str, int], rows: set[str], size: int) -> Iterator[list[tuple[str, str]]]:
         """Lists of (module, attribute) that may have to be divided, in the order in which they are tried."""
         yield []
-        widths = {self._width(name, 0) // part for name, number in packed.items() for part in (1, number)}
+        widths = {width_of(self.layers[name], 0) // part for name, number in packed.items() for part in (1, number)}
         around = {name.rpartition(".")[0] for name in packed.keys() | rows}
         for _ in range(2):
             heads, sizes = list[tuple[str, str]](), list[tuple[str, str]]()

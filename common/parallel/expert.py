@@ -6,13 +6,14 @@ DeepSpeed-MoE send each token only where it goes; here no size depends on the ro
 and the traffic is the same from as many experts per token on as the group has processes.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from ..config import RunConfig
@@ -25,14 +26,12 @@ from ..weights.shards import local
 from .grid import Grid, Part
 from .sharding import offloads
 from .strategy import Strategy
-
-NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts in transformers
+from .tensor_styles import Pair, TensorGroup, divide_weight, gather, other_weights, sum_scattered
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """Experts without FSDP2 or beside a strategy that divides layers, or a group that does not divide the processes."""
-    # Accelerate refuses divided weights under DDP.
-    if not layout.environment.uses("fsdp") or layout.tp > 1:
+    """Experts under DDP or DeepSpeed, or a group that does not divide the processes."""
+    if not {"FSDP2", "TP"} & {*layout.strategies}:  # Accelerate refuses divided weights under DDP
         raise UsageError(
             f"--expert_parallel {layout.ep} needs FSDP2 for the other weights",
             "use --config_file accelerate_configs/fsdp2_expert_parallel.yaml",
@@ -64,9 +63,6 @@ def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
                 f"{name} has {experts.num_experts} experts, which {size} processes cannot share",
                 f"use --expert_parallel {sizes_that_divide(experts.num_experts)}",
             )
-        for weight in experts.parameters():
-            if weight.shape[0] != experts.num_experts:
-                raise UsageError(f"{name} has a weight that all experts share", "remove --expert_parallel")
 
 
 class ExpertParallel(Strategy):
@@ -77,16 +73,11 @@ class ExpertParallel(Strategy):
     model_checks = (check_experts,)
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        from torch.distributed.tensor import DTensor, Replicate, Shard  # the import takes a second
-
-        group = ExpertGroup(grid.experts)
+        group = ExpertGroup(grid.experts, TensorGroup(grid.mesh["tp"]) if grid.layout.tp > 1 else None)
         for experts in experts_of(part.model).values():
             with materialized(experts, grid.device):
-                for name, weight in list(experts.named_parameters()):
-                    own = weight.detach().chunk(group.size)[group.rank]
-                    own = own.to(weight.device if weight.is_meta else grid.device).clone()
-                    shard = DTensor.from_local(own, grid.experts, [Replicate(), Shard(0)], run_check=False)
-                    setattr(experts, name, nn.Parameter(shard, requires_grad=weight.requires_grad))
+                for name in dict(experts.named_parameters()):
+                    divide_weight(experts, name, grid.experts, [Replicate(), Shard(0)])
             group.take_over(experts)
 
 
@@ -95,24 +86,32 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "_is_expert_parallel") and any(hasattr(module, weight) for weight in NAMES)
+        if hasattr(module, "_is_expert_parallel")
+        and all(weight.shape[0] == module.num_experts for weight in module.parameters())
     }
 
 
 class ExpertGroup:
     """The processes that share the experts of each layer.
 
+    Args:
+        mesh: of the processes, with "replicas" of the group.
+        tensor: those that share each layer, and have the same tokens.
+
     Attributes:
         size: number of processes.
         rank: of this process among them; it holds the experts from `rank` × (experts / size) on.
     """
 
-    def __init__(self, mesh: Any):
+    def __init__(self, mesh: Any, tensor: TensorGroup | None = None):
         self.size, self.rank = mesh["experts"].size(), mesh.get_local_rank("experts")
         self._group, self._replicas = mesh.get_group("experts"), mesh.get_group("replicas")
-        self._num_replicas = mesh["replicas"].size()
-        # The numbers of tokens, which the CPU must know.
-        self._counts = self._group if mesh.device_type == "cpu" else _group_on_cpu(mesh)
+        self._tensor, self._num_replicas = tensor, mesh["replicas"].size()
+        self._ways = [partial(way, size=self.size, group=self._group.group_name) for way in (gather, sum_scattered)]
+        self._counts = self._group  # for the numbers of tokens, which the CPU must know
+        if mesh.device_type != "cpu":
+            ranks = mesh["experts"].mesh.tolist()
+            self._counts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def take_over(self, experts: Any) -> None:
         """Lets a module of experts that holds its share of the weights compute the tokens of all processes."""
@@ -126,17 +125,20 @@ class ExpertGroup:
                 weight.register_hook(self._sum_over_replicas)
 
         def on_all_tokens(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            longest = self._longest(len(hidden))
-            first, missing = self.rank * experts.num_experts, longest - len(hidden)
-            index = self._gather(F.pad(index, (0, 0, 0, missing), value=-1)) - first
-            tokens, shares = (self._gather(F.pad(value, (0, 0, 0, missing))) for value in (hidden, weights))
+            missing = self._longest(len(hidden)) - len(hidden)
+
+            def gathered(values: Tensor, padding: int = 0) -> Tensor:
+                return Pair.apply(F.pad(values, (0, 0, 0, missing), value=padding), *self._ways)
+
+            index = gathered(index, -1) - self.rank * experts.num_experts
+            tokens, shares = gathered(hidden), gathered(weights)
             is_other = (index < 0) | (index >= experts.num_experts)
             index, shares = index.masked_fill(is_other, experts.num_experts), shares.masked_fill(is_other, 0.0)
-            with _own_weights(experts, hidden.dtype):
+            with other_weights(experts, lambda weight: local(weight).to(hidden.dtype)):
                 output = forward(tokens, index, shares)
-            return self._sum(output)[: len(hidden)]
+            return Pair.apply(output, *self._ways[::-1])[: len(hidden)]
 
-        experts.forward = on_all_tokens
+        experts.forward = partial(_divide_tokens, self._tensor, on_all_tokens) if self._tensor else on_all_tokens
 
     def _sum_over_replicas(self, gradient: Any) -> Any:
         """The gradient for the tokens of all groups, of one for those of this group."""
@@ -150,66 +152,11 @@ class ExpertGroup:
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self._counts)
         return int(count)
 
-    def _gather(self, values: Tensor) -> Tensor:
-        return _Gathered.apply(values.contiguous(), self._group, self.size)
 
-    def _sum(self, values: Tensor) -> Tensor:
-        return _Summed.apply(values.contiguous(), self._group, self.size)
-
-
-class _Gathered(torch.autograd.Function):
-    """The values of all processes of a group, one after the other in dimension 0."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _gather(values, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _sum_scattered(gradient.contiguous(), ctx.group, ctx.size), None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over the processes of a group; each gets its part of dimension 0."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _sum_scattered(values, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _gather(gradient.contiguous(), ctx.group, ctx.size), None, None
-
-
-def _gather(values: Tensor, group: Any, size: int) -> Tensor:
-    whole = values.new_empty(size * len(values), *values.shape[1:])
-    dist.all_gather_into_tensor(whole, values, group=group)
-    return whole
-
-
-def _sum_scattered(values: Tensor, group: Any, size: int) -> Tensor:
-    part = values.new_empty(len(values) // size, *values.shape[1:])
-    dist.reduce_scatter_tensor(part, values, group=group)
-    return part
-
-
-def _group_on_cpu(mesh: Any) -> Any:
-    """The group of this process's experts, with a backend for the CPU."""
-    return dist.new_group(mesh["experts"].mesh.tolist(), backend="gloo", use_local_synchronization=True)
-
-
-@contextmanager
-def _own_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Gives a module its shards as plain tensors of a type for the `with` block."""
-    kept = module._parameters
-    plain: Any = {name: None if weight is None else local(weight).to(dtype) for name, weight in kept.items()}
-    module._parameters = plain
-    try:
-        yield
-    finally:
-        module._parameters = kept
+def _divide_tokens(group: TensorGroup, run: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """What `run` gives for tokens that all processes of a group have; each runs its share of them."""
+    own = (group.split(F.pad(each, (0, 0, 0, -len(each) % group.size)).T).T for each in values)
+    return group.gather(run(*own).T).T[: len(values[0])]
 
 
 EXPERT = ExpertParallel()

@@ -62,13 +62,13 @@ class Grid:
     @cached_property
     def experts(self) -> "DeviceMesh":
         """The processes that share the experts of each layer, and those that hold the same ones: all with tokens of
-        their own."""
+        their own, of which tensor parallelism gives each a share."""
         from torch.distributed.device_mesh import DeviceMesh
 
         layout = self.layout
-        ranks = torch.arange(layout.num_processes).view(-1, layout.pp, layout.sp, layout.tp).permute(1, 3, 0, 2)
-        grid = ranks.reshape(layout.pp, layout.tp, -1, layout.ep)
-        mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=("pp", "tp", "replicas", "experts"))
+        ranks = torch.arange(layout.num_processes).view(-1, layout.pp, layout.sp * layout.tp).movedim(1, 0)
+        grid = ranks.reshape(layout.pp, -1, layout.ep)
+        mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=("pp", "replicas", "experts"))
         return mesh["replicas", "experts"]
 
 

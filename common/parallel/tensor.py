@@ -3,13 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
-
 from ..config import RunConfig
 from ..errors import Edit, UsageError
 from ..layout import Layout
-from ..plan import Plan
 from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked
 from .derive import derived_plan
@@ -17,7 +13,8 @@ from .grid import Division, Grid, Part
 from .sharding import sharded_layers
 from .stages import is_absent
 from .strategy import Strategy
-from .tensor_plan import can_pack, check_plan, divide_numbers, has_plan, what_is_divided
+from .tensor_plan import NUMBER, shipped_plan, what_is_divided
+from .tensor_styles import TensorGroup, divide
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
@@ -37,12 +34,6 @@ def check_config(layout: Layout, config: RunConfig) -> None:
         )
 
 
-def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Layers that cannot be divided, of a model that says how."""
-    if has_plan(model):
-        check_plan(model, plan.layout.tp, can_pack(plan.layout))
-
-
 class TensorParallel(Strategy):
     name = "TP"
     axis = "tp"
@@ -51,21 +42,27 @@ class TensorParallel(Strategy):
         "these layers out of the tp_plan, or use {fallback}"
     )
     launch_checks = (check_config,)
-    model_checks = (check_layers,)
 
     def plan(self, setup: Setup) -> Mapping[str, str]:
-        model, size, whole = setup.model, setup.plan.layout.tp, None
-        if has_plan(model):
-            plan = check_plan(model, size, can_pack(setup.plan.layout))
-        else:
-            plan, whole = derived_plan(setup)
+        model, layout, why = setup.model, setup.plan.layout, "not in the plan"
+        # FSDP2, a pipeline and expert parallelism know one range of a weight.
+        packs = layout.num_processes == layout.tp and layout.ep == 1
+        which = f"the tp_plan of {type(model).__name__}"
+        plan, why_not = shipped_plan(model, layout.tp, packs)
+        if why_not:
+            plan, why = derived_plan(setup, why_not, packs), "all features are needed"
+            which = f"{why_not}: a derived one"
             if not setup.plan.config.check_steps:
                 setup.accelerator.print("--check_steps 0: the parity check does not prove the derived plan")
-        setup.accelerator.print(what_is_divided(model, size, plan, whole))
+        setup.accelerator.print(f"{which} {what_is_divided(model, layout.tp, plan, why)}")
         return plan
 
     def divide(self, part: Part, plan: Mapping[str, str], grid: Grid) -> None:
-        parallelize(part.model, plan, grid.mesh["tp"])
+        group, modules = TensorGroup(grid.mesh["tp"]), dict(part.model.named_modules())
+        for name, style in plan.items():
+            owner, _, number = name.rpartition(".") if style == NUMBER else (name, "", "")
+            if owner in modules and not is_absent(modules[owner]):
+                divide(modules[owner], style, group, number)
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
         model, plan = setup.model, setup.plan
@@ -73,23 +70,6 @@ class TensorParallel(Strategy):
         division.apply(Part(model, model))
         # As for evaluation, so that Accelerate adds mixed precision alone. For training it would wrap the model in DDP.
         return Engine(setup, setup.accelerator.prepare_model(model, evaluation_mode=True))
-
-
-def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
-    """Divides layers of a model; the others stay whole in each process.
-
-    Args:
-        model: all of it, or a stage of a pipeline.
-        plan: {module or number: style}, for the whole model.
-        mesh: of the processes that share each layer.
-    """
-    from .tensor_styles import TensorGroup, divide  # the import takes 0.7 s
-
-    group = TensorGroup(mesh)
-    present = {name: module for name, module in model.named_modules() if not is_absent(module)}
-    for name, style in divide_numbers(present, plan, mesh.size()).items():
-        if name in present:
-            divide(present[name], style, group)
 
 
 TENSOR = TensorParallel()

@@ -1,28 +1,29 @@
-"""How a process computes its share of a module, in each style of a plan. The import takes 0.7 s.
+"""How a process computes its share of a module, in each style of a plan.
 
 A divided weight is a DTensor, which FSDP2 and checkpoints know. The pass works on plain tensors, such as this process's
 shard of it: each collective stands here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 
 from ..weights.shards import local
-from .tensor_plan import ENDS, EXPERTS, NORM_OF_HEADS, SHARED_KEYS, dims_of, is_conv1d
+from .tensor_plan import ENDS, EXPERTS, NORM_OF_HEADS, NUMBER, SHARED_KEYS, dims_of, is_conv1d
 
 COLLECTIVES = torch.ops._c10d_functional
 Change = Callable[[Tensor], Tensor]
 
 
-class _Pair(torch.autograd.Function):
+class Pair(torch.autograd.Function):
     """Does one thing in the forward pass and another in the backward pass. Each is the derivative of the other."""
 
     @staticmethod
@@ -32,7 +33,17 @@ class _Pair(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Pair.apply(gradient, ctx.back, ctx.there), None, None
+        return Pair.apply(gradient, ctx.back, ctx.there), None, None
+
+
+def gather(values: Tensor, size: int, group: str) -> Tensor:
+    """The values of the processes of a group, one after the other in dimension 0."""
+    return COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(values.contiguous(), size, group))
+
+
+def sum_scattered(values: Tensor, size: int, group: str) -> Tensor:
+    """The sum over the processes of a group, of which each gets its part of dimension 0."""
+    return COLLECTIVES.wait_tensor(COLLECTIVES.reduce_scatter_tensor(values.contiguous(), "sum", size, group))
 
 
 class TensorGroup:
@@ -50,7 +61,7 @@ class TensorGroup:
 
     def copy(self, value: Tensor) -> Tensor:
         """A whole value, of whose gradient each process has a part."""
-        return _Pair.apply(value, self.keep, self._sum)
+        return Pair.apply(value, self.keep, self._sum)
 
     def copy_once(self, value: Tensor) -> Tensor:
         """As `copy`. Layers that get the same value one after the other, as queries, keys and values do, get the same
@@ -64,36 +75,39 @@ class TensorGroup:
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all parts."""
         self._last = None  # frees its memory
-        return _Pair.apply(part, self._sum, self.keep)
+        return Pair.apply(part, self._sum, self.keep)
 
     def gather(self, part: Tensor) -> Tensor:
         """All parts, side by side in the last dimension."""
         self._last = None
-        return _Pair.apply(part, self._gather, self._chunk)
+        return Pair.apply(part, self._gather, self._chunk)
 
     def split(self, value: Tensor) -> Tensor:
         """This process's part of the last dimension."""
-        return _Pair.apply(value, self._chunk, self._gather)
+        return Pair.apply(value, self._chunk, self._gather)
 
     def _sum(self, part: Tensor) -> Tensor:
         return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(part.contiguous(), "sum", self._name))
 
     def _gather(self, part: Tensor) -> Tensor:
-        parts = COLLECTIVES.all_gather_into_tensor(part.contiguous()[None], self.size, self._name)
-        return torch.cat(COLLECTIVES.wait_tensor(parts).unbind(), -1)
+        return torch.cat(gather(part[None], self.size, self._name).unbind(), -1)
 
     def _chunk(self, value: Tensor) -> Tensor:
         return value.chunk(self.size, -1)[self.rank].contiguous()
 
 
-def divide(module: Any, style: str, group: TensorGroup) -> None:
+def divide(module: Any, style: str, group: TensorGroup, attribute: str = "") -> None:
     """Divides the weights of a module, which then computes this process's share.
 
     Args:
         module: whole.
-        style: of `check_plan` or `derive`.
+        style: of `shipped_plan` or `derive`.
         group: of the processes.
+        attribute: the number that the style `NUMBER` divides.
     """
+    if style == NUMBER:
+        setattr(module, attribute, getattr(module, attribute) // group.size)
+        return
     kind, _, number = style.rpartition("_")
     if kind == SHARED_KEYS:
         module.register_forward_hook(partial(_copy_end, int(number), group))
@@ -103,14 +117,16 @@ def divide(module: Any, style: str, group: TensorGroup) -> None:
         _replace_forward(module, own, weights=group.copy)
         return
     if style == EXPERTS:  # both halves of the first weight, gate and up, are colwise
-        _divide_weight(module, "gate_up_proj", group, 1, 2)
-        _divide_weight(module, "down_proj", group, 2)
+        divide_weight(module, "gate_up_proj", group.mesh, [_StridedShard(1, split_factor=2)])
+        divide_weight(module, "down_proj", group.mesh, [Shard(2)])
         _replace_forward(module, own, group.copy, group.sum)
         return
     by_inputs = "rowwise" in style
     for key, weight in list(module.named_parameters()):
         if weight.ndim > 1 or not by_inputs:
-            _divide_weight(module, key, group, dims_of(module)[by_inputs] if weight.ndim > 1 else 0, packs)
+            dim = dims_of(module)[by_inputs] if weight.ndim > 1 else 0
+            placement = Shard(dim) if packs == 1 else _StridedShard(dim, split_factor=packs)
+            divide_weight(module, key, group.mesh, [placement])
     given, returned = (getattr(group, name) for name in ENDS["colwise" if packs > 1 else style])
     if is_conv1d(module):
         own = lambda value: F.linear(value, module.weight.T, module.bias)  # noqa: E731  # its own has the whole width
@@ -119,10 +135,22 @@ def divide(module: Any, style: str, group: TensorGroup) -> None:
     _replace_forward(module, own, given, returned, adds_bias=by_inputs)
 
 
-def _divide_weight(module: nn.Module, key: str, group: TensorGroup, dim: int, packs: int = 1) -> None:
-    weight, placement = module.get_parameter(key), Shard(dim) if packs == 1 else _StridedShard(dim, split_factor=packs)
-    divided = distribute_tensor(weight, group.mesh, [placement])
-    module.register_parameter(key, nn.Parameter(divided, weight.requires_grad))
+def divide_weight(module: nn.Module, key: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Makes a weight of a module a DTensor."""
+    weight = module.get_parameter(key)
+    module.register_parameter(key, nn.Parameter(distribute_tensor(weight, mesh, placements), weight.requires_grad))
+
+
+@contextmanager
+def other_weights(module: nn.Module, change: Change, without: str = "") -> Iterator[None]:
+    """Lets a module see its weights as `change` gives them in the `with` block, and one of them as None."""
+    held = dict(module._parameters)
+    seen: Any = {key: None if weight is None or key == without else change(weight) for key, weight in held.items()}
+    module._parameters.update(seen)
+    try:
+        yield
+    finally:
+        module._parameters.update(held)
 
 
 def _replace_forward(
@@ -137,14 +165,9 @@ def _replace_forward(
     bias is added to what it returns."""
 
     def forward(*args: Any, **named: Any) -> Tensor:
-        held = dict(module._parameters)
-        bias = held.get("bias") if adds_bias else None
-        seen = {key: None if weight is None or weight is bias else weights(weight) for key, weight in held.items()}
-        module._parameters.update(seen)  # type: ignore[arg-type]
-        try:
+        with other_weights(module, weights, without="bias" if adds_bias else ""):
             output = returned(own(*map(given, (*args, *named.values()))))
-        finally:
-            module._parameters.update(held)
+        bias = module._parameters.get("bias") if adds_bias else None
         return output if bias is None else output + bias
 
     module.forward = forward

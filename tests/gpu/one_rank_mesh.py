@@ -9,7 +9,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accelerate_recipes.common.parallel.tensor import check_plan, parallelize
+from accelerate_recipes.common.parallel.tensor_plan import shipped_plan
+from accelerate_recipes.common.parallel.tensor_styles import TensorGroup, divide
 from accelerate_recipes.common.step.setup import exchange_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -21,13 +22,15 @@ LLAMA = LlamaConfig(
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
 dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("tp",))
+group = TensorGroup(mesh)
 mlp = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "mnist.py"))["MLP"]
 for kind in ("foreach", "fused"):
     for build in (lambda: mlp((1, 8, 8), 10), lambda: LlamaForCausalLM(LLAMA)):
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, **{kind: True})
         before = dict(model.named_parameters())
-        parallelize(model, check_plan(model, 1), mesh)
+        for name, style in (shipped_plan(model, 1)[0] or {"1": "colwise", "3": "rowwise"}).items():
+            divide(model.get_submodule(name), style, group)
         model.to(DEVICE)
         exchange_weights(optimizer, {weight: model.get_parameter(name) for name, weight in before.items()})
         assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {DEVICE.type}

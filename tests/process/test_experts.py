@@ -62,15 +62,20 @@ def test_with_replicas_and_accumulation(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[] if one == "Mixtral" else pytest.mark.full) for one in MODELS]
+    ("name", "config"),
+    [
+        ("Mixtral", CONFIG),
+        *(pytest.param(one, CONFIG, marks=pytest.mark.full) for one in MODELS if one != "Mixtral"),
+        *(pytest.param(one, "fsdp2_tensor_parallel", marks=pytest.mark.full) for one in ("Qwen2Moe", "Qwen3Moe")),
+    ],
 )
-def test_models_of_transformers(tmp_path: Path, name: str) -> None:
+def test_models_of_transformers(tmp_path: Path, name: str, config: str) -> None:
     """Conversations have different lengths, so that the processes have different numbers of tokens."""
     model = made(tmp_path / "model", name)
     attention = " --attention eager" if name == "GptOss" else ""
     flags = f"--model_name_or_path {model} --max_length 96 --batch_size 4 --micro_batch_size 2 --learning_rate 1e-3"
     flags += f" --max_steps 8 --log_every 1 --eval_every 8 --num_answers 0{attention}"
-    run = fork(tmp_path / "run", CONFIG, FINETUNE, f"{flags} --expert_parallel 2")
+    run = fork(tmp_path / "run", config, FINETUNE, f"{flags} --expert_parallel 2")
     one = fork(tmp_path / "one", "single", FINETUNE, flags)
     assert_same_result(run, one)
     exported, weights = AutoModelForCausalLM.from_pretrained(run.output_dir / "model"), dict[str, torch.Tensor]()

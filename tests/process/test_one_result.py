@@ -177,9 +177,10 @@ def test_bf16_is_close_to_bf16_on_one_process(
     [
         ("ddp", "mnist mlp"),
         pytest.param("ddp", "transformer", marks=pytest.mark.full),
-        pytest.param("fsdp2", "transformer", marks=pytest.mark.full),
-        pytest.param("deepspeed_zero2", "transformer", marks=pytest.mark.full),
-        pytest.param("deepspeed_zero3", "transformer", marks=pytest.mark.full),
+        *(
+            pytest.param(config, "transformer", marks=pytest.mark.full)
+            for config in ("fsdp2", "tensor_parallel", "fsdp2_tensor_parallel", "deepspeed_zero2", "deepspeed_zero3")
+        ),
     ],
 )
 def test_compiled_model_gives_the_same_result(

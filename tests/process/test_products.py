@@ -85,6 +85,7 @@ OFTEN = [
     SP_PP,
     Product("FSDP2 × SP 2 × EP 2", "fsdp2_sequence_parallel", 2, EXPERTS, EP, NO_SHARDS),
     SHARD_PP_EP,
+    Product("FSDP2 2 × TP 2 × EP 2", "fsdp2_tensor_parallel", 4, EXPERTS, EP),
 ]
 RARE = [
     Product(SHARD_PP.title, "fsdp2_pipeline", 4, UNTIED, f"{STAGES} --micro_batch_size 1", HELD),
@@ -97,6 +98,9 @@ RARE = [
     Product("HSDP 2 × 2 × SP 2", "fsdp2_sequence_parallel", 4, UNTIED, "", f"{REPLICAS} {NO_SHARDS}"),
     Product("HSDP 2 × 2 × pipeline of 2 stages", "hsdp", 8, TIED, f"{STAGES} --micro_batch_size 1"),
     Product("HSDP 2 × 2 × EP 2", "hsdp", 4, EXPERTS, EP),
+    Product("TP 2 × EP 2", "tensor_parallel", 2, EXPERTS, EP),
+    Product("FSDP2 2 × TP 2 × EP 4", "fsdp2_tensor_parallel", 4, EXPERTS, "--expert_parallel 4"),
+    Product("FSDP2 2 × TP 2 × pipeline of 2 stages × EP 2", "fsdp2_tensor_pipeline", 8, EXPERTS, f"{STAGES} {EP}"),
     Product("HSDP 2 × 2 × EP 4", "hsdp", 4, EXPERTS, "--expert_parallel 4 --micro_batch_size 1"),
     Product("FSDP2 2 × TP 2 × SP 2", "fsdp2_tensor_parallel", 8, UNTIED, "", SP),
     Product("FSDP2 2 × pipeline of 2 stages × SP 2", "fsdp2_sequence_parallel", 8, TIED, STAGES),
@@ -198,7 +202,6 @@ def test_a_killed_run_goes_on_under_another_product(
             "",
             "--expert_parallel 2 needs FSDP2 for the other weights: use --config_file acc",
         ),
-        ("tensor_parallel", 2, f"{EXPERTS} {EP}", "", "--expert_parallel 2 needs FSDP2 for the other weights"),
         ("deepspeed_zero2", 2, f"{EXPERTS} {EP}", "", "--expert_parallel 2 needs FSDP2 for the other weights"),
         ("fsdp2", 2, STAGES, "", "--pipeline_stages 2 of 2 processes leave FSDP2 nothing to divide: use --num_proce"),
         ("fsdp2_tensor_parallel", 4, STAGES, "", "× --pipeline_stages 2 = 8 processes, but there are 4: use --num_pr"),

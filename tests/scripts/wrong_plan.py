@@ -48,11 +48,11 @@ class Config(recipe.Config):
 def main(config: Config) -> None:
     right = derive.derive
 
-    def wrong(*arguments: Any) -> tuple[Plan, Plan]:
-        plan, whole = right(*arguments)
+    def wrong(*arguments: Any) -> Plan:
+        plan = right(*arguments)
         changed = MISTAKES[config.mistake](plan)
         assert (changed == plan) == (config.mistake == "none")
-        return changed, whole | dict.fromkeys(plan.keys() - changed.keys(), "left out")
+        return changed
 
     def without_plan() -> Any:
         model: Any = build()

@@ -58,7 +58,14 @@ def plan_of(model: nn.Module, size: int = 2, packs: tuple[int, ...] = PACKS) -> 
         with torch.no_grad():
             return {"loss": model(x.clone()).square().mean()}
 
-    return derive(model, forward, size, packs)[0]
+    return derive(model, forward, size, packs)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, **shape))
 
 
 def samples() -> Any:
@@ -123,6 +130,34 @@ def test_widths_and_shared_weights() -> None:
     assert set(plan_of(nn.Sequential(block, block))) == {"0.up", "0.down"}  # one layer that is called twice
 
 
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.1}, {"use_dora": True}, {"modules_to_save": ["up_proj"]}])
+def test_adapters_are_divided_with_their_layers(options: dict[str, Any]) -> None:
+    """Of B(A(x)), a layer that is divided by its outputs divides B, and one that is divided by its inputs A. What draws
+    random numbers, or computes the norm of a whole weight, stays whole."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "down_proj", "gate_proj"]
+    model: Any = get_peft_model(llama(), LoraConfig(target_modules=targets, r=3, **options))
+    tokens = torch.arange(6).reshape(2, 3)
+
+    def forward() -> Any:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return model(input_ids=tokens).logits
+
+    layer = "base_model.model.model.layers.0"
+    plan = {name.removeprefix(f"{layer}."): style for name, style in derive(model, forward, 2).items()}
+    attention = dict.fromkeys(["q_proj.base_layer", "q_proj.lora_B.default", "k_proj", "v_proj"], "colwise")
+    attention = {f"self_attn.{name}": style for name, style in (attention | {"o_proj": "rowwise"}).items()}
+    columns = ["gate_proj.base_layer", "gate_proj.lora_B.default"]
+    columns += ["up_proj" + ".modules_to_save.default" * ("modules_to_save" in options)]
+    mlp = dict.fromkeys(columns, "colwise") | dict.fromkeys(
+        ["down_proj.base_layer", "down_proj.lora_A.default"], "rowwise"
+    )
+    expected = {f"mlp.{name}": style for name, style in mlp.items()} if "lora_dropout" not in options else {}
+    assert plan == (attention | expected if "use_dora" not in options else {})
+
+
 @pytest.mark.parametrize("check_steps", [0, 2])
 def test_a_run_says_what_is_divided(capsys: pytest.CaptureFixture[str], check_steps: int) -> None:
     """And if nothing proves it."""
@@ -161,7 +196,7 @@ def test_everything_is_afterwards_as_before() -> None:
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     states = torch.get_rng_state(), seen["generator"].get_state()
     setup = Setup(Accelerator(cpu=True), model, optimizer, forward_step, plan, train_set=train_set)
-    assert derived_plan(setup)[0] == {"0.up": "colwise", "0.down": "rowwise"}
+    assert derived_plan(setup, "no tp_plan", packs=True) == {"0.up": "colwise", "0.down": "rowwise"}
     assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(seen["generator"].get_state(), states[1])
     assert seen["calls"] == 0 and not model.training and "forward" not in vars(model[0].up)
     for name, value in model.state_dict(keep_vars=True).items():
