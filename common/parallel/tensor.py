@@ -1,7 +1,6 @@
 """Tensor parallelism: the processes of a group share each layer in a model's plan. FSDP2 may divide the rest again."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..config import RunConfig
 from ..errors import Edit, UsageError
