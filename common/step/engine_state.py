@@ -48,6 +48,10 @@ class EngineState:
         # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
+    def running_modules(self) -> Iterable[tuple[str, nn.Module]]:
+        """(name in the recipe's module, module) of what this process runs."""
+        return self.module.named_modules()
+
     @cached_property
     def replicas(self) -> Replicas:
         """The comparison of what several processes hold of the same weights."""
