@@ -270,8 +270,8 @@ class PipelineEngine(Engine):
     @cached_property
     def _shared(self) -> list[tuple[Tensor, list[int]]]:
         """(weight, processes that hold it) of the weights here that others hold, too, such as tied embeddings."""
-        found = [(weight, self._holders_of(name)) for name, weight in self.saved_tensors().items()]
-        return [(weight, holders) for weight, holders in found if weight.requires_grad and len(holders) > 1]
+        found = {weight: self._holders_of(name) for name, weight in self.saved_tensors().items()}  # each once
+        return [(weight, holders) for weight, holders in found.items() if weight.requires_grad and len(holders) > 1]
 
     def _sum_over_stages(self) -> None:
         """Sums the gradients of a weight that several stages hold, in the order of the processes: so that the copies
