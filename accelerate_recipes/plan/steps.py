@@ -102,7 +102,7 @@ class DryRun:
             {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
             for batch in batches
         ]
-        module, one = engine.module, batches if self._needs_all else batches[:1]
+        module, one = engine.model, batches if self._needs_all else batches[:1]
         held = _num_bytes([local(tensor) for tensor in [*module.parameters(), *module.buffers()]])
         engine.step(0, one, True)  # it makes the optimizer's state
         first, peak, flops = tracker.track(lambda: engine.step(1, one, False))

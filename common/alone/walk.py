@@ -45,13 +45,9 @@ class Entry:
             self._write(self.before)
 
 
-class _Items(tuple):
-    """The items of a list, set or deque."""
-
-
 def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, _Items):
-        return isinstance(other, _Items) and len(value) == len(other) and all(map(is_, value, other))
+    if type(value) is type(other) is tuple:
+        return len(value) == len(other) and all(map(is_, value, other))
     return value is other or (isinstance(value, ATOMS) and type(value) is type(other) and value == other)
 
 
@@ -94,7 +90,7 @@ class Walk:
         if isinstance(value, dict):
             return [*self._note(name, lambda: dict(value), partial(_refill, value)), *self._attributes(name, value)]
         if isinstance(value, list | set | deque):
-            self._note(name, lambda: {ITSELF: _Items(value)}, partial(_refill_collection, value))
+            self._note(name, lambda: {ITSELF: tuple(value)}, partial(_refill_collection, value))
             return [*_objects(value), *self._attributes(name, value)]
         if isinstance(value, tuple | frozenset):
             return _objects(value)
@@ -110,12 +106,14 @@ class Walk:
             is_users = is_own(getattr(sys.modules.get(value.__module__), "__file__", None) or "<frozen>")
             return [*self._fields(value.__name__, value), *_objects(value.__bases__)] if is_users else []
         if isinstance(value, numpy.ndarray) and value.nbytes <= LARGE:
-            return self._note(name, lambda: {ITSELF: value.tobytes()}, partial(_refill_array, value, value.copy()))
+            values = value.copy()
+            return self._note(name, lambda: {ITSELF: value.tobytes()}, lambda before: numpy.copyto(value, values))
         if (generator := _generator(value)) is not None:
             self.entries.append(Entry(name, *generator, is_generator=True))
             return []
         if hasattr(value, "__next__") and not hasattr(value, "__dict__"):
-            self.iterators.append((name, partial(_has_moved, value, _position(value))))
+            before = _position(value)
+            self.iterators.append((name, lambda: _position(value) != before))
             return []
         if isinstance(value, Accelerator) or _serves_python(type(value)):
             return []
@@ -176,13 +174,9 @@ def _refill(mapping: dict, before: dict) -> None:
     mapping.update(before)
 
 
-def _refill_collection(collection: Any, before: dict[str, _Items]) -> None:
+def _refill_collection(collection: Any, before: dict[str, tuple]) -> None:
     collection.clear()
     getattr(collection, "update" if isinstance(collection, set) else "extend")(before[ITSELF])
-
-
-def _refill_array(array: numpy.ndarray, values: numpy.ndarray, before: Any) -> None:
-    array[...] = values
 
 
 def _of_cell(cell: types.CellType) -> dict[str, Any]:
@@ -222,32 +216,24 @@ def _raw(value: Any, key: str) -> Any:
 
 def _generator(value: Any) -> tuple[Callable[[], dict], Callable[[dict], Any]] | None:
     """How to read and set the state of a generator of random numbers; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return _of_generator(lambda: value.get_state(), lambda state: value.set_state(state))
-    if isinstance(value, random.Random):
-        return _of_generator(value.getstate, value.setstate)
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
-        return _of_generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    if isinstance(value, numpy.random.RandomState):
-        return _of_generator(value.get_state, value.set_state)
-    return None
-
-
-def _of_generator(
-    get: Callable[[], Any], put: Callable[[Any], Any]
-) -> tuple[Callable[[], dict], Callable[[dict], Any]]:
-    state = get()
+        get, put = lambda: bits.state, partial(setattr, bits, "state")
+    elif isinstance(value, random.Random):
+        get, put = value.getstate, value.setstate
+    elif isinstance(value, torch.Generator | numpy.random.RandomState):
+        get, put = value.get_state, value.set_state
+    else:
+        return None
+    state: Any = get()
 
     def read() -> dict[str, Any]:
         now = get()  # a new object each time, which only its text or its bytes can compare
         return {ITSELF: now.numpy().tobytes() if isinstance(now, Tensor) else repr(now)}
 
     return read, lambda before: put(state)
-
-
-def _has_moved(iterator: Any, position: Any) -> bool:
-    return _position(iterator) != position
 
 
 def _position(iterator: Any) -> Any:

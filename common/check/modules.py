@@ -56,7 +56,7 @@ class ModuleTrace:
         """Notes the passes that have a gradient, in the step that the engine takes in the `with` block. Leaves out
         modules that take no hooks, such as scripted ones, and those that another stage has a part of."""
         hooks, recorder = [], Recorder(self, engine)
-        for name, module in engine.module.named_modules():
+        for name, module in engine.running_modules():
             is_whole = not any(map(is_absent, module.modules()))
             if is_whole and not isinstance(module, torch.jit.ScriptModule):
                 self.classes[name] = type(module).__name__

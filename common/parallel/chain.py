@@ -1,9 +1,15 @@
-"""Finds the chain of layers of a model that a pipeline can cut into stages, by a pass in one process."""
+"""Cuts the chain of layers of a model into stages, by passes in one process before the run.
+
+1. A pass finds the chain: layers of which each gets the very hidden states that the one before it gave.
+2. A pass with a gradient finds which weights each stage needs.
+3. A rehearsal plays the part of each stage: with the hidden states of the whole model it must give what that gives.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,64 +17,82 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..alone.passes import Forward, passes_alone
+from ..cpu_group import CpuGroup
 from ..errors import UsageError
+from ..failure import line_of
 from ..seeds import generator_states
 from ..step.guards import used_weights
+from ..step.setup import Setup
+from ..weights.on_disk import origin_of
+from .stages import FSDP2, Cut, Stage, entry_of, hidden_states, leave_before_layers
 
-FSDP2 = "use --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+NOISE = 0.02  # beside the weights in the rehearsal
+TOLERANCE = 1e-4  # of what a stage gives in the rehearsal, relative to its largest element
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Layers of which each gets the hidden states that the one before it gave, all of one shape.
+def cut_of(setup: Setup, num_stages: int) -> Cut:
+    """The cut of the model of a setup, of which each stage has given what the whole model does. To be called in all
+    processes: the main process looks for it. The model, and all that `forward_step` refers to, are afterwards as they
+    were before.
 
-    Attributes:
-        layers: their names, in the order of the pass.
-        outputs: {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}.
-        uses: {parameter or buffer: the numbers of the layers that use it; -1: before them, len(layers): after them}.
+    Raises:
+        UsageError: the model cannot be cut into so many stages, or a stage needs more than hidden states.
     """
-
-    layers: Sequence[str]
-    outputs: Mapping[str, int]
-    uses: Mapping[str, frozenset[int]]
-
-    def stages_of(self, name: str, bounds: Sequence[int]) -> frozenset[int]:
-        """The stages that hold a parameter or a buffer: those that use it, and the first if none does."""
-        ends = [place for place in self.uses[name] if 0 <= place < len(self.layers)]
-        found = {next(stage for stage, end in enumerate(bounds[1:]) if place < end) for place in ends}
-        found |= {0} if -1 in self.uses[name] or not self.uses[name] else set()
-        return frozenset(found | ({len(bounds) - 2} if len(self.layers) in self.uses[name] else set()))
-
-
-def layer_bounds(num_layers: int, num_stages: int) -> list[int]:
-    """Cuts a chain of layers into stages of about equal length; the last stage, which has the head, gets no extra one.
-
-    Returns:
-        num_stages + 1 indices: stage s holds layers bounds[s] to bounds[s + 1] - 1.
-    """
-    return [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]
+    found: Cut | UsageError | None = None
+    if setup.accelerator.is_main_process:
+        try:
+            found = _cut_and_rehearse(setup, num_stages)
+        except UsageError as error:
+            found = error
+        except Exception as error:  # the run will show whether one process has it, too
+            found = UsageError(f"{type(setup.model).__name__} cannot be cut into stages: {line_of(error)}", FSDP2)
+    found = CpuGroup(setup.plan.config.hang_timeout).broadcast(found)
+    if isinstance(found, UsageError):
+        raise found
+    assert found is not None
+    return found
 
 
-def hidden_states(args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """What a layer of a chain gets from the one before it: its first argument."""
-    return args[0] if args else next(iter(named.values()), None)
+def _cut_and_rehearse(setup: Setup, num_stages: int) -> Cut:
+    device, model, name = setup.accelerator.device, setup.model, type(setup.model).__name__
+    with _alone(setup) as forward:
+        chain = find_chain(model, forward, device)
+    if len(chain) < num_stages:
+        most = len(chain) * setup.plan.layout.pp // num_stages
+        raise UsageError(
+            f"{len(chain)} layers of {name} are fewer than {num_stages} stages",
+            f"use --pipeline_stages {most} or less" if most > 1 else "use --pipeline_schedule 1f1b",
+        )
+    with _alone(setup) as forward:
+        leave_before_layers(forward, entry_of(model, chain, device))
+    with _alone(setup) as forward:
+        cut, ends = cut_chain(model, chain, num_stages, forward)
+    for index, expected in enumerate(ends):
+        with _alone(setup) as forward:
+            stage = Stage(model, cut, index, device)
+            stage.run = forward
+            found = _detached(stage(ends[index - 1] if index else torch.empty(0)))
+            if not all(_is_same(*pair) for pair in zip(_tensors(found), _tensors(expected), strict=True)):
+                raise UsageError(
+                    f"{name} cannot be cut into stages: layers from {[*chain][cut.bounds[index]]} on, or what comes "
+                    "after them, need more than the hidden states of the layer before",
+                    FSDP2,
+                )
+    return cut
 
 
 @dataclass
 class _Call:
-    """A call of a layer in a list: what it got and gave, and when it began and ended."""
+    """A call of a layer in a list: the hidden states that it got and gave, how many values it gave as a tuple, and the
+    generators of random numbers before and after it."""
 
     name: str
     given: Any
-    began: int
-    state: Any  # of the generators of random numbers
-    ended: int = 0
+    state: Any
+    hidden: Any = None
+    num_outputs: int = 0
     state_after: Any = None
-    output: Any = None
-
-    @property
-    def hidden(self) -> Any:
-        return self.output[0] if isinstance(self.output, tuple) and self.output else self.output
 
     @property
     def keeps_shape(self) -> bool:
@@ -77,56 +101,44 @@ class _Call:
         return len(tensors) == 2 and tensors[0].shape == tensors[1].shape
 
 
-@dataclass
-class _Trace(TorchDispatchMode):
-    """Notes the calls of layers, and when a weight or buffer was used."""
-
-    names: dict[Tensor, str]
-    clock: int = 0
-    calls: list[_Call] = field(default_factory=list)
-    used: dict[str, set[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, Tensor) and each in self.names:
-                self.used.setdefault(self.names[each], set()).add(self.clock)
-        return function(*args, **(kwargs or {}))
-
-
-def find_chain(model: nn.Module, forward: Callable[[], Any], device: torch.device) -> Chain:
-    """The chain with most weights.
+def find_chain(model: nn.Module, forward: Callable[[nn.Module], Any], device: torch.device) -> dict[str, int]:
+    """The chain with most weights: layers of which each gets the hidden states that the one before it gave, all of one
+    shape.
 
     Args:
-        model: whole.
-        forward: a pass of it.
+        model: whole; hooks stay on it.
+        forward: a pass.
         device: that it runs on.
+
+    Returns:
+        {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}, in the order
+        of the pass.
 
     Raises:
         UsageError: there is none, there are two, or its layers draw random numbers.
     """
-    name, modules, tensors = type(model).__name__, dict(model.named_modules()), dict(_tensors(model))
-    inside = {layer: [*modules[layer].parameters(), *modules[layer].buffers()] for layer in modules}
-    lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)}
-    trace = _traced(
-        model,
-        forward,
-        device,
-        [f"{name}.{key}".lstrip(".") for name in lists for key, _ in lists[name].named_children()],
-    )
-    sizes = {layer: sum(each.numel() for each in modules[layer].parameters()) for layer in modules}
-    runs = sorted(_runs(lists, trace.calls), key=lambda run: -sum(sizes[call.name] for call in run))
+    name, modules = type(model).__name__, dict(model.named_modules())
+    lists = {
+        name: [f"{name}.{key}".lstrip(".") for key, _ in module.named_children()]
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+    }
+    calls = _calls(modules, [layer for layers in lists.values() for layer in layers], device)
+    forward(model)
+
+    def size(run: Sequence[_Call]) -> int:
+        return sum(weight.numel() for call in run for weight in modules[call.name].parameters())
+
+    runs = sorted((run for run in _runs(lists.values(), calls) if len(run) > 1), key=size, reverse=True)
     if not runs:
         why = "has no list of layers of which each gets what the one before it gave, of the same shape"
-        if number := max(Counter(call.name for call in trace.calls).values(), default=1) - 1:
+        if number := max(Counter(call.name for call in calls).values(), default=1) - 1:
             why = f"calls a layer {number + 1} times in a pass of forward_step"
         raise UsageError(f"{name} {why}", FSDP2)
-    run, own = runs[0], sum(sizes[call.name] for call in runs[0])
-    for other in runs[1:]:
+    run, *others = runs
+    for other in others:
         is_inside = any(f"{other[0].name}.".startswith(f"{call.name}.") for call in run)
-        if 2 * sum(sizes[call.name] for call in other) > own and not is_inside:
+        if 2 * size(other) > size(run) and not is_inside:
             ends = [each[0].name.rpartition(".")[0] for each in (run, other)]
             raise UsageError(f"{name} has two chains of layers, {ends[0]} and {ends[1]}; a pipeline cuts one", FSDP2)
     if run[0].state != run[-1].state_after:
@@ -134,88 +146,132 @@ def find_chain(model: nn.Module, forward: Callable[[], Any], device: torch.devic
             f"the layers of {name} draw random numbers, as dropout does, and a pipeline divides their chain: set "
             f"dropout to 0, or {FSDP2}"
         )
-    layers = [call.name for call in run]
-    starts = [call.began for call in run]
-
-    def place(clock: int) -> int:
-        return len(run) if clock >= run[-1].ended else sum(start <= clock for start in starts) - 1
-
-    uses = {each: {place(clock) for clock in trace.used.get(each, ())} for each in trace.names.values()}
-    for number, layer in enumerate(layers):
-        for tensor in inside[layer]:
-            uses[trace.names[tensor]].add(number)
-    for weight in _beside_hidden_states(modules[layers[0]], forward):
-        if uses.get(trace.names.get(weight, "")) == {-1}:  # such as a table of positions that all layers get
-            uses[trace.names[weight]] |= {*range(len(layers))}
-    outputs = {call.name: len(call.output) if isinstance(call.output, tuple) else 0 for call in run}
-    return Chain(layers, outputs, {key: frozenset(uses[trace.names[tensor]]) for key, tensor in tensors.items()})
+    return {call.name: call.num_outputs for call in run}
 
 
-def _beside_hidden_states(first: nn.Module, forward: Callable[[], Any]) -> Iterable[Tensor]:
-    """The weights on which a pass depends, if those that layer `first` gets as hidden states count for nothing."""
+def _calls(modules: Mapping[str, nn.Module], layers: Sequence[str], device: torch.device) -> list[_Call]:
+    """A list that a pass will fill with the calls of these layers."""
+    calls, running = list[_Call](), list[_Call]()
 
-    def cut(layer: nn.Module, args: Any, named: Any) -> tuple[Any, Any]:
-        hidden = hidden_states(args, named)
-        return tree_map(lambda each: each.detach() if each is hidden else each, (args, named))
-
-    hook = first.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
-    with torch.enable_grad():
-        result = forward()
-    hook.remove()
-    return used_weights([each for each in tree_leaves(result) if isinstance(each, Tensor)]) or ()
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _traced(model: nn.Module, forward: Callable[[], Any], device: torch.device, layers: Sequence[str]) -> _Trace:
-    """The trace of a pass that notes the calls of these layers."""
-    names: dict[Tensor, str] = {}
-    for name, tensor in _tensors(model):
-        names.setdefault(tensor, name)
-    trace, hooks, open_calls = _Trace(names), [], list[_Call]()
-
-    def enter(name: str, args: Any, named: Any) -> None:
-        trace.clock += 1
-        open_calls.append(_Call(name, hidden_states(args, named), trace.clock, generator_states(device)))
-        trace.calls.append(open_calls[-1])
-
-    def leave(output: Any) -> None:
-        trace.clock += 1
-        call = open_calls.pop()
-        call.ended, call.state_after, call.output = trace.clock, generator_states(device), output
+    def leave(layer: nn.Module, args: Any, output: Any) -> None:
+        call = running.pop()
+        call.num_outputs = len(output) if isinstance(output, tuple) else 0
+        call.hidden, call.state_after = output[0] if call.num_outputs else output, generator_states(device)
 
     for name in layers:
-        layer = model.get_submodule(name)
+
+        def enter(layer: nn.Module, args: Any, named: Any, name: str = name) -> None:
+            calls.append(_Call(name, hidden_states(*args, **named), generator_states(device)))
+            running.append(calls[-1])
+
         # First and last of all hooks: those of the user belong to the layer.
-        hooks.append(
-            layer.register_forward_pre_hook(
-                lambda layer, args, named, name=name: enter(name, args, named), prepend=True, with_kwargs=True
-            )
-        )
-        hooks.append(layer.register_forward_hook(lambda layer, args, output: leave(output)))
-    try:
-        with trace:
-            forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return trace
+        modules[name].register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        modules[name].register_forward_hook(leave)
+    return calls
 
 
-def _runs(lists: Mapping[str, nn.Module], calls: Sequence[_Call]) -> Iterator[list[_Call]]:
+def _runs(lists: Iterable[Sequence[str]], calls: Sequence[_Call]) -> Iterator[list[_Call]]:
     """The runs of neighbours in a list that are called once each and pass their hidden states on as they are."""
     number = Counter(call.name for call in calls)
     found = {call.name: call for call in calls if number[call.name] == 1 and call.keeps_shape}
-    for name, members in lists.items():
-        own = [found.get(f"{name}.{key}".lstrip(".")) for key, _ in members.named_children()]
-        group, keys = 0, list[int]()
-        for before, call in zip([None, *own], own):
-            group += before is None or call is None or call.given is not before.hidden
-            keys.append(group)
-        for _, run in groupby(zip(keys, own), key=lambda pair: pair[0]):
-            members_of_run = [call for _, call in run if call is not None]
-            if len(members_of_run) > 1:
-                yield members_of_run
+    for layers in lists:
+        run: list[_Call] = []
+        for call in map(found.get, layers):
+            if run and (call is None or call.given is not run[-1].hidden):
+                yield run
+                run = []
+            run = run if call is None else [*run, call]
+        yield run
+
+
+def layer_bounds(num_layers: int, num_stages: int) -> list[int]:
+    """The bounds of stages of about equal length; the last stage, which has the head, gets no extra layer."""
+    return [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]
+
+
+class _Touched(TorchDispatchMode):
+    """Calls a function with each tensor that an operation gets."""
+
+    def __init__(self, note: Callable[[Tensor], None]):
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in _tensors((args, kwargs)):
+            self._note(each)
+        return function(*args, **(kwargs or {}))
+
+
+def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forward: Forward) -> tuple[Cut, list[Any]]:
+    """Cuts a model so that a stage holds what its part of a pass uses, and what that depends on if the hidden states
+    with which it begins count for nothing, such as a table of positions that all layers get.
+
+    Args:
+        model: whole; hooks stay on it. Its weights require a gradient.
+        chain: of the model.
+        num_stages: at most the number of layers.
+        forward: a pass.
+
+    Returns:
+        The cut, and for each stage the hidden states with which the next one begins; for the last one what the pass
+        returns.
+    """
+    bounds, layers, ends = layer_bounds(len(chain), num_stages), [*map(model.get_submodule, chain)], list[Any]()
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    stages: dict[Tensor, set[int]] = {tensor: set() for tensor in tensors.values()}
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        for tensor in (each for layer in layers[start:stop] for each in (*layer.parameters(), *layer.buffers())):
+            stages[tensor].add(stage)
+
+    def note(tensor: Tensor) -> None:
+        if tensor in stages:
+            stages[tensor].add(len(ends))
+
+    def end(result: Any) -> None:
+        for weight in used_weights(_tensors(result), through_checkpoints=True) or ():
+            note(weight)
+        ends.append(_detached(result))
+
+    def begin(layer: nn.Module, args: Any, named: Any) -> tuple[Any, Any]:
+        hidden = hidden_states(*args, **named)
+        end(hidden)
+        # A copy: a model may add to it in place.
+        return tree_map(lambda each: each.detach().clone() if each is hidden else each, (args, named))
+
+    for bound in bounds[1:-1]:
+        layers[bound].register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+    with _Touched(note):
+        end(forward(model))
+    return Cut(chain, bounds, {name: frozenset(stages[tensor] or {0}) for name, tensor in tensors.items()}), ends
+
+
+@contextmanager
+def _alone(setup: Setup) -> Iterator[Forward]:
+    """`passes_alone`, with a gradient, and noise beside the weights: zeros, as of new adapters, would hide what depends
+    on them."""
+    in_memory = [weight for weight in setup.model.parameters() if origin_of(weight) is None]  # others become random
+    with passes_alone(setup) as forward:
+        generator = torch.Generator().manual_seed(0)
+        for weight in in_memory:
+            weight.add_((torch.randn(weight.shape, generator=generator) * NOISE).to(weight))
+        for weight in setup.model.parameters():
+            weight.requires_grad_(weight.is_floating_point() or weight.is_complex())
+        with torch.enable_grad():
+            yield forward
+
+
+def _detached(value: Any) -> Any:
+    """Without the graph: as long as one lives, a weight that lends its place to another does not get it back."""
+    return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, value)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _is_same(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding errors."""
+    if found.shape != expected.shape or not found.is_floating_point():
+        return torch.equal(found, expected)
+    largest = expected.where(expected.isfinite(), 0).abs().max().item() if expected.numel() else 0.0
+    return torch.allclose(found, expected, rtol=0, atol=TOLERANCE * largest, equal_nan=True)

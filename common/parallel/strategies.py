@@ -94,7 +94,12 @@ def prepare(setup: Setup) -> Engine:
     on_disk = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
     main = main_strategy(setup.plan.layout)
     engine = main.wrap(setup, Division(setup, strategies_of(setup.plan.layout)))
-    own = sum(local(weight).nbytes for name, weight in engine.module.named_parameters() if name in on_disk)
+    own = sum(
+        local(weight).nbytes
+        for name, module in engine.running_modules()
+        for key, weight in module.named_parameters(prefix=name, recurse=False)
+        if key in on_disk
+    )
     whole = sum(on_disk.values())
     if own < whole and main is not DEEPSPEED:  # which keeps its shards beside the weights
         setup.accelerator.print(f"{whole / 1e9:.2g} GB of weights, of which process 0 reads {own / 1e9:.2g} GB")

@@ -232,6 +232,10 @@ class Engine:
         # Not accelerator.unwrap_model: it imports deepspeed if installed, which takes seconds.
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
+    def running_modules(self) -> Iterable[tuple[str, nn.Module]]:
+        """(name in the recipe's module, module) of what this process runs."""
+        return self.module.named_modules()
+
     def bits(self) -> dict[str, Tensor]:
         """{name of a weight: the sum of the bits of what this process holds of it}, of those that are trained or that
         other processes hold, too. ZeRO-3 keeps that beside the weight."""

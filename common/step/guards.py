@@ -195,15 +195,15 @@ def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> Non
     )
 
 
-def used_weights(values: Sequence[Tensor]) -> set[Tensor] | None:
-    """The leaves of their graph; None if activation checkpointing hides some."""
+def used_weights(values: Sequence[Tensor], through_checkpoints: bool = False) -> set[Tensor] | None:
+    """The leaves of their graph; None if activation checkpointing hides some, unless they do not matter."""
     used, seen, waiting = set(), set(), [value.grad_fn for value in values]
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if "CheckpointFunction" in node.name():
+        if "CheckpointFunction" in node.name() and not through_checkpoints:
             return None
         if hasattr(node, "variable"):
             used.add(node.variable)

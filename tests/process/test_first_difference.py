@@ -29,6 +29,7 @@ STAGES = {"pipeline_parallel": " --pipeline_stages 2"}
 )
 def test_the_module_is_named(tmp_path: Path, config: str, fault: str) -> None:
     arguments = f"--fault {fault} --module {MODULE}{STAGES.get(config, '')}"
+    arguments += " --pipeline_schedule zbv" * (config in STAGES and fault == "forward")  # the second stage of process 1
     run = fork(tmp_path / "run", config, FAULTY, arguments, succeeds=False)
     assert run.exit_code == 2 and f"  first difference: {MODULE} (Linear), {fault}, " in run.stderr, run.stderr
     size = float(run.stderr.partition(f"{fault}, ")[2].partition(" of its size")[0])
