@@ -145,6 +145,9 @@ def collectives(product: Product, num_micro_batches: int, stage: int) -> Counter
     if ep > 1:
         holders = product.num_processes // stages // ep
         found += Counter(all_gather=4 * layers * micro, reduce_scatter=3 * layers * micro)
+        if tp > 1:  # the tokens of a layer are divided, in place of its experts' features
+            found += Counter(all_gather=3 * layers * micro)
+            found["all_reduce"] -= 2 * layers * micro
         found["all_reduce"] += layers * micro * (3 if holders > 1 else 1) + 1
     return +found
 
