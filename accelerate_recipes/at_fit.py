@@ -83,11 +83,13 @@ def main() -> None:
 
     import accelerate_recipes.common.launch.start as launch
     import accelerate_recipes.common.step.checks as checks
+    from accelerate_recipes.common.stopping import signals
 
     building = ExitStack()
 
     def answer(model: Any, optimizer: Any, given: dict[str, Any]) -> NoReturn:
         building.close()
+        signals.release()  # `start` caught them for a run that stops at its next step
         vars(checks)["check_given"] = check_given
         ask(*(given[name] for name in NEEDED), **given["options"])
         os._exit(0)
