@@ -167,7 +167,7 @@ class PipelineEngine(Engine):
             division.apply(Part(stage.model, stage))
             setup.accelerator.prepare_model(stage.model, evaluation_mode=True)  # which adds mixed precision alone
         division.apply(Part(self._entry, self._entry), weights=False)
-        setup.accelerator.prepare_model(self._entry, evaluation_mode=True)
+        setup.accelerator.prepare_model(self._entry, device_placement=False, evaluation_mode=True)
         return stages
 
     @property
