@@ -165,9 +165,9 @@ class PipelineEngine(Engine):
         for stage in stages.values():
             compile_if_asked(stage, setup.plan, stage.layers)
             division.apply(Part(stage.model, stage))
-            setup.accelerator.prepare_model(stage.model, evaluation_mode=True)  # which adds mixed precision alone
         division.apply(Part(self._entry, self._entry), weights=False)
-        setup.accelerator.prepare_model(self._entry, device_placement=False, evaluation_mode=True)
+        for part in (*(stage.model for stage in stages.values()), self._entry):  # which adds mixed precision alone
+            setup.accelerator.prepare_model(part, device_placement=False, evaluation_mode=True)
         return stages
 
     @property
