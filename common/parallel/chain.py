@@ -256,7 +256,8 @@ def _alone(setup: Setup) -> Iterator[Forward]:
             weight.add_((torch.randn(weight.shape, generator=generator) * NOISE).to(weight))
         for weight in setup.model.parameters():
             weight.requires_grad_(weight.is_floating_point() or weight.is_complex())
-        with torch.enable_grad():
+        # Nothing goes back through the graph: it need not hold tensors, such as dense copies of weights still on disk.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda held: held):
             yield forward
 
 

@@ -148,9 +148,9 @@ CASES = {
     # The check would hold a second model of this size in one process.
     "llama_1b": Case(
         "transformer",
-        "Llama, 1.06 B",
+        "Llama, 1.0 B",
         f"{TEXT} --check_steps 0",
-        _llama(hidden_size=2048, intermediate_size=5632, num_hidden_layers=18, num_attention_heads=16),
+        _llama(hidden_size=2048, intermediate_size=5632, num_hidden_layers=17, num_attention_heads=16),
     ),
     "gpt2": Case("transformer", "GPT-2, 124 M", TEXT, GPT2),
     "mixtral": Case("transformer", "Mixtral, 8 experts, 115 M", TEXT, MIXTRAL, ["fsdp2_expert_parallel"]),
