@@ -256,8 +256,13 @@ def _alone(setup: Setup) -> Iterator[Forward]:
             weight.add_((torch.randn(weight.shape, generator=generator) * NOISE).to(weight))
         for weight in setup.model.parameters():
             weight.requires_grad_(weight.is_floating_point() or weight.is_complex())
-        # Nothing goes back through the graph: it need not hold tensors, such as dense copies of weights still on disk.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda held: held):
+        # The graph would hold dense copies of the weights on disk. Of others it holds nothing that is not there, and a
+        # layer may differentiate by itself.
+        drops = len(in_memory) < len([*setup.model.parameters()])
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda saved: None if drops else saved, lambda held: held),
+        ):
             yield forward
 
 
