@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from ..layout import Layout
@@ -27,6 +28,12 @@ class ObservedAccelerator(Accelerator):
         frame = sys._getframe(2)
         if what not in self.asked and is_own(frame.f_code.co_filename):
             self.asked[what] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+    @property
+    def device(self) -> torch.device:
+        """Accelerate names cpu:0, to which torch copies what is on the CPU already."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
     @property
     def num_processes(self) -> int:

@@ -166,7 +166,7 @@ class PipelineEngine(Engine):
             compile_if_asked(stage, setup.plan, stage.layers)
             division.apply(Part(stage.model, stage))
         division.apply(Part(self._entry, self._entry), weights=False)
-        for part in (*(stage.model for stage in stages.values()), self._entry):  # which adds mixed precision alone
+        for part in (*(stage.model for stage in stages.values()), self._entry):  # adds mixed precision alone
             setup.accelerator.prepare_model(part, device_placement=False, evaluation_mode=True)
         return stages
 
