@@ -38,8 +38,6 @@ from accelerate_recipes.verify.runs import Finished, Launch  # noqa: E402
 from accelerate_recipes.verify.trace import Trace  # noqa: E402
 
 RESULTS, PAGE = ROOT / "docs" / "large.json", ROOT / "docs" / "large.md"
-# The first case runs under all configs, the others under one of each kind: together an hour on two cores.
-ALL_CONFIGS, STRATEGIES = "llama", ["ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel"]
 STEPS = 3
 # {case or config whose runs may differ: why}
 KNOWN = {
@@ -130,7 +128,7 @@ def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str,
     for config in ["single", *configs]:
         path = ROOT / "accelerate_configs" / f"{config}.yaml"
         in_bf16 = yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
-        launch = Launch(ROOT / "recipes" / f"{case.recipe}.py", path, [*flags, *SIZES.get(config, [])])
+        launch = Launch(ROOT / case.recipe, path, [*flags, *SIZES.get(config, [])])
         run, seconds, peak = measured(launch, scratch / config)
         row, step = Row(config, None, refusal=run.refusal, failure=run.failure), None
         if run.is_done:
@@ -173,7 +171,7 @@ def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     lines = [INTRODUCTION]
     for name, found in results.items():
         case, places = CASES[name], dict.fromkeys(cell["where"] for cell in found.values())
-        lines += ["", f"## {case.title}: {case.recipe}.py", "", "; ".join(places), ""]
+        lines += ["", f"## {case.title}: {Path(case.recipe).name}", "", "; ".join(places), ""]
         lines.append(f"| {' | '.join((*COLUMNS[:-1], 'result', 'command', 'step', 'check', 'memory'))} |")
         lines.append(f"| --- |{' ---: |' * 6} --- |{' ---: |' * 4}")
         for cell in found.values():
@@ -207,7 +205,7 @@ def main() -> int:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     is_bad = False
     for name in arguments.case or CASES:
-        configs = arguments.config or (CONFIGS if name == ALL_CONFIGS else STRATEGIES + CASES[name].more)
+        configs = arguments.config or CASES[name].configs or CONFIGS
         with TemporaryDirectory(prefix="large_") as scratch:
             found = cells(name, CASES[name], configs, Path(scratch))
         is_bad |= any(cell.is_bad for cell in found.values())

@@ -1,4 +1,4 @@
-"""Models of 24 to 140 million random weights, and data for a few steps, as files that recipes take."""
+"""Models of 24 million to a billion random weights, and data for a few steps, as files that recipes take."""
 
 import json
 import shutil
@@ -30,6 +30,7 @@ WORDS = [
     "same",
     "weights",
 ]
+STRATEGIES = ["ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel"]  # one config of each kind
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,18 @@ class Case:
     """What `matrix.py` trains.
 
     Attributes:
-        recipe: its name.
+        recipe: its path.
         title: for the table.
         flags: of the recipe; {data} is the folder with the data, {model} that of the model.
         write: writes the model into a folder; None: the recipe builds it from the flags.
-        more: configs for this model alone.
+        configs: under which it runs; None: all.
     """
 
     recipe: str
     title: str
     flags: str
     write: Callable[[Path], None] | None = None
-    more: list[str] = field(default_factory=list)
+    configs: list[str] | None = field(default_factory=lambda: [*STRATEGIES])
 
 
 def _write(folder: Path, kind: str, config: Any, tokenizer: Any) -> None:
@@ -75,10 +76,10 @@ def _decoder(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
 
 
 def _llama(**settings: Any) -> Callable[[Path], None]:
-    """Writes a Llama with a vocabulary of 32,000, 12 layers and the hidden size 768."""
+    """Writes a Llama with a vocabulary of 32,000, and without other settings 12 layers and the hidden size 768."""
     shape = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
     heads = {"num_attention_heads": 12, "max_position_embeddings": 1024}
-    return _decoder("LlamaForCausalLM", "LlamaConfig", **shape, **heads, **settings)
+    return _decoder("LlamaForCausalLM", "LlamaConfig", **(shape | heads | settings))
 
 
 def _bert(folder: Path) -> None:
@@ -138,29 +139,38 @@ MIXTRAL = _decoder(
     num_local_experts=8,
 )
 CASES = {
-    "llama": Case("transformer", "Llama, 134 M", TEXT, _llama()),
+    "llama": Case("recipes/transformer.py", "Llama, 134 M", TEXT, _llama(), configs=None),
+    "llama_1b": Case(
+        "tests/large/transformer_sgd.py",
+        "Llama, 1.0 B, with SGD",
+        f"{TEXT} --check_steps 0",
+        _llama(hidden_size=2048, intermediate_size=5632, num_hidden_layers=17, num_attention_heads=16),
+        ["fsdp2_tensor_parallel", "fsdp2_pipeline", "fsdp2_tensor_pipeline"],
+    ),
     "llama_tied": Case(
-        "transformer",
+        "recipes/transformer.py",
         "Llama with a tied head and grouped queries, 100 M",
         TEXT,
         _llama(tie_word_embeddings=True, num_key_value_heads=4),
     ),
-    "gpt2": Case("transformer", "GPT-2, 124 M", TEXT, GPT2),
-    "mixtral": Case("transformer", "Mixtral, 8 experts, 115 M", TEXT, MIXTRAL, ["fsdp2_expert_parallel"]),
+    "gpt2": Case("recipes/transformer.py", "GPT-2, 124 M", TEXT, GPT2),
+    "mixtral": Case(
+        "recipes/transformer.py", "Mixtral, 8 experts, 115 M", TEXT, MIXTRAL, [*STRATEGIES, "fsdp2_expert_parallel"]
+    ),
     "bert": Case(
-        "text_classification",
+        "recipes/text_classification.py",
         "BERT-base, 109 M",
         "--data {data}/texts.csv --max_length 16 --batch_size 8 --model_name_or_path {model}",
         _bert,
     ),
     "bert_pairs": Case(
-        "embeddings",
+        "recipes/embeddings.py",
         "BERT-base, 109 M",
         "--data {data}/pairs.csv --max_length 16 --batch_size 8 --model_name_or_path {model}",
         _bert,
     ),
     "vit": Case(
-        "image_classification",
+        "recipes/image_classification.py",
         "ViT-B/16, 86 M",
         IMAGES,
         _image_model(
@@ -171,24 +181,24 @@ CASES = {
         ),
     ),
     "resnet": Case(
-        "image_classification",
+        "recipes/image_classification.py",
         "ResNet-50, 24 M",
         IMAGES,
         _image_model("ResNetForImageClassification", "ResNetConfig"),
     ),
-    "finetune": Case("finetune", "Llama, 134 M", CHATS, _llama()),
-    "finetune_lora": Case("finetune", "Llama, 134 M, LoRA", f"{CHATS} --lora_rank 8", _llama()),
+    "finetune": Case("recipes/finetune.py", "Llama, 134 M", CHATS, _llama()),
+    "finetune_lora": Case("recipes/finetune.py", "Llama, 134 M, LoRA", f"{CHATS} --lora_rank 8", _llama()),
     "vision_language": Case(
-        "vision_language", "Idefics3, 107 M", CHATS.replace("chats", "seen").replace("64", "256"), _vision
+        "recipes/vision_language.py", "Idefics3, 107 M", CHATS.replace("chats", "seen").replace("64", "256"), _vision
     ),
     "preferences": Case(
-        "preferences",
+        "recipes/preferences.py",
         "Llama with a tied head, 110 M",
         CHATS.replace("chats", "pairs"),
         _llama(tie_word_embeddings=True),
     ),
     "diffusion": Case(
-        "diffusion",
+        "recipes/diffusion.py",
         "DiT-B, 130 M",
         "--data {data}/images --patch_size 4 --hidden_size 768 --num_layers 12 --num_heads 12 --batch_size 8 "
         "--num_pictures 0",
