@@ -228,7 +228,7 @@ def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forwa
             stages[tensor].add(len(ends))
 
     def end(result: Any) -> None:
-        for weight in used_weights(_tensors(result), through_checkpoints=True) or ():
+        for weight in used_weights(_tensors(result)):
             note(weight)
         ends.append(_detached(result))
 
