@@ -1,9 +1,13 @@
 """All strategies, and what a layout combines of them."""
 
 from dataclasses import replace
+from typing import Any
 
 from ..config import RunConfig
+from ..cpu_group import CpuGroup
 from ..environment import Environment, device_type
+from ..errors import UsageError
+from ..failure import line_of
 from ..layout import Layout
 from ..step.checks import check_optimizer
 from ..step.engine import Engine
@@ -85,8 +89,25 @@ def check_trainable(setup: Setup) -> Setup:
 
 
 def with_plans(setup: Setup) -> Setup:
-    """The setup, with how the strategies of the layout will divide the model. Raises UsageError if they cannot."""
-    return replace(setup, plans={strategy.name: strategy.plan(setup) for strategy in strategies_of(setup.plan.layout)})
+    """The setup, with how the strategies of the layout will divide the model. To be called in all processes: the main
+    process finds it. Raises UsageError if they cannot."""
+    layout = setup.plan.layout
+    plans = {each.name: each.plan for each in strategies_of(layout) if type(each).plan is not Strategy.plan}
+    if not plans:
+        return setup
+    found: Any = None
+    if setup.accelerator.is_main_process:
+        try:
+            found = {name: plan(setup) for name, plan in plans.items()}
+        except UsageError as error:
+            found = error
+        except Exception as error:  # the run of one process will show whether it has it, too
+            what = f"{layout} cannot divide {type(setup.model).__name__}: {line_of(error)}"
+            found = UsageError(what, f"use {main_strategy(layout).fallback}")
+    found = CpuGroup(setup.plan.config.hang_timeout).broadcast(found)
+    if isinstance(found, UsageError):
+        raise found
+    return replace(setup, plans=found)
 
 
 def prepare(setup: Setup) -> Engine:

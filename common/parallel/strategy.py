@@ -74,8 +74,8 @@ class Strategy:
         """Called when the processes have joined."""
 
     def plan(self, setup: Setup) -> Any:
-        """What `divide` needs to know of the whole model, which `model_checks` have accepted. Raises UsageError if this
-        strategy cannot divide it."""
+        """What `divide` needs to know of the whole model, which `model_checks` have accepted. The main process alone
+        calls it. Raises UsageError if this strategy cannot divide it."""
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
         """Divides what this process runs of the model in place. Its weights may still be on the meta device."""
