@@ -21,7 +21,7 @@ from ..errors import UsageError
 from ..seeds import generator_states
 from ..step.setup import Setup
 from ..weights.on_disk import origin_of
-from .stages import FSDP2, Cut, Stage, entry_of, hidden_states, leave_before_layers
+from .stages import FALLBACK, Cut, Stage, entry_of, hidden_states, leave_before_layers
 
 NOISE = 0.02  # beside the weights in the rehearsal
 
@@ -51,11 +51,11 @@ def cut_of(setup: Setup, num_stages: int) -> Cut:
             stage = Stage(model, cut, index, device)
             stage.run = forward
             found = _detached(stage(ends[index - 1] if index else torch.empty(0)))
-            if not all(is_same(*pair) for pair in zip(_tensors(found), _tensors(expected), strict=True)):
+            if not all(is_same(*pair) for pair in zip(tree_leaves(found), tree_leaves(expected), strict=True)):
                 raise UsageError(
                     f"{name} cannot be cut into stages: layers from {[*chain][cut.bounds[index]]} on, or what comes "
                     "after them, need more than the hidden states of the layer before",
-                    FSDP2,
+                    f"use {FALLBACK}",
                 )
     return cut
 
@@ -112,17 +112,19 @@ def find_chain(model: nn.Module, forward: Callable[[nn.Module], Any], device: to
         why = "has no list of layers of which each gets what the one before it gave, of the same shape"
         if number := max(Counter(call.name for call in calls).values(), default=1) - 1:
             why = f"calls a layer {number + 1} times in a pass of forward_step"
-        raise UsageError(f"{name} {why}", FSDP2)
+        raise UsageError(f"{name} {why}", f"use {FALLBACK}")
     run, *others = runs
     for other in others:
         is_inside = any(f"{other[0].name}.".startswith(f"{call.name}.") for call in run)
         if 2 * size(other) > size(run) and not is_inside:
             ends = [each[0].name.rpartition(".")[0] for each in (run, other)]
-            raise UsageError(f"{name} has two chains of layers, {ends[0]} and {ends[1]}; a pipeline cuts one", FSDP2)
+            raise UsageError(
+                f"{name} has two chains of layers, {ends[0]} and {ends[1]}; a pipeline cuts one", f"use {FALLBACK}"
+            )
     if run[0].state != run[-1].state_after:
         raise UsageError(
             f"the layers of {name} draw random numbers, as dropout does, and a pipeline divides their chain: set "
-            f"dropout to 0, or {FSDP2}"
+            f"dropout to 0, or use {FALLBACK}"
         )
     return {call.name: call.num_outputs for call in run}
 
@@ -226,7 +228,3 @@ def _alone(setup: Setup) -> Iterator[Forward]:
 def _detached(value: Any) -> Any:
     """Without the graph: as long as one lives, a weight that lends its place to another does not get it back."""
     return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, value)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]

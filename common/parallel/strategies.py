@@ -12,7 +12,6 @@ from ..layout import Layout
 from ..step.checks import check_optimizer
 from ..step.engine import Engine
 from ..step.setup import Setup
-from ..weights.shards import local
 from .ddp import DDP
 from .deepspeed import DEEPSPEED, precision_of
 from .expert import EXPERT
@@ -112,16 +111,5 @@ def with_plans(setup: Setup) -> Setup:
 
 def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
-    on_disk = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
-    main = main_strategy(setup.plan.layout)
-    engine = main.wrap(setup, Division(setup, strategies_of(setup.plan.layout)))
-    own = sum(
-        local(weight).nbytes
-        for name, module in engine.running_modules()
-        for key, weight in module.named_parameters(prefix=name, recurse=False)
-        if key in on_disk
-    )
-    whole = sum(on_disk.values())
-    if own < whole and main is not DEEPSPEED:  # which keeps its shards beside the weights
-        setup.accelerator.print(f"{whole / 1e9:.2g} GB of weights, of which process 0 reads {own / 1e9:.2g} GB")
-    return engine
+    layout = setup.plan.layout
+    return main_strategy(layout).wrap(setup, Division(setup, strategies_of(layout)))

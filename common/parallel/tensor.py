@@ -17,7 +17,7 @@ from .tensor_styles import TensorGroup, divide
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """A tp_size beside another way to divide the model, or with fp16."""
+    """A tp_size beside another way to divide the model."""
     if layout.environment.uses("fsdp") or layout.environment.uses("deepspeed"):
         raise UsageError(
             "parallelism_config has a tp_size",
@@ -25,17 +25,12 @@ def check_config(layout: Layout, config: RunConfig) -> None:
             [Edit("distributed_type", "MULTI_GPU")],
             "as in accelerate_configs/fsdp2_tensor_parallel.yaml",
         )
-    if layout.precision == "fp16":
-        raise UsageError(
-            "fp16 does not work with tensor parallelism",
-            "use --mixed_precision bf16 after accelerate launch",
-            [Edit("mixed_precision", "bf16")],
-        )
 
 
 class TensorParallel(Strategy):
     name = "TP"
     axis = "tp"
+    takes_fp16 = False
     cause_at_once = (
         "something between two layers of the tp_plan {draws}needs all features, as softmax, norms and means do: leave "
         "these layers out of the tp_plan, or use {fallback}"
