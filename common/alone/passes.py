@@ -75,6 +75,11 @@ class Trace(TorchDispatchMode):
                     self.origins[each] = origins
         return result
 
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        if error is not None:  # it keeps this object, whose weak references keep a weight from giving back what it lent
+            self.origins.clear()
+
 
 def is_same(found: Any, expected: Any) -> bool:
     """Whether two values of passes are the same but for rounding errors, which change less than half of the digits."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import kinds
 import pytest
 import torch
 from accelerate import Accelerator
@@ -16,6 +17,7 @@ from accelerate_recipes.common.parallel.derive import PACKS, derive, derived_pla
 from accelerate_recipes.common.parallel.tensor import TENSOR
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
+from accelerate_recipes.common.weights.on_disk import on_disk
 
 WIDTH, HEADS = 8, 2
 
@@ -178,6 +180,20 @@ def test_a_run_says_what_is_divided(capsys: pytest.CaptureFixture[str], check_st
         "Sequential has no tp_plan: a derived one divides 89% of the weights among 2 processes; whole are 2 (all "
         "features are needed)"
     )
+
+
+def test_what_a_pass_raises_is_said_and_weights_stay_on_disk() -> None:
+    model, train_set = kinds.on_disk(nn.Sequential(Mlp())), samples()
+
+    def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise ValueError(f"loss of shape {tuple(model(batch['x']).shape)}")
+
+    plan = Plan.of(RunConfig(batch_size=4), Layout(num_processes=2, tp=2), len(train_set))
+    optimizer = torch.optim.SGD(model.parameters())
+    setup = Setup(Accelerator(cpu=True), model, optimizer, forward_step, plan, train_set=train_set)
+    with pytest.raises(ValueError, match="loss of shape"):
+        derived_plan(setup, "no tp_plan", packs=True)
+    assert on_disk(model).keys() == dict(model.named_parameters()).keys()
 
 
 def test_everything_is_afterwards_as_before() -> None:
