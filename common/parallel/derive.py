@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..alone.passes import Trace, is_same, passes_alone
-from ..errors import UsageError
-from ..step.setup import Setup
+from ..alone.passes import Trace, is_same
 from .tensor_plan import NORM_OF_HEADS, NUMBER, is_linear, kind_of, shared_layers, width_of
 
 PACKS = (1, 3, 2)  # equal parts side by side in the outputs of a layer, of each of which a process takes its share
@@ -31,30 +29,6 @@ NO_WIDTH = re.compile(r"_features$|^nf$|head_(dim|size)$")  # numbers that no pa
 
 Call = tuple[str, int]  # the name of a layer, and how often it was called before in this pass
 Forward = Callable[[], Any]
-
-
-def derived_plan(setup: Setup, why: str, packs: bool) -> dict[str, str]:
-    """What `derive` finds for the model of a setup. The model, and all that `forward_step` refers to, are afterwards as
-    they were before.
-
-    Args:
-        setup: with the whole model.
-        why: it has no other plan.
-        packs: whether a process may hold several ranges of a weight.
-
-    Raises:
-        UsageError: none of its layers can be divided.
-    """
-    with passes_alone(setup) as forward:
-        size, ways = setup.plan.layout.tp, PACKS if packs else PACKS[:1]
-        plan = derive(setup.model, lambda: forward(setup.model), size, ways)
-    if not plan:
-        raise UsageError(
-            f"{why}, and none can be derived: no two linear layers follow each other without a layer between them that "
-            "needs all features",
-            "use --config_file accelerate_configs/fsdp2.yaml",
-        )
-    return plan
 
 
 def derive(model: nn.Module, forward: Forward, size: int, packs: Sequence[int] = PACKS) -> dict[str, str]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
+from ..alone.passes import passes_alone
 from ..config import RunConfig
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked
-from .derive import derived_plan
+from .derive import PACKS, derive
 from .grid import Division, Grid, Part
 from .sharding import sharded_layers
 from .stages import is_absent
@@ -44,8 +45,15 @@ class TensorParallel(Strategy):
         which = f"the tp_plan of {type(model).__name__}"
         plan, why_not = shipped_plan(model, layout.tp, packs)
         if why_not:
-            plan, why = derived_plan(setup, why_not, packs), "all features are needed"
-            which = f"{why_not}: a derived one"
+            with passes_alone(setup) as forward:
+                plan = derive(model, lambda: forward(model), layout.tp, PACKS if packs else PACKS[:1])
+            if not plan:
+                raise UsageError(
+                    f"{why_not}, and none can be derived: no two linear layers follow each other without a layer "
+                    "between them that needs all features",
+                    "use --config_file accelerate_configs/fsdp2.yaml",
+                )
+            which, why = f"{why_not}: a derived one", "all features are needed"
             if not setup.plan.config.check_steps:
                 setup.accelerator.print("--check_steps 0: the parity check does not prove the derived plan")
         setup.accelerator.print(f"{which} {what_is_divided(model, layout.tp, plan, why)}")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.layout import Layout
-from accelerate_recipes.common.parallel.derive import PACKS, derive, derived_plan
+from accelerate_recipes.common.parallel.derive import PACKS, derive
 from accelerate_recipes.common.parallel.tensor import TENSOR
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
@@ -192,7 +192,7 @@ def test_what_a_pass_raises_is_said_and_weights_stay_on_disk() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     setup = Setup(Accelerator(cpu=True), model, optimizer, forward_step, plan, train_set=train_set)
     with pytest.raises(ValueError, match="loss of shape"):
-        derived_plan(setup, "no tp_plan", packs=True)
+        TENSOR.plan(setup)
     assert on_disk(model).keys() == dict(model.named_parameters()).keys()
 
 
@@ -212,7 +212,7 @@ def test_everything_is_afterwards_as_before() -> None:
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     states = torch.get_rng_state(), seen["generator"].get_state()
     setup = Setup(Accelerator(cpu=True), model, optimizer, forward_step, plan, train_set=train_set)
-    assert derived_plan(setup, "no tp_plan", packs=True) == {"0.up": "colwise", "0.down": "rowwise"}
+    assert TENSOR.plan(setup) == {"0.up": "colwise", "0.down": "rowwise"}
     assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(seen["generator"].get_state(), states[1])
     assert seen["calls"] == 0 and not model.training and "forward" not in vars(model[0].up)
     for name, value in model.state_dict(keep_vars=True).items():
