@@ -23,10 +23,11 @@ from .records.recorder import Recorder
 from .seeds import EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
 from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gather, put
-from .step.engine import Engine, evaluating, is_metric
+from .step.engine import Engine, evaluating
 from .step.guards import check_same_start, freeze_what_is_not_trained
 from .step.options import FitOptions
 from .step.setup import Setup
+from .step.values import is_metric
 from .stopping.watch import Watch
 from .weights.on_disk import materialize
 

@@ -23,7 +23,8 @@ from ..errors import UsageError
 from ..plan import Plan
 from ..seeds import restore_generators
 from ..step.engine import Engine
-from ..step.setup import Setup, choose_fused_kernels
+from ..step.optimizer import choose_fused_kernels
+from ..step.setup import Setup
 from ..stopping import signals
 from ..weights.shards import checkpoint_tensors
 from .first_pass import FirstPass

@@ -69,10 +69,17 @@ def check_flags_of_the_loop(layout: Layout, config: RunConfig) -> None:
 
 
 def check_precision(layout: Layout, config: RunConfig) -> None:
-    """A precision of which nothing is tested."""
+    """A precision of which nothing is tested, alone or under a strategy."""
     if layout.precision not in ("float32", "bf16", "fp16"):
         what = f"mixed_precision: {layout.precision} is not supported"
         raise UsageError(what, "use mixed_precision: bf16 there", [Edit("mixed_precision", "bf16")])
+    bf16, edits = "--mixed_precision bf16 after accelerate launch", [Edit("mixed_precision", "bf16")]
+    if layout.environment.mixed_precision == "no":  # DeepSpeed's own file decides, not the flag
+        bf16, edits = "bf16 in place of fp16 in DeepSpeed's own file", []
+    for strategy in strategies_of(layout):
+        if layout.precision == "fp16" and not strategy.takes_fp16:
+            what = f"{strategy.name} does not work with fp16"
+            raise UsageError(what, f"use {bf16}", edits, "or --config_file accelerate_configs/ddp_fp16.yaml")
 
 
 def check_mesh(layout: Layout, config: RunConfig) -> None:

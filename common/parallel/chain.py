@@ -1,7 +1,7 @@
 """Cuts the chain of layers of a model into stages, by passes in one process before the run.
 
 1. A pass finds the chain: layers of which each gets the very hidden states that the one before it gave.
-2. A pass with a gradient finds which weights each stage needs.
+2. A traced pass finds which weights each stage needs.
 3. A rehearsal plays the part of each stage: with the hidden states of the whole model it must give what that gives.
 """
 
@@ -14,47 +14,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..alone.passes import Forward, passes_alone
-from ..cpu_group import CpuGroup
+from ..alone.passes import Forward, Trace, is_same, passes_alone
 from ..errors import UsageError
-from ..failure import line_of
 from ..seeds import generator_states
-from ..step.guards import used_weights
 from ..step.setup import Setup
 from ..weights.on_disk import origin_of
-from .stages import FSDP2, Cut, Stage, entry_of, hidden_states, leave_before_layers
+from .stages import FALLBACK, Cut, Stage, entry_of, hidden_states, leave_before_layers
 
 NOISE = 0.02  # beside the weights in the rehearsal
-TOLERANCE = 1e-4  # of what a stage gives in the rehearsal, relative to its largest element
 
 
 def cut_of(setup: Setup, num_stages: int) -> Cut:
-    """The cut of the model of a setup, of which each stage has given what the whole model does. To be called in all
-    processes: the main process looks for it. The model, and all that `forward_step` refers to, are afterwards as they
-    were before.
+    """The cut of the model of a setup, of which each stage has given what the whole model does. The model, and all that
+    `forward_step` refers to, are afterwards as they were before.
 
     Raises:
         UsageError: the model cannot be cut into so many stages, or a stage needs more than hidden states.
     """
-    found: Cut | UsageError | None = None
-    if setup.accelerator.is_main_process:
-        try:
-            found = _cut_and_rehearse(setup, num_stages)
-        except UsageError as error:
-            found = error
-        except Exception as error:  # the run will show whether one process has it, too
-            found = UsageError(f"{type(setup.model).__name__} cannot be cut into stages: {line_of(error)}", FSDP2)
-    found = CpuGroup(setup.plan.config.hang_timeout).broadcast(found)
-    if isinstance(found, UsageError):
-        raise found
-    assert found is not None
-    return found
-
-
-def _cut_and_rehearse(setup: Setup, num_stages: int) -> Cut:
     device, model, name = setup.accelerator.device, setup.model, type(setup.model).__name__
     with _alone(setup) as forward:
         chain = find_chain(model, forward, device)
@@ -73,11 +51,11 @@ def _cut_and_rehearse(setup: Setup, num_stages: int) -> Cut:
             stage = Stage(model, cut, index, device)
             stage.run = forward
             found = _detached(stage(ends[index - 1] if index else torch.empty(0)))
-            if not all(_is_same(*pair) for pair in zip(_tensors(found), _tensors(expected), strict=True)):
+            if not all(is_same(*pair) for pair in zip(tree_leaves(found), tree_leaves(expected), strict=True)):
                 raise UsageError(
                     f"{name} cannot be cut into stages: layers from {[*chain][cut.bounds[index]]} on, or what comes "
                     "after them, need more than the hidden states of the layer before",
-                    FSDP2,
+                    f"use {FALLBACK}",
                 )
     return cut
 
@@ -134,17 +112,19 @@ def find_chain(model: nn.Module, forward: Callable[[nn.Module], Any], device: to
         why = "has no list of layers of which each gets what the one before it gave, of the same shape"
         if number := max(Counter(call.name for call in calls).values(), default=1) - 1:
             why = f"calls a layer {number + 1} times in a pass of forward_step"
-        raise UsageError(f"{name} {why}", FSDP2)
+        raise UsageError(f"{name} {why}", f"use {FALLBACK}")
     run, *others = runs
     for other in others:
         is_inside = any(f"{other[0].name}.".startswith(f"{call.name}.") for call in run)
         if 2 * size(other) > size(run) and not is_inside:
             ends = [each[0].name.rpartition(".")[0] for each in (run, other)]
-            raise UsageError(f"{name} has two chains of layers, {ends[0]} and {ends[1]}; a pipeline cuts one", FSDP2)
+            raise UsageError(
+                f"{name} has two chains of layers, {ends[0]} and {ends[1]}; a pipeline cuts one", f"use {FALLBACK}"
+            )
     if run[0].state != run[-1].state_after:
         raise UsageError(
             f"the layers of {name} draw random numbers, as dropout does, and a pipeline divides their chain: set "
-            f"dropout to 0, or {FSDP2}"
+            f"dropout to 0, or use {FALLBACK}"
         )
     return {call.name: call.num_outputs for call in run}
 
@@ -189,25 +169,12 @@ def layer_bounds(num_layers: int, num_stages: int) -> list[int]:
     return [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]
 
 
-class _Touched(TorchDispatchMode):
-    """Calls a function with each tensor that an operation gets."""
-
-    def __init__(self, note: Callable[[Tensor], None]):
-        super().__init__()
-        self._note = note
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in _tensors((args, kwargs)):
-            self._note(each)
-        return function(*args, **(kwargs or {}))
-
-
 def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forward: Forward) -> tuple[Cut, list[Any]]:
     """Cuts a model so that a stage holds what its part of a pass uses, and what that depends on if the hidden states
     with which it begins count for nothing, such as a table of positions that all layers get.
 
     Args:
-        model: whole; hooks stay on it. Its weights require a gradient.
+        model: whole; hooks stay on it.
         chain: of the model.
         num_stages: at most the number of layers.
         forward: a pass.
@@ -223,61 +190,41 @@ def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forwa
         for tensor in (each for layer in layers[start:stop] for each in (*layer.parameters(), *layer.buffers())):
             stages[tensor].add(stage)
 
-    def note(tensor: Tensor) -> None:
-        if tensor in stages:
-            stages[tensor].add(len(ends))
+    trace = Trace()
+    for tensor in stages:
+        trace.origins[tensor] = frozenset([tensor])
 
     def end(result: Any) -> None:
-        for weight in used_weights(_tensors(result), through_checkpoints=True) or ():
-            note(weight)
         ends.append(_detached(result))
+        for tensor in trace.used:
+            stages[tensor].add(len(ends) - 1)
+        trace.used.clear()
 
     def begin(layer: nn.Module, args: Any, named: Any) -> tuple[Any, Any]:
         hidden = hidden_states(*args, **named)
+        copy = hidden.detach().clone()  # a model may add to it in place
+        trace.origins[copy] = frozenset()
         end(hidden)
-        # A copy: a model may add to it in place.
-        return tree_map(lambda each: each.detach().clone() if each is hidden else each, (args, named))
+        return tree_map(lambda each: copy if each is hidden else each, (args, named))
 
     for bound in bounds[1:-1]:
         layers[bound].register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-    with _Touched(note):
+    with trace:
         end(forward(model))
     return Cut(chain, bounds, {name: frozenset(stages[tensor] or {0}) for name, tensor in tensors.items()}), ends
 
 
 @contextmanager
 def _alone(setup: Setup) -> Iterator[Forward]:
-    """`passes_alone`, with a gradient, and noise beside the weights: zeros, as of new adapters, would hide what depends
-    on them."""
+    """`passes_alone`, with noise beside the weights: zeros, as of new adapters, would hide what depends on them."""
     in_memory = [weight for weight in setup.model.parameters() if origin_of(weight) is None]  # others become random
     with passes_alone(setup) as forward:
         generator = torch.Generator().manual_seed(0)
         for weight in in_memory:
             weight.add_((torch.randn(weight.shape, generator=generator) * NOISE).to(weight))
-        for weight in setup.model.parameters():
-            weight.requires_grad_(weight.is_floating_point() or weight.is_complex())
-        # The graph would hold dense copies of the weights on disk. Of others it holds nothing that is not there, and a
-        # layer may differentiate by itself.
-        drops = len(in_memory) < len([*setup.model.parameters()])
-        with (
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(lambda saved: None if drops else saved, lambda held: held),
-        ):
-            yield forward
+        yield forward
 
 
 def _detached(value: Any) -> Any:
     """Without the graph: as long as one lives, a weight that lends its place to another does not get it back."""
     return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, value)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-
-
-def _is_same(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding errors."""
-    if found.shape != expected.shape or not found.is_floating_point():
-        return torch.equal(found, expected)
-    largest = expected.where(expected.isfinite(), 0).abs().max().item() if expected.numel() else 0.0
-    return torch.allclose(found, expected, rtol=0, atol=TOLERANCE * largest, equal_nan=True)

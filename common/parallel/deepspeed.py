@@ -84,7 +84,7 @@ def precision_of(environment: Environment) -> str:
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """A stage, precision or other strategy that these recipes do not run under DeepSpeed."""
+    """A stage or other strategy that these recipes do not run under DeepSpeed."""
     section, stage = section_of_config(layout.environment), zero_stage(layout.environment)
     for other in [name for name in layout.strategies if name != DeepSpeed.name]:
         raise UsageError(
@@ -92,12 +92,6 @@ def check_config(layout: Layout, config: RunConfig) -> None:
             "use a config of FSDP2, such as --config_file accelerate_configs/fsdp2_pipeline.yaml or "
             "fsdp2_sequence_parallel.yaml",
         )
-    if layout.precision == "fp16":
-        bf16, edits = "--mixed_precision bf16 after accelerate launch", [Edit("mixed_precision", "bf16")]
-        if layout.environment.mixed_precision == "no":  # DeepSpeed's own file decides, not the flag
-            bf16, edits = "bf16 in place of fp16 in DeepSpeed's own file", []
-        beside = "or --config_file accelerate_configs/ddp_fp16.yaml"
-        raise UsageError("fp16 under DeepSpeed is not supported yet", f"use {bf16}", edits, beside)
     if stage not in (1, 2, 3):
         raise UsageError(
             f"zero_stage: {stage} in the config file, or in DeepSpeed's own",
@@ -154,6 +148,7 @@ class DeepSpeed(Strategy):
     distributed_type = DistributedType.DEEPSPEED
     needs_all_weights = True  # it applies weight decay to one that no pass used
     takes_means = True
+    takes_fp16 = False
     launch_checks = (check_config, check_packages)
     model_checks = (check_weights, check_section)
 

@@ -9,7 +9,6 @@
 Names and classes of models play no part. What mixes features, such as a norm, does not fit: its layers stay whole.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..alone.passes import passes_alone
-from ..cpu_group import CpuGroup
-from ..errors import UsageError
-from ..failure import line_of
-from ..step.setup import Setup
+from ..alone.passes import Trace, is_same
 from .tensor_plan import NORM_OF_HEADS, NUMBER, is_linear, kind_of, shared_layers, width_of
 
 PACKS = (1, 3, 2)  # equal parts side by side in the outputs of a layer, of each of which a process takes its share
@@ -36,32 +29,6 @@ NO_WIDTH = re.compile(r"_features$|^nf$|head_(dim|size)$")  # numbers that no pa
 
 Call = tuple[str, int]  # the name of a layer, and how often it was called before in this pass
 Forward = Callable[[], Any]
-
-
-def derived_plan(setup: Setup, why: str, packs: bool) -> dict[str, str]:
-    """What `derive` finds for the model of a setup. To be called in all processes: the main process derives it. The
-    model, and all that `forward_step` refers to, are afterwards as they were before.
-
-    Args:
-        setup: with the whole model.
-        why: it has no other plan.
-        packs: whether a process may hold several ranges of a weight.
-
-    Raises:
-        UsageError: none of its layers can be divided, or `forward_step` fails.
-    """
-    plan, model = dict[str, str](), setup.model
-    reason = "no two linear layers follow each other without a layer between them that needs all features"
-    if setup.accelerator.is_main_process:
-        try:
-            with passes_alone(setup) as forward:
-                plan = derive(model, lambda: forward(model), setup.plan.layout.tp, PACKS if packs else PACKS[:1])
-        except Exception as error:  # the run will show whether one process has it, too
-            reason = line_of(error)
-    plan, reason = CpuGroup(setup.plan.config.hang_timeout).broadcast((plan, reason))
-    if not plan:
-        raise UsageError(f"{why}, and none can be derived: {reason}", "use --config_file accelerate_configs/fsdp2.yaml")
-    return plan
 
 
 def derive(model: nn.Module, forward: Forward, size: int, packs: Sequence[int] = PACKS) -> dict[str, str]:
@@ -81,27 +48,6 @@ def derive(model: nn.Module, forward: Forward, size: int, packs: Sequence[int] =
     return plan
 
 
-class _Trace(TorchDispatchMode):
-    """Notes for each tensor from which layers and other weights it was computed, without passing another layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.origins = WeakTensorKeyDictionary()
-
-    def of(self, values: Any) -> frozenset[str]:
-        return frozenset().union(*(self.origins.get(each, ()) for each in values if isinstance(each, Tensor)))
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if origins := self.of(given):
-            written = given[:1] if function._schema.is_mutable else []
-            for each in (*tree_leaves(result), *written):
-                if isinstance(each, Tensor):
-                    self.origins[each] = origins
-        return result
-
-
 class _Passes:
     """Passes of a model in which the linear layers give what they are told.
 
@@ -119,7 +65,7 @@ class _Passes:
         self.shared = shared_layers(self._modules) & self.layers.keys()
         self._outputs: dict[Call, Tensor] = {}
         self._sources, self._consumers, self._between = ({name: set[str]() for name in self.layers} for _ in range(3))
-        trace, of_layers = _Trace(), {weight for layer in self.layers.values() for weight in layer.parameters()}
+        trace, of_layers = Trace(), {weight for layer in self.layers.values() for weight in layer.parameters()}
         for name, weight in model.named_parameters():
             if weight not in of_layers:
                 trace.origins[weight] = {name}
@@ -219,7 +165,7 @@ class _Passes:
                 if taken.keys() != self._inputs.keys():
                     return False
                 for call, value in self._inputs.items():
-                    if not _is_same(taken[call], share(value, 1, process) if call[0] in rows else value):
+                    if not is_same(taken[call], share(value, 1, process) if call[0] in rows else value):
                         return False
         except Exception:  # most often a shape that does not fit
             return False
@@ -247,14 +193,3 @@ class _Passes:
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module has vectors alone, as a norm of the queries of each head."""
     return not [*module.children()] and all(weight.ndim == 1 for weight in module.parameters())
-
-
-def _is_same(value: Any, expected: Any) -> bool:
-    """Whether two values are the same but for rounding errors."""
-    if not isinstance(value, Tensor) or not isinstance(expected, Tensor):
-        return type(value) is type(expected)
-    if value.shape != expected.shape or not value.is_floating_point():
-        return torch.equal(value, expected)
-    largest = expected.where(expected.isfinite(), 0).abs().max().item() if expected.numel() else 0.0
-    tolerance = math.sqrt(torch.finfo(value.dtype).eps) * largest
-    return torch.allclose(value, expected, rtol=0, atol=tolerance, equal_nan=True)

@@ -45,8 +45,8 @@ def check_config(layout: Layout, config: RunConfig) -> None:
         raise UsageError(
             "--expert_parallel does not work with fsdp_offload_params", "use false there in the config file"
         )
-    if layout.precision == "fp16" or config.compile:
-        raise UsageError("--expert_parallel needs float32 or bf16, without --compile", "remove that flag or use bf16")
+    if config.compile:
+        raise UsageError("--expert_parallel does not work with --compile", "remove one of them")
 
 
 def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -68,6 +68,7 @@ def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
 class ExpertParallel(Strategy):
     name = "EP"
     axis = "ep"
+    takes_fp16 = False
     wraps = False
     launch_checks = (check_config,)
     model_checks = (check_experts,)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..layout import Layout
-from ..step.setup import Setup, exchange_weights
+from ..step.optimizer import exchange_weights
+from ..step.setup import Setup
 from ..weights.on_disk import materialized
 from ..weights.shards import is_divided
 from .sharding import offloads

@@ -24,7 +24,7 @@ from .chain import cut_of
 from .grid import Division, Part
 from .schedules import SCHEDULES, Shape, cost, make_steps
 from .sharding import gathers_again
-from .stages import Cut, Stage, copied, entry_of, leave_before_layers
+from .stages import FALLBACK, Cut, Stage, copied, entry_of, leave_before_layers
 from .strategy import Strategy
 
 Facts = dict[str, tuple[int, Shape]]  # {name of a tensor: (its process of the pipeline, its shape and type)}
@@ -47,12 +47,6 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
     for key in ("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"):
         if layout.environment.is_true(key):
             raise UsageError(f"--pipeline_stages does not work with {key}", "use false there in the config file")
-    if layout.precision == "fp16":
-        raise UsageError(
-            "fp16 does not work with a pipeline",
-            "use --mixed_precision bf16 after accelerate launch",
-            [Edit("mixed_precision", "bf16")],
-        )
 
 
 def check_schedule(layout: Layout, config: RunConfig) -> None:
@@ -85,7 +79,8 @@ def check_micro_batches(model: nn.Module, optimizer: torch.optim.Optimizer, plan
 class PipelineParallel(Strategy):
     name = "pipeline"
     axis = "pp"
-    fallback = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+    takes_fp16 = False
+    fallback = FALLBACK
     cause_at_once = (
         "something beside the layers {draws}changes hidden states, logits or losses in a way that one stage alone does "
         "not see: use {fallback}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 
-FSDP2 = "use --config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"
+FALLBACK = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"  # of a model that cannot be cut
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
 
 Run = Callable[[nn.Module], Any]  # a pass of forward_step, with a model
@@ -54,7 +54,7 @@ def leave_before_layers(run: Run, model: nn.Module) -> Tensor:
     raise UsageError(
         f"{type(model).__name__} cannot be cut into stages: a pass of forward_step ends before the last layers, or a "
         "function that a copy of it calls refers to the model itself",
-        FSDP2,
+        f"use {FALLBACK}",
     )
 
 

@@ -1,14 +1,17 @@
 """All strategies, and what a layout combines of them."""
 
 from dataclasses import replace
+from typing import Any
 
 from ..config import RunConfig
+from ..cpu_group import CpuGroup
 from ..environment import Environment, device_type
+from ..errors import UsageError
+from ..failure import line_of
 from ..layout import Layout
 from ..step.checks import check_optimizer
 from ..step.engine import Engine
 from ..step.setup import Setup
-from ..weights.shards import local
 from .ddp import DDP
 from .deepspeed import DEEPSPEED, precision_of
 from .expert import EXPERT
@@ -85,22 +88,28 @@ def check_trainable(setup: Setup) -> Setup:
 
 
 def with_plans(setup: Setup) -> Setup:
-    """The setup, with how the strategies of the layout will divide the model. Raises UsageError if they cannot."""
-    return replace(setup, plans={strategy.name: strategy.plan(setup) for strategy in strategies_of(setup.plan.layout)})
+    """The setup, with how the strategies of the layout will divide the model. To be called in all processes: the main
+    process finds it. Raises UsageError if they cannot."""
+    layout = setup.plan.layout
+    plans = {each.name: each.plan for each in strategies_of(layout) if type(each).plan is not Strategy.plan}
+    if not plans:
+        return setup
+    found: Any = None
+    if setup.accelerator.is_main_process:
+        try:
+            found = {name: plan(setup) for name, plan in plans.items()}
+        except UsageError as error:
+            found = error
+        except Exception as error:  # the run of one process will show whether it has it, too
+            what = f"{layout} cannot divide {type(setup.model).__name__}: {line_of(error)}"
+            found = UsageError(what, f"use {main_strategy(layout).fallback}")
+    found = CpuGroup(setup.plan.config.hang_timeout).broadcast(found)
+    if isinstance(found, UsageError):
+        raise found
+    return replace(setup, plans=found)
 
 
 def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
-    on_disk = {name: weight.nbytes for name, weight in setup.model.named_parameters() if weight.is_meta}
-    main = main_strategy(setup.plan.layout)
-    engine = main.wrap(setup, Division(setup, strategies_of(setup.plan.layout)))
-    own = sum(
-        local(weight).nbytes
-        for name, module in engine.running_modules()
-        for key, weight in module.named_parameters(prefix=name, recurse=False)
-        if key in on_disk
-    )
-    whole = sum(on_disk.values())
-    if own < whole and main is not DEEPSPEED:  # which keeps its shards beside the weights
-        setup.accelerator.print(f"{whole / 1e9:.2g} GB of weights, of which process 0 reads {own / 1e9:.2g} GB")
-    return engine
+    layout = setup.plan.layout
+    return main_strategy(layout).wrap(setup, Division(setup, strategies_of(layout)))

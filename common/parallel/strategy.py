@@ -31,6 +31,7 @@ class Strategy:
         distributed_type: of Accelerate, if it has one for this strategy.
         needs_all_weights: whether each forward pass must use all weights.
         takes_means: whether what wraps the model takes the mean of the processes' gradients. Others take the sum.
+        takes_fp16: whether it knows the loss scaling of fp16.
         of_weights: whether it divides weights, and not only what a pass computes.
         launch_checks: raise UsageError for a launch that cannot work.
         model_checks: raise UsageError for a model or optimizer that this strategy cannot train with the result of one
@@ -47,6 +48,7 @@ class Strategy:
     distributed_type: ClassVar[DistributedType | None] = None
     needs_all_weights: ClassVar[bool] = False
     takes_means: ClassVar[bool] = False
+    takes_fp16: ClassVar[bool] = True
     of_weights: ClassVar[bool] = True
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
@@ -74,8 +76,8 @@ class Strategy:
         """Called when the processes have joined."""
 
     def plan(self, setup: Setup) -> Any:
-        """What `divide` needs to know of the whole model, which `model_checks` have accepted. Raises UsageError if this
-        strategy cannot divide it."""
+        """What `divide` needs to know of the whole model, which `model_checks` have accepted. The main process alone
+        calls it. Raises UsageError if this strategy cannot divide it."""
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
         """Divides what this process runs of the model in place. Its weights may still be on the meta device."""

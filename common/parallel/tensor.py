@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
+from ..alone.passes import passes_alone
 from ..config import RunConfig
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked
-from .derive import derived_plan
+from .derive import PACKS, derive
 from .grid import Division, Grid, Part
 from .sharding import sharded_layers
 from .stages import is_absent
@@ -17,7 +18,7 @@ from .tensor_styles import TensorGroup, divide
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """A tp_size beside another way to divide the model, or with fp16."""
+    """A tp_size beside another way to divide the model."""
     if layout.environment.uses("fsdp") or layout.environment.uses("deepspeed"):
         raise UsageError(
             "parallelism_config has a tp_size",
@@ -25,17 +26,12 @@ def check_config(layout: Layout, config: RunConfig) -> None:
             [Edit("distributed_type", "MULTI_GPU")],
             "as in accelerate_configs/fsdp2_tensor_parallel.yaml",
         )
-    if layout.precision == "fp16":
-        raise UsageError(
-            "fp16 does not work with tensor parallelism",
-            "use --mixed_precision bf16 after accelerate launch",
-            [Edit("mixed_precision", "bf16")],
-        )
 
 
 class TensorParallel(Strategy):
     name = "TP"
     axis = "tp"
+    takes_fp16 = False
     cause_at_once = (
         "something between two layers of the tp_plan {draws}needs all features, as softmax, norms and means do: leave "
         "these layers out of the tp_plan, or use {fallback}"
@@ -49,8 +45,15 @@ class TensorParallel(Strategy):
         which = f"the tp_plan of {type(model).__name__}"
         plan, why_not = shipped_plan(model, layout.tp, packs)
         if why_not:
-            plan, why = derived_plan(setup, why_not, packs), "all features are needed"
-            which = f"{why_not}: a derived one"
+            with passes_alone(setup) as forward:
+                plan = derive(model, lambda: forward(model), layout.tp, PACKS if packs else PACKS[:1])
+            if not plan:
+                raise UsageError(
+                    f"{why_not}, and none can be derived: no two linear layers follow each other without a layer "
+                    "between them that needs all features",
+                    "use --config_file accelerate_configs/fsdp2.yaml",
+                )
+            which, why = f"{why_not}: a derived one", "all features are needed"
             if not setup.plan.config.check_steps:
                 setup.accelerator.print("--check_steps 0: the parity check does not prove the derived plan")
         setup.accelerator.print(f"{which} {what_is_divided(model, layout.tp, plan, why)}")

@@ -13,7 +13,8 @@ from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..seeds import COMPARISON, restore_generators, seed_forward
-from .guards import check_metrics, check_no_weights
+from .guards import check_no_weights
+from .values import check_metrics
 
 Values = dict[str, Tensor]
 BatchLossFn = Callable[[Values], Values]  # {name: values of samples, (samples, ...)} -> {metric: (samples,)}

@@ -1,7 +1,5 @@
 """Takes optimizer steps, `Engine.step`, and holds their state."""
 
-import math
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.sets import Batch
-from ..errors import UsageError
-from ..failure import line_of
 from ..norms import clip
 from ..seeds import UPDATE, seed_forward
 from ..weights.shards import (
@@ -30,10 +26,12 @@ from ..weights.shards import (
 )
 from .batch_loss import Share, Values, first_pass, gather
 from .ema import EMA
+from .optimizer import choose_fused_kernels, follow_split_groups, step_if_finite
 from .optimizer_state import Numbers, as_tensor, load_optimizer
 from .replicas import Replicas, sum_of_bits
-from .setup import Setup, choose_fused_kernels, follow_split_groups
+from .setup import Setup
 from .trained import Trained
+from .values import weighted_metrics, weighted_sum
 
 
 @dataclass
@@ -344,66 +342,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _set_training(model: nn.Module, training: bool) -> None:
     model.train(training)
     model.training = training  # a wrapper may forward train() without setting its own flag
-
-
-def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float | None) -> None:
-    """Takes a step of an optimizer, unless the norm of the gradient is known and not finite.
-
-    To read the norm would stall a GPU. There fused kernels look at it, as torch's loss scaler lets them; another
-    optimizer takes the step, and the run ends a step later.
-    """
-    is_read = not isinstance(grad_norm, Tensor) or grad_norm.device.type == "cpu"
-    if grad_norm is None or (is_read and math.isfinite(grad_norm)):
-        _step(optimizer)
-    elif not is_read:
-        looks: Any = optimizer if optimizer.defaults.get("fused") else None
-        if looks is not None:
-            looks.grad_scale, looks.found_inf = None, 1 - torch.as_tensor(grad_norm).isfinite().float()
-        _step(optimizer)
-        if looks is not None:
-            del looks.grad_scale, looks.found_inf
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of an optimizer. Raises UsageError if it needs a closure or another argument, or gradients of another
-    kind."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    sparse = any(weight.grad is not None and weight.grad.is_sparse for weight in weights)
-    if sparse and type(optimizer) is torch.optim.SGD:  # its fused kernel takes none
-        for group in optimizer.param_groups:
-            group["fused"] = False
-    try:
-        optimizer.step()
-    except Exception as error:
-        name, line = type(optimizer).__name__, line_of(error)
-        lines = [str(error), *(frame.line or "" for frame in traceback.extract_tb(error.__traceback__))]
-        if any("closure" in text.lower() or "required positional argument" in text for text in lines):
-            raise UsageError(
-                f"{name} calls the model several times a step, or its step has arguments, which fit does not support "
-                f"({line})",
-                "use another optimizer",
-            ) from None
-        if sparse or "dense gradients" in str(error):  # SparseAdam, also where a table's gradient is divided
-            raise UsageError(
-                f"{name} does not take {'sparse' if sparse else 'dense'} gradients ({line})",
-                "use torch.optim.SGD or Adagrad, which take both kinds, or sparse=False in the constructor of the "
-                "embedding and torch.optim.Adam",
-            ) from None
-        raise
-
-
-def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:
-    """Sum of a micro-batch's losses, each times its weight if the batch has weights."""
-    return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
-
-
-def weighted_metrics(values: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """What `forward_step` returned beside the loss, without integers such as class ids, times the weights of the batch.
-    Sums wait until a record needs them."""
-    metrics = {name: value.detach() for name, value in values.items() if name != "loss" and is_metric(value)}
-    return {name: value * batch["weight"] for name, value in metrics.items()} if "weight" in batch else metrics
-
-
-def is_metric(value: Tensor) -> bool:
-    """Whether a value of `forward_step` is a number to take means of, and not a class id or a mask."""
-    return value.is_floating_point() or (value.dtype == torch.bool and value.ndim == 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..cpu_group import CpuGroup
 from ..data.batches import fetch
-from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep, as_numbered_step
+from ..data.sets import Batch, MapDataset, NumberedStep
 from ..errors import UsageError
 from ..weights.on_disk import first_elements
 
@@ -51,42 +51,6 @@ def _sizes(module: nn.Module, weights: set[nn.Parameter], name: str = "") -> dic
     return found
 
 
-def check_values(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> NumberedStep:
-    """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
-    calls return the same names: those in training, and those in evaluation, which may have metrics of its own. Orders
-    the names, so that all processes sum up the same metrics. With a `batch_loss`, the values may have more dimensions,
-    of the same sizes in all calls."""
-    known: dict[tuple[bool, bool], dict[str, torch.Size]] = {}  # {(in training, with gradients): shapes}
-    values_of = as_numbered_step(forward_step)
-
-    def checked_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
-        # A recipe may ask for either; the first pass of a batch_loss trains without gradients.
-        shapes = known.setdefault((model.training, torch.is_grad_enabled()), {})
-        values = values_of(model, batch, number)
-        if has_batch_loss:
-            _check_values(values, size)
-        else:
-            check_metrics(values, size, "forward_step")
-        if not shapes:
-            shapes.update(
-                {name: values[name].shape for name in sorted(values, key=lambda name: (name != "loss", name))}
-            )
-        if values.keys() != shapes.keys():
-            raise UsageError(
-                f"forward_step returns {', '.join(values)}, and {', '.join(shapes)} for another batch: return the same "
-                "names for each batch; evaluation (not model.training) may have names of its own"
-            )
-        for name, value in values.items():
-            if value.shape != shapes[name]:
-                raise UsageError(
-                    f'"{name}" has shape {tuple(value.shape)}, and {tuple(shapes[name])} in another batch: return one '
-                    "shape for each batch, such as a mean over the tokens"
-                )
-        return {name: values[name] for name in shapes}
-
-    return checked_values
-
-
 def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> NumberedStep:
     """Wraps `forward_step` to raise UsageError if the set of weights that want a gradient changes: the processes learn
     it when they wrap the model, and would not exchange the gradients of other weights."""
@@ -110,49 +74,9 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
     return same_weights
 
 
-def check_metrics(values: Any, size: int, source: str) -> None:
-    """Raises UsageError unless `source` returned {metric: one value for each of `size` samples}, with a "loss".
-    Integers and booleans may have more dimensions: they are predictions, such as the class of each pixel."""
-    if not isinstance(values, dict) or "loss" not in values:
-        given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
-        raise UsageError(f'{source} returns {given}: expected a dict with "loss" of shape ({size},)')
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise UsageError(f'"{name}" is a {type(value).__name__}: expected a tensor of shape ({size},)')
-        is_prediction = not value.is_floating_point() and value.shape[:1] == (size,)
-        if value.shape != (size,) and not is_prediction:
-            raise UsageError(
-                f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; use '
-                f"{_advice(name, value, size)}"
-            )
-    if torch.is_grad_enabled() and not values["loss"].requires_grad:
-        raise UsageError('"loss" has no gradient: compute it from the model output, without detach or no_grad')
-
-
-def _check_values(values: Any, size: int) -> None:
-    """Raises UsageError unless `forward_step` returned values for `batch_loss`: a row for each of `size` samples."""
-    if not isinstance(values, dict) or "loss" in values or not values:
-        given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
-        raise UsageError(
-            f"forward_step returns {given}: with batch_loss, expected a dict of what that needs, such as vectors of "
-            f'shape ({size}, ...), and "loss" from batch_loss'
-        )
-    for name, value in values.items():
-        if not isinstance(value, Tensor) or value.shape[:1] != (size,):
-            given = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-            raise UsageError(
-                f'"{name}" {given}: expected a tensor of shape ({size}, ...); expand what all samples share, such as '
-                f"a temperature, to ({size},)"
-            )
-    if torch.is_grad_enabled() and not any(value.requires_grad for value in values.values()):
-        raise UsageError(
-            f"{', '.join(values)}: none has a gradient: compute them from the model output, without detach or no_grad"
-        )
-
-
 def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
     """Raises UsageError if a loss has gradients for other tensors than these values: they would be lost."""
-    others = (used_weights([loss]) or set()) - set(values)
+    others = used_weights([loss]) - set(values)
     if others:
         raise UsageError(
             f"batch_loss uses a weight of shape {tuple(others.pop().shape)} that is not among its values: return it "
@@ -160,31 +84,12 @@ def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
         )
 
 
-def _advice(name: str, value: Tensor, size: int) -> str:
-    """What to type for a value of a wrong shape."""
-    if value.shape == (size, 1):
-        return ".squeeze(-1)"
-    advice = "a reduction that keeps the batch dimension"
-    if value.ndim == 0:
-        advice = 'reduction="none", or leave out mean()'
-    elif value.shape[0] == size:
-        squares = ".squeeze(-1) on the model output, if (batch, 1) against (batch,) made (batch, batch); else "
-        advice = f"{squares * (value.shape == (size, size))}.flatten(1).mean(1)"
-    if name != "loss":
-        more = "what has no value per example, such as a confusion matrix: return predictions, and give fit examples="
-    elif value.ndim == 0:
-        more = "of a transformers model take the logits, not its .loss, which is a mean"
-    else:
-        more = 'if some elements are ignored, the mean over the others, and their number as "weight" of the batch'
-    return f"{advice}; {more}"
-
-
 def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> None:
     """Raises UsageError for a weight that none of these values of a forward pass depends on. A single process leaves
     such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
-    used = used_weights(values)
+    used, hides = used_weights(values), any("CheckpointFunction" in node.name() for node in _graph_of(values))
     weights = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
-    if used is None or len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
+    if hides or len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
         return
     unused = [name for weight, name in weights.items() if weight not in used]
     what = unused[0] if len(unused) + len(used) == len(weights) else f"{len(weights) - len(used)} of its weights"
@@ -195,20 +100,20 @@ def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> Non
     )
 
 
-def used_weights(values: Sequence[Tensor], through_checkpoints: bool = False) -> set[Tensor] | None:
-    """The leaves of their graph; None if activation checkpointing hides some, unless they do not matter."""
-    used, seen, waiting = set(), set(), [value.grad_fn for value in values]
+def used_weights(values: Iterable[Tensor]) -> set[Tensor]:
+    """The leaves of their graph, but for those that activation checkpointing hides in it."""
+    return {node.variable for node in _graph_of(values) if hasattr(node, "variable")}
+
+
+def _graph_of(values: Iterable[Tensor]) -> set[Any]:
+    """The nodes of the graph of these values."""
+    seen, waiting = set[Any](), [value.grad_fn for value in values]
     while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "CheckpointFunction" in node.name() and not through_checkpoints:
-            return None
-        if hasattr(node, "variable"):
-            used.add(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return used
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return seen
 
 
 def check_same_start(

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate_recipes.common.parallel.tensor_plan import shipped_plan
 from accelerate_recipes.common.parallel.tensor_styles import TensorGroup, divide
-from accelerate_recipes.common.step.setup import exchange_weights
+from accelerate_recipes.common.step.optimizer import exchange_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LLAMA = LlamaConfig(

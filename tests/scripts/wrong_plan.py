@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "users"))
 import recipe
 
 from accelerate_recipes import flag, run
-from accelerate_recipes.common.parallel import derive
+from accelerate_recipes.common.parallel import tensor
 
 Plan = dict[str, str]
 
@@ -46,7 +46,7 @@ class Config(recipe.Config):
 
 
 def main(config: Config) -> None:
-    right = derive.derive
+    right = tensor.derive
 
     def wrong(*arguments: Any) -> Plan:
         plan = right(*arguments)
@@ -59,7 +59,7 @@ def main(config: Config) -> None:
         model.tp_plan = {}
         return model
 
-    derive.derive = wrong
+    tensor.derive = wrong
     build, step = recipe.MODELS[config.model]
     recipe.MODELS[config.model] = without_plan, step
     recipe.main(config)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import kinds
 import pytest
 import torch
 from accelerate import Accelerator
@@ -12,10 +13,11 @@ from torch.nn import functional as F
 
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.layout import Layout
-from accelerate_recipes.common.parallel.derive import PACKS, derive, derived_plan
+from accelerate_recipes.common.parallel.derive import PACKS, derive
 from accelerate_recipes.common.parallel.tensor import TENSOR
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
+from accelerate_recipes.common.weights.on_disk import on_disk
 
 WIDTH, HEADS = 8, 2
 
@@ -180,6 +182,20 @@ def test_a_run_says_what_is_divided(capsys: pytest.CaptureFixture[str], check_st
     )
 
 
+def test_what_a_pass_raises_is_said_and_weights_stay_on_disk() -> None:
+    model, train_set = kinds.on_disk(nn.Sequential(Mlp())), samples()
+
+    def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise ValueError(f"loss of shape {tuple(model(batch['x']).shape)}")
+
+    plan = Plan.of(RunConfig(batch_size=4), Layout(num_processes=2, tp=2), len(train_set))
+    optimizer = torch.optim.SGD(model.parameters())
+    setup = Setup(Accelerator(cpu=True), model, optimizer, forward_step, plan, train_set=train_set)
+    with pytest.raises(ValueError, match="loss of shape"):
+        TENSOR.plan(setup)
+    assert on_disk(model).keys() == dict(model.named_parameters()).keys()
+
+
 def test_everything_is_afterwards_as_before() -> None:
     model, seen = nn.Sequential(Mlp(), nn.BatchNorm1d(3)), {"calls": 0, "generator": torch.Generator().manual_seed(3)}
     model.eval()
@@ -196,7 +212,7 @@ def test_everything_is_afterwards_as_before() -> None:
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     states = torch.get_rng_state(), seen["generator"].get_state()
     setup = Setup(Accelerator(cpu=True), model, optimizer, forward_step, plan, train_set=train_set)
-    assert derived_plan(setup, "no tp_plan", packs=True) == {"0.up": "colwise", "0.down": "rowwise"}
+    assert TENSOR.plan(setup) == {"0.up": "colwise", "0.down": "rowwise"}
     assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(seen["generator"].get_state(), states[1])
     assert seen["calls"] == 0 and not model.training and "forward" not in vars(model[0].up)
     for name, value in model.state_dict(keep_vars=True).items():

@@ -1,13 +1,18 @@
 """Kinds of modules that a plain loop of torch trains: lazy, sparse, scripted, with computed weights, in other types."""
 
 from collections.abc import Callable
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-from nets import Net
+from nets import Block, Net
+from safetensors.torch import save_file
 from samples import VOCABULARY, WIDTH
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+
+from accelerate_recipes.common.tasks.pretrained import Folder
+from accelerate_recipes.common.weights.on_disk import leave_on_disk
 
 
 def ids_of(x: Tensor) -> Tensor:
@@ -69,6 +74,24 @@ class StrangeAttributes(Net):
         return super().forward(x) * self.factor
 
 
+class Descent(Block):
+    """Goes down the gradient of an energy, in its forward pass."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+            energy = super().forward(given).square().sum()
+            return hidden - 0.1 * torch.autograd.grad(energy, given, create_graph=True)[0]
+
+
+class Energy(Net):
+    """Its blocks differentiate, as models of energies and forces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Descent() for _ in range(2))
+
+
 class Images(nn.Module):
     """Takes a vector as an image of 4 × 4 pixels, stored channels last."""
 
@@ -105,6 +128,16 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1), nn.Flatten(0))
 
 
+def on_disk(model: nn.Module) -> nn.Module:
+    """With its weights left on disk, as those of a pretrained model are."""
+    with NamedTemporaryFile(suffix=".safetensors") as file:
+        save_file(model.state_dict(), file.name)
+        folder = Folder([file.name])
+    for name, weight in model.to("meta").named_parameters():
+        leave_on_disk(weight, folder, name)
+    return model
+
+
 def lazy() -> nn.Module:
     model = Net()
     model.stem, model.blocks[1].up = nn.LazyLinear(WIDTH), nn.LazyLinear(2 * WIDTH)
@@ -128,6 +161,8 @@ STRATEGIES: dict[str, Callable[[], nn.Module]] = {
     "channels_last": lambda: Images(nn.Conv2d(1, 8, 3), nn.GELU(), nn.Conv2d(8, 2, 1)).to(
         memory_format=torch.channels_last
     ),
+    "energy": Energy,
+    "energy_on_disk": lambda: on_disk(Energy()),
     "listed": Listed,
     "strange_attributes": StrangeAttributes,
 }

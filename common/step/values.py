@@ -1,0 +1,121 @@
+"""The values of `forward_step`: what they must be, and what a step sums of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.sets import Batch, ForwardStep, NumberedStep, as_numbered_step
+from ..errors import UsageError
+
+
+def check_values(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> NumberedStep:
+    """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
+    calls return the same names: those in training, and those in evaluation, which may have metrics of its own. Orders
+    the names, so that all processes sum up the same metrics. With a `batch_loss`, the values may have more dimensions,
+    of the same sizes in all calls."""
+    known: dict[tuple[bool, bool], dict[str, torch.Size]] = {}  # {(in training, with gradients): shapes}
+    values_of = as_numbered_step(forward_step)
+
+    def checked_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
+        # A recipe may ask for either; the first pass of a batch_loss trains without gradients.
+        shapes = known.setdefault((model.training, torch.is_grad_enabled()), {})
+        values = values_of(model, batch, number)
+        if has_batch_loss:
+            _check_values(values, size)
+        else:
+            check_metrics(values, size, "forward_step")
+        if not shapes:
+            shapes.update(
+                {name: values[name].shape for name in sorted(values, key=lambda name: (name != "loss", name))}
+            )
+        if values.keys() != shapes.keys():
+            raise UsageError(
+                f"forward_step returns {', '.join(values)}, and {', '.join(shapes)} for another batch: return the same "
+                "names for each batch; evaluation (not model.training) may have names of its own"
+            )
+        for name, value in values.items():
+            if value.shape != shapes[name]:
+                raise UsageError(
+                    f'"{name}" has shape {tuple(value.shape)}, and {tuple(shapes[name])} in another batch: return one '
+                    "shape for each batch, such as a mean over the tokens"
+                )
+        return {name: values[name] for name in shapes}
+
+    return checked_values
+
+
+def check_metrics(values: Any, size: int, source: str) -> None:
+    """Raises UsageError unless `source` returned {metric: one value for each of `size` samples}, with a "loss".
+    Integers and booleans may have more dimensions: they are predictions, such as the class of each pixel."""
+    if not isinstance(values, dict) or "loss" not in values:
+        given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
+        raise UsageError(f'{source} returns {given}: expected a dict with "loss" of shape ({size},)')
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise UsageError(f'"{name}" is a {type(value).__name__}: expected a tensor of shape ({size},)')
+        is_prediction = not value.is_floating_point() and value.shape[:1] == (size,)
+        if value.shape != (size,) and not is_prediction:
+            raise UsageError(
+                f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; use '
+                f"{_advice(name, value, size)}"
+            )
+    if torch.is_grad_enabled() and not values["loss"].requires_grad:
+        raise UsageError('"loss" has no gradient: compute it from the model output, without detach or no_grad')
+
+
+def _check_values(values: Any, size: int) -> None:
+    """Raises UsageError unless `forward_step` returned values for `batch_loss`: a row for each of `size` samples."""
+    if not isinstance(values, dict) or "loss" in values or not values:
+        given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
+        raise UsageError(
+            f"forward_step returns {given}: with batch_loss, expected a dict of what that needs, such as vectors of "
+            f'shape ({size}, ...), and "loss" from batch_loss'
+        )
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (size,):
+            given = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+            raise UsageError(
+                f'"{name}" {given}: expected a tensor of shape ({size}, ...); expand what all samples share, such as '
+                f"a temperature, to ({size},)"
+            )
+    if torch.is_grad_enabled() and not any(value.requires_grad for value in values.values()):
+        raise UsageError(
+            f"{', '.join(values)}: none has a gradient: compute them from the model output, without detach or no_grad"
+        )
+
+
+def _advice(name: str, value: Tensor, size: int) -> str:
+    """What to type for a value of a wrong shape."""
+    if value.shape == (size, 1):
+        return ".squeeze(-1)"
+    advice = "a reduction that keeps the batch dimension"
+    if value.ndim == 0:
+        advice = 'reduction="none", or leave out mean()'
+    elif value.shape[0] == size:
+        squares = ".squeeze(-1) on the model output, if (batch, 1) against (batch,) made (batch, batch); else "
+        advice = f"{squares * (value.shape == (size, size))}.flatten(1).mean(1)"
+    if name != "loss":
+        more = "what has no value per example, such as a confusion matrix: return predictions, and give fit examples="
+    elif value.ndim == 0:
+        more = "of a transformers model take the logits, not its .loss, which is a mean"
+    else:
+        more = 'if some elements are ignored, the mean over the others, and their number as "weight" of the batch'
+    return f"{advice}; {more}"
+
+
+def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:
+    """Sum of a micro-batch's losses, each times its weight if the batch has weights."""
+    return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
+
+
+def weighted_metrics(values: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """What `forward_step` returned beside the loss, without integers such as class ids, times the weights of the batch.
+    Sums wait until a record needs them."""
+    metrics = {name: value.detach() for name, value in values.items() if name != "loss" and is_metric(value)}
+    return {name: value * batch["weight"] for name, value in metrics.items()} if "weight" in batch else metrics
+
+
+def is_metric(value: Tensor) -> bool:
+    """Whether a value of `forward_step` is a number to take means of, and not a class id or a mask."""
+    return value.is_floating_point() or (value.dtype == torch.bool and value.ndim == 1)
