@@ -72,11 +72,16 @@ def _cut_and_rehearse(setup: Setup, num_stages: int) -> Cut:
         with _alone(setup) as forward:
             stage = Stage(model, cut, index, device)
             stage.run = forward
-            found = _detached(stage(ends[index - 1] if index else torch.empty(0)))
-            if not all(_is_same(*pair) for pair in zip(_tensors(found), _tensors(expected), strict=True)):
+            try:
+                found = _tensors(_detached(stage(ends[index - 1] if index else torch.empty(0))))
+                pairs, why = zip(found, _tensors(expected), strict=True), ""
+                fits = all(_is_same(*pair) for pair in pairs)
+            except Exception as error:  # what a layer of another stage does not give
+                fits, why = False, f" ({line_of(error)})"
+            if not fits:
                 raise UsageError(
                     f"{name} cannot be cut into stages: layers from {[*chain][cut.bounds[index]]} on, or what comes "
-                    "after them, need more than the hidden states of the layer before",
+                    f"after them, need more than the hidden states of the layer before{why}",
                     FSDP2,
                 )
     return cut
@@ -98,12 +103,12 @@ class _Call:
     def keeps_shape(self) -> bool:
         values = self.given, self.hidden
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-        return len(tensors) == 2 and tensors[0].shape == tensors[1].shape
+        return len(tensors) == 2 and tensors[0].shape == tensors[1].shape and tensors[0].dtype == tensors[1].dtype
 
 
 def find_chain(model: nn.Module, forward: Callable[[nn.Module], Any], device: torch.device) -> dict[str, int]:
     """The chain with most weights: layers of which each gets the hidden states that the one before it gave, all of one
-    shape.
+    shape and type.
 
     Args:
         model: whole; hooks stay on it.
@@ -242,7 +247,10 @@ def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forwa
         layers[bound].register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
     with _Touched(note):
         end(forward(model))
-    return Cut(chain, bounds, {name: frozenset(stages[tensor] or {0}) for name, tensor in tensors.items()}), ends
+    untouched = {name for name, weight in model.named_parameters(remove_duplicate=False) if not stages[weight]}
+    everywhere = dict.fromkeys(untouched, range(num_stages))
+    stages_of = {name: frozenset(stages[each] or everywhere.get(name, {0})) for name, each in tensors.items()}
+    return Cut(chain, bounds, stages_of, frozenset(untouched)), ends
 
 
 @contextmanager

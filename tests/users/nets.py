@@ -116,6 +116,38 @@ class Routed(Net):
         return hidden
 
 
+class OfSomeSamples(Net):
+    """The content of a batch says how many samples its blocks get. They make float32 of bf16 and double it in place."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=4)
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda block, args: (args[0].float().mul_(2),))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        number, all_hidden = max(1, int((x[:, 0] > 0).sum())), self.stem(x).bfloat16()
+        hidden = all_hidden[:number]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return torch.cat([hidden, all_hidden[number:].float()])
+
+
+class CarriesMore(Net):
+    """Its blocks also give a mean, which it uses after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda block, args, output: (output, output.mean(1, keepdim=True)))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden, means = self.stem(x), []
+        for block in self.blocks:
+            hidden, mean = block(hidden)
+            means.append(mean)
+        return hidden + torch.stack(means).mean(0)
+
+
 class SharedWeight(Net):
     """Two layers far from each other share a weight."""
 
@@ -211,6 +243,8 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
 NETS = ZOO | {
     "net": Net,
     "routed": lambda: Routed(plus_nothing=False),
+    "of_some_samples": OfSomeSamples,
+    "carries_more": CarriesMore,
     "routed_plus_nothing": lambda: Routed(plus_nothing=True),
     "shared_weight": SharedWeight,
     "shared_layer": shared_layer,
