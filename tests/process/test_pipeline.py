@@ -40,7 +40,7 @@ def test_pipeline_gives_the_result_of_one_process(
         ("batch_norm", "pipeline_parallel"),  # after the layers: its buffers are those of the last stage
         ("all_but_head_frozen", "pipeline_parallel"),  # a stage without anything to train
         ("routed", "pipeline_parallel"),  # after the layers: the passes that cut the model do not use each expert
-        ("of_some_samples", "pipeline_parallel"),
+        ("of_some_samples", "fsdp2"),
         *(pytest.param(model, "fsdp2", marks=pytest.mark.full) for model in ("mamba", "opt", "vit", "causal_adapters")),
         pytest.param("pruned", "pipeline_parallel", marks=pytest.mark.full),
     ],

@@ -117,19 +117,20 @@ class Routed(Net):
 
 
 class OfSomeSamples(Net):
-    """The content of a batch says how many samples its blocks get. They make float32 of bf16 and double it in place."""
+    """The content of a batch says how many samples its blocks get. They make float32 of bf16 and double it in place.
+    FSDP2 gathers all of them at a time."""
+
+    _no_split_modules = ["Sequential"]
 
     def __init__(self) -> None:
         super().__init__(num_blocks=4)
+        self.blocks = nn.Sequential(*self.blocks)
         for block in self.blocks:
             block.register_forward_pre_hook(lambda block, args: (args[0].float().mul_(2),))
 
     def hidden(self, x: Tensor) -> Tensor:
-        number, all_hidden = max(1, int((x[:, 0] > 0).sum())), self.stem(x).bfloat16()
-        hidden = all_hidden[:number]
-        for block in self.blocks:
-            hidden = block(hidden)
-        return torch.cat([hidden, all_hidden[number:].float()])
+        number, hidden = max(1, int((x[:, 0] > 0).sum())), self.stem(x).bfloat16()
+        return torch.cat([self.blocks(hidden[:number]), hidden[number:].float()])
 
 
 class CarriesMore(Net):
