@@ -55,6 +55,8 @@ def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scales gradients so that their norm becomes `max_norm`, if it is larger. The factor is that of torch's
     `clip_grad_norm_`."""
     gradients = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    if not gradients:  # of a stage that is frozen
+        return
     if norm.device.type != "cpu":  # to read the norm would stall a GPU
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     elif not (factor := max_norm / (float(norm) + 1e-6)) >= 1:  # also if it is not a number

@@ -28,12 +28,15 @@ Forward = Callable[[nn.Module], Any]
 @contextmanager
 def passes_alone(setup: Setup) -> Iterator[Forward]:
     """In the `with` block, a function runs `forward_step` with a model, in a world of one process, without a gradient,
-    with the same samples and random numbers each time. Weights that are still on disk are random ones. Afterwards the
-    model, and all that `forward_step` refers to, are as they were."""
+    with the same samples, random numbers and buffers each time. Weights that are still on disk are random ones.
+    Afterwards the model, and all that `forward_step` refers to, are as they were."""
     device, model = setup.accelerator.device, setup.model
     forward_step, batch = as_numbered_step(setup.forward_step), setup.first_batch(NUM_SAMPLES)
 
     def forward(model: nn.Module) -> Any:
+        for buffer, value, version in buffers:
+            if buffer._version > version:  # a pass has moved it on, as a running mean
+                buffer.copy_(value)
         seed_forward(setup.plan.config.seed, 0, 0, device)
         return forward_step(model, tree_map_only(Tensor, lambda each: each.to(device, copy=True), batch), 0)
 
@@ -44,6 +47,7 @@ def passes_alone(setup: Setup) -> Iterator[Forward]:
         kept(model, setup.optimizer, [setup.forward_step], device),
         torch.no_grad(),
     ):
+        buffers = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
         model.train()  # what draws random numbers shows
         yield forward
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..alone.passes import Forward, Trace, is_same, passes_alone
 from ..errors import UsageError
+from ..failure import line_of
 from ..seeds import generator_states
 from ..step.setup import Setup
 from ..weights.on_disk import origin_of
@@ -50,11 +51,15 @@ def cut_of(setup: Setup, num_stages: int) -> Cut:
         with _alone(setup) as forward:
             stage = Stage(model, cut, index, device)
             stage.run = forward
-            found = _detached(stage(ends[index - 1] if index else torch.empty(0)))
-            if not all(is_same(*pair) for pair in zip(tree_leaves(found), tree_leaves(expected), strict=True)):
+            try:
+                found = tree_leaves(_detached(stage(ends[index - 1] if index else torch.empty(0))))
+                fits, why = all(is_same(*pair) for pair in zip(found, tree_leaves(expected), strict=True)), ""
+            except Exception as error:  # what a layer of another stage does not give
+                fits, why = False, f" ({line_of(error)})"
+            if not fits:
                 raise UsageError(
                     f"{name} cannot be cut into stages: layers from {[*chain][cut.bounds[index]]} on, or what comes "
-                    "after them, need more than the hidden states of the layer before",
+                    f"after them, need more than the hidden states of the layer before{why}",
                     f"use {FALLBACK}",
                 )
     return cut
@@ -76,12 +81,12 @@ class _Call:
     def keeps_shape(self) -> bool:
         values = self.given, self.hidden
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-        return len(tensors) == 2 and tensors[0].shape == tensors[1].shape
+        return len(tensors) == 2 and tensors[0].shape == tensors[1].shape and tensors[0].dtype == tensors[1].dtype
 
 
 def find_chain(model: nn.Module, forward: Callable[[nn.Module], Any], device: torch.device) -> dict[str, int]:
     """The chain with most weights: layers of which each gets the hidden states that the one before it gave, all of one
-    shape.
+    shape and type.
 
     Args:
         model: whole; hooks stay on it.
@@ -211,7 +216,10 @@ def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forwa
         layers[bound].register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
     with trace:
         end(forward(model))
-    return Cut(chain, bounds, {name: frozenset(stages[tensor] or {0}) for name, tensor in tensors.items()}), ends
+    untouched = {name for name, weight in model.named_parameters(remove_duplicate=False) if not stages[weight]}
+    everywhere = dict.fromkeys(untouched, range(num_stages))
+    stages_of = {name: frozenset(stages[each] or everywhere.get(name, {0})) for name, each in tensors.items()}
+    return Cut(chain, bounds, stages_of, frozenset(untouched)), ends
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..alone.passes import Trace, is_same
-from .tensor_plan import NORM_OF_HEADS, NUMBER, is_linear, kind_of, shared_layers, width_of
+from .tensor_plan import NORM_OF_HEADS, NUMBER, is_conv1d, is_linear, kind_of, shared_layers, width_of
 
 PACKS = (1, 3, 2)  # equal parts side by side in the outputs of a layer, of each of which a process takes its share
 OUTPUT = "the output"  # of the pass, among what a layer feeds
@@ -61,7 +61,7 @@ class _Passes:
 
     def __init__(self, model: nn.Module, forward: Forward):
         self._forward, self._modules = forward, dict(model.named_modules())
-        self.layers = {name: module for name, module in self._modules.items() if is_linear(module)}
+        self.layers = {name: module for name, module in self._modules.items() if _is_plain(module)}
         self.shared = shared_layers(self._modules) & self.layers.keys()
         self._outputs: dict[Call, Tensor] = {}
         self._sources, self._consumers, self._between = ({name: set[str]() for name in self.layers} for _ in range(3))
@@ -188,6 +188,13 @@ class _Passes:
                         sizes += [(name, key)] * (value in widths and not NO_WIDTH.search(key))
             yield from filter(None, (heads, sizes, [*dict.fromkeys(heads + sizes)]))
             around |= {name.rpartition(".")[0] for name in around}
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a linear layer has torch's own pass. That of a subclass may need the whole weight, as with weights of few
+    bits, or take something else than its inputs."""
+    own = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or is_conv1d(module)
+    return is_linear(module) and own
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from ..plan import Plan
 from ..seeds import restore_generators
 from ..step.batch_loss import Values
 from ..step.engine import Engine, StepResult
+from ..step.guards import not_used
 from ..step.setup import Setup, compile_if_asked
 from ..weights.shards import checkpoint_tensors, local, norm_over_processes, whole
 from .chain import cut_of
@@ -144,7 +145,7 @@ class PipelineEngine(Engine):
         roots = {index: nn.Sequential(stage) if hides else stage for index, stage in self.stages.items()}
         self._take_passes = make_steps(schedule, roots, self)
         self._unchecked_step = as_numbered_step(setup.forward_step)
-        self._shapes: dict[Any, Shape] = {}  # {shapes of a batch: that of its hidden states}
+        self._with_gradients: list[bool] = []  # of the weights here, those that get one
         self._facts: dict[Any, Facts] = {}  # {(in training, shapes of a batch): of the values of forward_step}
 
     def _divide(self, setup: Setup, division: Division) -> dict[int, Stage]:
@@ -183,14 +184,13 @@ class PipelineEngine(Engine):
     def _backward(
         self, number: int, micro_batches: Sequence[Batch], scale: Tensor
     ) -> tuple[list[Tensor], list[Values]]:
-        self._now, self._shapes_now = (number, micro_batches, scale), [self._shape_of(batch) for batch in micro_batches]
+        self._now = number, micro_batches, scale
+        with restore_generators(self.device):
+            self._shapes = [self._shape_of(batch, number, index) for index, batch in enumerate(micro_batches)]
         self._losses = [torch.zeros((), device=self.device) for _ in micro_batches]
         self._metrics: list[Values] = [{} for _ in micro_batches]
         self._take_passes()
-        gradients = [weight.grad for weight in self._updated_tensors() if weight.grad is not None]
-        for group in self._replicas:  # not DDP: its buckets do not support a separate backward pass of each micro-batch
-            for request in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
-                request.wait()
+        self._sum_over_replicas()
         self._sum_over_stages()
         names = self._facts_of(self._metrics[0], "metrics")
         if not self._is_last:  # all processes sum up the same metrics
@@ -211,7 +211,7 @@ class PipelineEngine(Engine):
 
     def shape(self, index: int) -> Shape:
         """Shape and type of the hidden states of micro-batch `index`."""
-        return self._shapes_now[index]
+        return self._shapes[index]
 
     def _scaled_loss(self, number: int, index: int, batch: Batch, model: nn.Module) -> Tensor:
         loss, self._metrics[index] = self._loss(number, index, batch, self.forward_step(model, batch, number))
@@ -220,7 +220,9 @@ class PipelineEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, number: int) -> Values:
-        shape, hidden = self._shape_of(batch), torch.empty(0)
+        hidden = torch.empty(0)
+        with restore_generators(self.device):
+            shape = self._shape_of(batch, number)
         for index, process in self._process_of.items():
             if stage := self.stages.get(index):
                 stage.shape, stage.run = shape, lambda model: self.forward_step(model, batch, number)
@@ -230,13 +232,16 @@ class PipelineEngine(Engine):
         values: Values = result if self._is_last else {}
         return dict(self._of_all(values, self._facts_of(values, (self.model.training, _shapes_in(batch)))))
 
-    def _shape_of(self, batch: Batch) -> Shape:
-        """Shape and type of the hidden states of a micro-batch, from a pass up to the first layer."""
-        if (key := _shapes_in(batch)) not in self._shapes:
-            with torch.no_grad(), restore_generators(self.device):
-                hidden = leave_before_layers(lambda model: self._unchecked_step(model, batch, 0), self._entry)
-            self._shapes[key] = hidden.shape, hidden.dtype
-        return self._shapes[key]
+    @torch.no_grad()
+    def _shape_of(self, batch: Batch, number: int, index: int | None = None) -> Shape:
+        """Shape and type of the hidden states of a batch, from a pass up to the first layer: a recipe may cut a batch
+        by its content, the step or at random. With an index, of a micro-batch, it draws what the pass will draw."""
+        if index is not None:
+            self._seed(number, index)
+        self._entry.train(self.model.training)
+        own = {name: each.clone() if isinstance(each, Tensor) else each for name, each in batch.items()}  # may change
+        hidden = leave_before_layers(lambda model: self._unchecked_step(model, own, number), self._entry)
+        return hidden.shape, hidden.dtype
 
     def _holders_of(self, name: str) -> list[int]:
         """The processes of the pipeline that hold a saved tensor."""
@@ -248,10 +253,43 @@ class PipelineEngine(Engine):
         found = {weight: self._holders_of(name) for name, weight in self.saved_tensors().items()}  # each once
         return [(weight, holders) for weight, holders in found.items() if weight.requires_grad and len(holders) > 1]
 
+    @cached_property
+    def _rare(self) -> list[Tensor]:
+        """Trained weights that only some passes may use."""
+        held = self.saved_tensors()
+        return [held[name] for name in sorted(self._cut.untouched) if name in held and held[name].requires_grad]
+
+    def _sum_over_replicas(self) -> None:
+        """Sums the gradients over the replicas. Raises UsageError if these do not have gradients of the same weights in
+        each step: they would add those of different weights."""
+        weights = self._updated_tensors()
+        if self._replicas and (own := [weight.grad is not None for weight in weights]) != self._with_gradients:
+            if not self._with_gradients:  # in the first step
+                self._with_gradients = self._in_any(own, self._replicas)
+            for weight, here, everywhere in zip(weights, own, self._with_gradients):
+                if here != everywhere:
+                    names = {held: name for name, held in self.saved_tensors().items()}
+                    raise not_used(f"not all passes use {names[weight]}")
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        for group in self._replicas:  # not DDP: its buckets do not support a separate backward pass of each micro-batch
+            for request in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
+                request.wait()
+
+    def _in_any(self, own: list[bool], groups: Sequence[Any]) -> list[bool]:
+        """Which of these are true in any process of the groups."""
+        found = torch.tensor(own, dtype=torch.uint8, device=self.device)
+        for group in groups if own else ():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group)
+        return found.bool().tolist()
+
     def _sum_over_stages(self) -> None:
         """Sums the gradients of a weight that several stages hold, in the order of the processes: so that the copies
         stay equal to the last bit."""
+        used = [weight.grad is not None for weight in self._rare]
+        idle = {weight for weight, is_used in zip(self._rare, self._in_any(used, [self.group])) if not is_used}
         for weight, holders in self._shared:
+            if weight in idle:  # an optimizer leaves it alone
+                continue
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             gradients = {holder: torch.empty_like(local(weight.grad)) for holder in holders}
             own = gradients[self.process] = local(weight.grad).contiguous()

@@ -1,6 +1,7 @@
 """The order in which the stages of a pipeline take the passes of a step: torch's schedules, and what each costs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,15 @@ def cost(name: str, size: int, num_micro_batches: int) -> Cost:
     return Cost(1 - 6 * number / longest, [min(size, (number + size - n + 1) / 2) for n in later])
 
 
+@contextmanager
+def its_cause() -> Iterator[None]:
+    """Raises the cause of an error of torch's pipelines, which has no message of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise error.__cause__ or error from None
+
+
 def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) -> Callable[[], None]:
     """What takes the forward and backward passes of an optimizer step through the stages of a pipeline.
 
@@ -100,14 +110,13 @@ def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) 
 
         def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
             engine.before_forward(self.stage_index, fwd_chunk_id)
-            try:
+            with its_cause():
                 return super().forward_one_chunk(fwd_chunk_id, *args, **options)
-            except RuntimeError as error:  # torch's own, around the cause
-                raise error.__cause__ or error from None
 
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
             engine.before_backward(self.stage_index, bwd_chunk_id)
-            super().backward_one_chunk(bwd_chunk_id, *args, **options)
+            with its_cause():
+                super().backward_one_chunk(bwd_chunk_id, *args, **options)
             gradients = self.bwd_cache.get(bwd_chunk_id, ())
             if not self.is_first and gradients[:1] == (None,):  # the loss does not depend on it
                 self.bwd_cache[bwd_chunk_id] = (torch.zeros_like(room(bwd_chunk_id)),)

@@ -5,6 +5,7 @@ from collections.abc import Container, Sequence
 from torch import nn
 
 from ..layout import Layout
+from .stages import is_absent
 
 BY_CLASSES = (
     "layers are gathered by their classes: those of fsdp_transformer_layer_cls_to_wrap, or else of the model's "
@@ -43,10 +44,9 @@ def sharded_layers(model: nn.Module, layout: Layout) -> list[nn.Module]:
         if layer is not model
     }:
         classes -= apart
-    # A layer of another stage of a pipeline has no weights.
-    return [
-        each for each in model.modules() if type(each).__name__ in classes and any(True for _ in each.parameters())
-    ][::-1]
+    layers = [each for each in model.modules() if type(each).__name__ in classes and [*each.parameters()]]
+    # A layer of another stage of a pipeline has no weights; one around it would be left in the middle of a pass.
+    return [layer for layer in layers if not any(map(is_absent, layer.modules()))][::-1]
 
 
 def classes_in_the_file(layout: Layout) -> list[str]:

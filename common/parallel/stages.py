@@ -25,11 +25,14 @@ class Cut:
         chain: {layer: how many values it returns as a tuple}, from `find_chain`.
         bounds: stage s holds layers bounds[s] to bounds[s + 1] - 1.
         stages_of: {parameter or buffer: the stages that hold it}, under all names.
+        untouched: parameters that no layer has and the passes did not use. All stages hold them: a pass with other
+            samples, or an evaluation, may use them anywhere.
     """
 
     chain: Mapping[str, int]
     bounds: Sequence[int]
     stages_of: Mapping[str, frozenset[int]]
+    untouched: frozenset[str]
 
 
 def hidden_states(*args: Any, **named: Any) -> Any:
@@ -107,7 +110,7 @@ class Stage(nn.Module):
         return hidden.to(dtype).contiguous()
 
     def _give(self, *args: Any, **named: Any) -> Tensor:
-        return self._received
+        return self._received.clone()  # a layer may change it in place, which torch refuses of what it differentiates
 
 
 def entry_of(

@@ -93,10 +93,14 @@ def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> Non
         return
     unused = [name for weight, name in weights.items() if weight not in used]
     what = unused[0] if len(unused) + len(used) == len(weights) else f"{len(weights) - len(used)} of its weights"
-    raise UsageError(
-        f"the forward pass of process {rank} does not use {what}: freeze weights that no pass uses, with "
-        "requires_grad_(False) or by leaving them out of the optimizer; if only some passes use a weight, as with "
-        "layerdrop, set that to 0, or as with experts add 0 * weight.sum() to each loss"
+    raise not_used(f"the forward pass of process {rank} does not use {what}")
+
+
+def not_used(what: str) -> UsageError:
+    return UsageError(
+        f"{what}: freeze weights that no pass uses, with requires_grad_(False) or by leaving them out of the "
+        "optimizer; if only some passes use a weight, as with layerdrop, set that to 0, or as with experts add 0 * "
+        "weight.sum() to each loss"
     )
 
 

@@ -39,6 +39,9 @@ def test_pipeline_gives_the_result_of_one_process(
         ("old_weight_norm", "pipeline_parallel"),  # deepcopy refuses the weight that its hook computes
         ("energy_on_disk", "pipeline_parallel"),  # its layers differentiate in their forward pass
         ("batch_norm", "pipeline_parallel"),  # after the layers: its buffers are those of the last stage
+        ("all_but_head_frozen", "pipeline_parallel"),  # a stage without anything to train
+        ("routed", "pipeline_parallel"),  # after the layers: the passes that cut the model do not use each expert
+        ("of_some_samples", "fsdp2"),
         *(pytest.param(model, "fsdp2", marks=pytest.mark.full) for model in ("mamba", "opt", "vit", "causal_adapters")),
         pytest.param("pruned", "pipeline_parallel", marks=pytest.mark.full),
     ],
@@ -124,6 +127,7 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
             2,
             "need more than the hidden states of the l",  # what the routers of all layers chose
         ),
+        (USERS, f"--model carries_more {TWO}", 2, "hidden states of the layer before (TypeError: "),
         (USERS, f"--model dropout {TWO}", 2, "the layers of Net draw random numbers, as dropout does, and a pipeline"),
     ],
 )
@@ -133,6 +137,12 @@ def test_pipeline_that_cannot_run(
     run = fork(tmp_path / "run", "pipeline_parallel", script, arguments, num_processes, succeeds=False)
     assert expected in refused(run)
     assert not (run.output_dir / "metrics.jsonl").exists()
+
+
+def test_replicas_do_not_add_gradients_of_different_weights(tmp_path: Path) -> None:
+    arguments = f"--model routed {TWO} --micro_batch_size 1"  # each uses the experts of its samples
+    run = fork(tmp_path / "run", "pipeline_parallel", USERS, arguments, 4, succeeds=False)
+    assert "not all passes use experts." in refused(run) and not (run.output_dir / "model").exists()
 
 
 @pytest.mark.full  # six processes

@@ -52,6 +52,26 @@ class Mlp(nn.Module):
         return x.add_(self.down(self.between(self.up(x))))  # in place: nothing may keep the value of before
 
 
+class Lowered(nn.Linear):
+    """Rounds its weight by the largest element."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.abs().max() / 7
+        return F.linear(x, (self.weight / scale).round() * scale, self.bias)
+
+
+class Centered(nn.Module):
+    """Subtracts a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.mean((0, 1)), 0.5)
+        return x - self.mean
+
+
 def plan_of(model: nn.Module, size: int = 2, packs: tuple[int, ...] = PACKS) -> dict[str, str]:
     x = torch.randn(2, 3, WIDTH)
 
@@ -122,12 +142,15 @@ def test_layer_is_in_one_pair_alone() -> None:
     assert plan == {"0.0": "colwise", "1.0": "rowwise", "2.0": "colwise", "3.0": "rowwise"}
 
 
-def test_widths_and_shared_weights() -> None:
+def test_widths_shared_weights_and_passes_of_their_own() -> None:
     assert plan_of(nn.Sequential(Mlp(width=9))) == {}
     assert set(plan_of(nn.Sequential(Mlp(width=12)), size=3)) == {"0.up", "0.down"}
     model = nn.Sequential(Mlp(), Mlp())
     model[1].up.weight = model[0].up.weight
     assert plan_of(model) == {}
+    model = nn.Sequential(Mlp(), Mlp())
+    model[0].up = Lowered(WIDTH, 12)
+    assert set(plan_of(model)) == {"1.up", "1.down"}
     block = Mlp()
     assert set(plan_of(nn.Sequential(block, block))) == {"0.up", "0.down"}  # one layer that is called twice
 
@@ -197,7 +220,10 @@ def test_what_a_pass_raises_is_said_and_weights_stay_on_disk() -> None:
 
 
 def test_everything_is_afterwards_as_before() -> None:
-    model, seen = nn.Sequential(Mlp(), nn.BatchNorm1d(3)), {"calls": 0, "generator": torch.Generator().manual_seed(3)}
+    model, seen = (
+        nn.Sequential(Mlp(), Centered(), nn.BatchNorm1d(3)),
+        {"calls": 0, "generator": torch.Generator().manual_seed(3)},
+    )
     model.eval()
 
     def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -116,6 +116,39 @@ class Routed(Net):
         return hidden
 
 
+class OfSomeSamples(Net):
+    """The content of a batch says how many samples its blocks get. They make float32 of bf16 and double it in place.
+    FSDP2 gathers all of them at a time."""
+
+    _no_split_modules = ["Sequential"]
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=4)
+        self.blocks = nn.Sequential(*self.blocks)
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda block, args: (args[0].float().mul_(2),))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        number, hidden = max(1, int((x[:, 0] > 0).sum())), self.stem(x).bfloat16()
+        return torch.cat([self.blocks(hidden[:number]), hidden[number:].float()])
+
+
+class CarriesMore(Net):
+    """Its blocks also give a mean, which it uses after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda block, args, output: (output, output.mean(1, keepdim=True)))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden, means = self.stem(x), []
+        for block in self.blocks:
+            hidden, mean = block(hidden)
+            means.append(mean)
+        return hidden + torch.stack(means).mean(0)
+
+
 class SharedWeight(Net):
     """Two layers far from each other share a weight."""
 
@@ -211,6 +244,8 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
 NETS = ZOO | {
     "net": Net,
     "routed": lambda: Routed(plus_nothing=False),
+    "of_some_samples": OfSomeSamples,
+    "carries_more": CarriesMore,
     "routed_plus_nothing": lambda: Routed(plus_nothing=True),
     "shared_weight": SharedWeight,
     "shared_layer": shared_layer,
