@@ -206,12 +206,36 @@ def with_losses(
     return model
 
 
+class _CrossEntropy(torch.autograd.Function):
+    """(logits, labels) -> (the loss of each label, the log-probabilities of all tokens, which get no gradient).
+
+    In the backward pass `nll_loss` and `log_softmax` would each make a tensor as large as the logits; here it is one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        predicted = F.log_softmax(logits.float().flatten(0, -2), -1)
+        ctx.save_for_backward(predicted, labels)
+        ctx.mark_non_differentiable(predicted)
+        ctx.set_materialize_grads(False)  # else there were zeros for the log-probabilities
+        ctx.like = logits.shape, logits.dtype
+        return F.nll_loss(predicted, labels, ignore_index=IGNORED, reduction="none"), predicted
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None]:
+        predicted, labels = ctx.saved_tensors
+        gradient = gradient.masked_fill(labels == IGNORED, 0).unsqueeze(1)
+        found = predicted.exp().mul_(gradient).scatter_add_(1, labels.clamp(min=0).unsqueeze(1), -gradient)
+        shape, dtype = ctx.like
+        return found.view(shape).to(dtype), None
+
+
 def _of_labels(logits: Tensor, labels: Tensor, measures: bool) -> Tensor:
     """The loss of each label, shape (1, labels), or all that is `MEASURED`, shape (3, labels); 0 for `IGNORED`."""
-    predicted = F.log_softmax(logits.float().flatten(0, -2), -1)
-    losses = F.nll_loss(predicted, labels, ignore_index=IGNORED, reduction="none")
+    losses, predicted = _CrossEntropy.apply(logits, labels)
     if not measures:
         return losses.unsqueeze(0)
+    del logits  # to have two tensors of this size at once, not three
     with torch.no_grad():
         # Without a step from 0 to 1: of many tokens, rounding errors would carry some over it, under one config only.
         right = (1 - (losses + predicted.amax(-1)) / CLOSE).clamp(0, 1)

@@ -127,13 +127,17 @@ def always_mask(model: PreTrainedModel) -> None:
 
 
 def freeze_key_biases(model: nn.Module) -> None:
-    """Freezes the key biases of an encoder, unless it turns its keys by their positions. They add one number to all
-    scores of a query, so their gradient is zero but for rounding. Adam would turn the rounding into steps, which differ
-    between layouts."""
-    if not any("rot" in name or "rope" in name for name, _ in model.named_modules()):
-        for name, weight in model.named_parameters():
-            if name.endswith(("key.bias", "k_proj.bias")):
-                weight.requires_grad_(False)
+    """Freezes the key biases of an encoder. They add one number to all scores of a query, so their gradient is zero but
+    for rounding. Adam would turn the rounding into steps, which differ between layouts. Where the keys are turned by
+    their positions, or there is no softmax, the gradient is real."""
+    if any(
+        "rot" in name or "rope" in name or type(module).__name__.startswith(("RoFormer", "Yoso"))
+        for name, module in model.named_modules()
+    ):
+        return
+    for name, weight in model.named_parameters():
+        if name.endswith(("key.bias", "k_proj.bias", "k_lin.bias", "attn.k.bias")):  # k_lin: DistilBERT, attn.k: MPNet
+            weight.requires_grad_(False)
 
 
 class Embedder(nn.Module):

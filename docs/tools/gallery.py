@@ -2,7 +2,7 @@
 
     python docs/tools/gallery.py            # make gallery
     python docs/tools/gallery.py mnist
-    python docs/tools/gallery.py --data     # what the model gets alone, without runs
+    python docs/tools/gallery.py --data     # what the recipe says and the model gets alone, without runs
 
 A run that is done is in outputs/gallery/<name>, and is not made again: remove the folder to make it again.
 """
@@ -26,7 +26,7 @@ from docs.tools.curves import curves  # noqa: E402
 
 RUNS, PAGES = ROOT / "outputs" / "gallery", ROOT / "docs" / "recipes"
 PRINTED, LOAD = "printed.txt", "load.txt"
-DATA, PRINTS = "## What the model gets\n", "## What it prints\n"
+CURVES, DATA, PRINTS = "## Curves\n", "## What the model gets\n", "## What it prints\n"
 LONGEST, WIDEST = 40, 118  # lines and characters of what a run prints
 IMAGES = {"pictures.png": "What the exported model makes: a column for each class",
             "confusion.png": "A row for each class, a column for each predicted one"}  # fmt: skip
@@ -81,6 +81,19 @@ def with_data(text: str, recipe: Recipe) -> str:
     return text[:start] + seen(recipe) + text[end:]
 
 
+def head(recipe: Recipe) -> str:
+    """What the recipe's docstring says: a page before its curves."""
+    parts = [
+        f"<!-- Written by docs/tools/gallery.py from a run: make gallery -->\n# {recipe.name}",
+        recipe.what,
+        f"```bash\n{recipe.command}\n```",
+        f"**Data:** {recipe.data}\n\n**Expect:** {recipe.expect}\n\n**Time:** {recipe.time}",
+        f"[The recipe](../../recipes/{recipe.name}.py) · [more data and flags](../recipes.md) · "
+        "[under which configs it gives one result](../verified.md)",
+    ]
+    return "\n\n".join(parts) + "\n\n"
+
+
 def page(recipe: Recipe, folder: Path) -> str:
     """The page of a recipe."""
     card = read_card(folder)
@@ -99,15 +112,7 @@ def page(recipe: Recipe, folder: Path) -> str:
         "first steps": f"{card['checked_steps']} compared with one process: the same",
         "last evaluation": ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()),
     }
-    parts = [
-        f"<!-- Written by docs/tools/gallery.py from a run: make gallery -->\n# {recipe.name}",
-        recipe.what,
-        f"```bash\n{recipe.command}\n```",
-        f"**Data:** {recipe.data}\n\n**Expect:** {recipe.expect}\n\n**Time:** {recipe.time}",
-        f"[The recipe](../../recipes/{recipe.name}.py) · [more data and flags](../recipes.md) · "
-        "[under which configs it gives one result](../verified.md)",
-        f"## Curves\n\n![Loss and evaluation of this run]({recipe.name}.svg)",
-    ]
+    parts = [f"{head(recipe)}{CURVES}\n![Loss and evaluation of this run]({recipe.name}.svg)"]
     for name, caption in IMAGES.items():
         if (folder / name).exists():
             shutil.copy(folder / name, PAGES / f"{recipe.name}.png")
@@ -126,7 +131,8 @@ def main(names: list[str]) -> None:
         recipe = read_recipe(path)
         if is_data:
             file = PAGES / f"{recipe.name}.md"
-            file.write_text(with_data(file.read_text(), recipe))
+            text = file.read_text()
+            file.write_text(with_data(head(recipe) + text[text.index(CURVES) :], recipe))
             continue
         folder = run(recipe)
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

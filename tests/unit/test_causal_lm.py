@@ -1,6 +1,7 @@
 """Promise: a model of transformers that returns losses is the same model."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,29 @@ def test_losses_at_the_trained_places_alone(name: str, chunk: int) -> None:
         assert len(widths) == 2 * 2 * 15 and sum(widths[30:]) == 2 * 3 * 32
     else:
         assert widths == [3, 3 * 32]
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_two_tensors_as_large_as_the_logits_are_in_memory_at_once(measures: bool) -> None:
+    alive, most = set[int](), list[int]()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.untyped_storage().nbytes() == 4 * 16 * 1000:
+                key = found.untyped_storage()._cdata
+                if key not in alive:
+                    alive.add(key)
+                    weakref.finalize(found.untyped_storage(), alive.discard, key)
+                most.append(len(alive))
+            return found
+
+    model = with_losses(LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 1000})), longest=16, measures=measures)
+    tokens = torch.arange(16).unsqueeze(0)
+    with Watch():
+        output = model(tokens, tokens, places=tokens)
+        (output["loss"] if measures else output).sum().backward()
+    assert max(most) == 2
 
 
 def test_copy_calls_its_own_layers() -> None:

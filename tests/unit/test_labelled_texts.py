@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.encoder import always_mask, load_encoder, word_tokenizer
+from accelerate_recipes.common.tasks.encoder import always_mask, freeze_key_biases, load_encoder, word_tokenizer
 from accelerate_recipes.common.tasks.labelled import Labelled, balanced_weights
 from accelerate_recipes.common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
 from support.small_model import write_encoder, write_model
@@ -70,6 +71,57 @@ def test_words() -> None:
     some = Labelled(train.samples[:5], train.labels[:5], train.classes)
     dataset = EncodedTexts(some, tokenizer, 6, [2.0, 1.0, 1.0, 1.0, 1.0])
     assert len(dataset[0]["input_ids"]) == 6 and dataset[0]["class_weight"] == 2.0
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50}
+OWN_SIZES = {
+    "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "vocab_size": 50},
+    "DebertaV2": SIZES | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True},
+    "Esm": SIZES | {"position_embedding_type": "rotary", "pad_token_id": 1},
+    "ViT": SIZES | {"image_size": 32, "patch_size": 8},
+    "Swin": {
+        "image_size": 32,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "kind, number",
+    {
+        "Bert": 2,
+        "MPNet": 2,
+        "DistilBert": 2,
+        "ViT": 2,
+        "Swin": 4,
+        "RoFormer": 0,
+        "Esm": 0,
+        "Yoso": 0,
+        "DebertaV2": 0,
+    }.items(),
+)
+def test_biases_are_frozen_whose_gradient_is_zero(kind: str, number: int) -> None:
+    config = getattr(transformers, f"{kind}Config")(**OWN_SIZES.get(kind, SIZES))
+    model = getattr(transformers, f"{kind}Model")(config).double().eval()
+    freeze_key_biases(model)
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad and name.endswith("bias")}
+    assert len(frozen) == number
+    for name, weight in model.named_parameters():
+        weight.requires_grad_()
+        if name.endswith("bias"):
+            nn.init.normal_(weight, std=0.2)
+    images = model.main_input_name == "pixel_values"
+    given = torch.randn(2, 3, 32, 32).double() if images else torch.arange(3, 35).view(2, 16)
+    hidden = model(given).last_hidden_state
+    (hidden * torch.randn_like(hidden)).sum().backward()
+    sizes = {name: weight.grad.norm() for name, weight in model.named_parameters() if weight.grad is not None}
+    layers = [name.removesuffix("bias") for name in sizes if name.endswith("bias")]
+    idle = [layer for layer in layers if sizes[f"{layer}bias"] < 1e-9 * sizes[f"{layer}weight"]]
+    assert {f"{layer}bias" for layer in idle} == frozen
 
 
 def test_pretrained_encoders(tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ from support.launching import CONFIGS
 from support.runs import ROOT
 
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
+import gallery
 import walk
+
+from accelerate_recipes.catalog import read_recipe
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -122,6 +125,14 @@ def test_the_walk_through_a_step_is_what_a_step_does() -> None:
         stop for stop in core if "seeds" in stop.file
     ]
     assert sum(stop.lines for stop in core) < 350 and len({stop.file for stop in step}) <= 6
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*.py")), ids=lambda path: path.stem)
+def test_a_recipe_s_page_begins_with_its_docstring(path: Path) -> None:
+    page = (gallery.PAGES / f"{path.stem}.md").read_text()
+    assert page.startswith(gallery.head(read_recipe(path)) + gallery.CURVES), (
+        "type: python docs/tools/gallery.py --data"
+    )
 
 
 def test_what_machines_of_others_run_is_in_the_makefile() -> None:
