@@ -115,18 +115,10 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
         ]
         told = json.dumps([asdict(gpu), [asdict(question) for question in questions]])
         # dry.py forks, and the children of a process with threads would wait for these.
-        answers = _at_fit(script, flags, {QUESTION: told, "OMP_NUM_THREADS": "1"})
+        variables = {QUESTION: told, "OMP_NUM_THREADS": "1"}
+        answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", variables, on_meta=True)
     ends = [[answers.pop(0) for _ in range(min(2, case.stages))] for case in cases]
     return [_plan(of_case, gpu, case.config.stem, sizes) for of_case, case, (_, sizes) in zip(ends, cases, written)]
-
-
-def _at_fit(script: Path, flags: Sequence[str], variables: dict[str, str]) -> list[dict[str, Any]]:
-    """The answers, for a model without memory, or if the recipe looks at the values of its weights, for a real one."""
-    function = "accelerate_recipes.plan.dry:measure"
-    try:
-        return at_fit(script, flags, function, variables, on_meta=True)
-    except UsageError:
-        return at_fit(script, flags, function, variables)
 
 
 def _plan(ends: list[dict[str, Any]], gpu: Gpu, config: str, settings: dict[str, int]) -> Plan | NoPlan:

@@ -118,9 +118,9 @@ class Step:
         slots_per_weight: bytes of the optimizer's state for a byte of the weights that it trains.
         forward: what a forward pass adds; 0 in a pipeline.
         peak: the most that it holds.
-        first, more: the events with one micro-batch, and with two; both with all, if a step needs all at once.
+        first, more: the events with some micro-batches, and with more.
         flops: floating-point operations.
-        passes: micro-batches beside those of `first`.
+        passes: how often a step does what `more` adds to `first`.
         saved: bytes of a checkpoint.
     """
 

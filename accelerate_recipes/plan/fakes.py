@@ -17,9 +17,9 @@ BUCKET = 25 * 2**20  # bytes; DDP's default
 
 
 @contextmanager
-def weights_on_meta() -> Iterator[None]:
+def weights_on_meta() -> Iterator[list[Tensor]]:
     """Parameters of modules that are built in the `with` block take no memory and have no values, like those that
-    are still on disk."""
+    are still on disk. Yields them."""
     from accelerate_recipes.common.weights.on_disk import LazyParameter
 
     class Weightless(LazyParameter):
@@ -32,16 +32,18 @@ def weights_on_meta() -> Iterator[None]:
 
     register = nn.Module.register_parameter
     moved: Any = WeakIdKeyDictionary()  # so that a weight that two modules share stays one
+    made: list[Tensor] = []
 
     def registered(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
         if weight is not None and not weight.is_meta:
             if weight not in moved:
                 moved[weight] = Weightless(weight.detach().to("meta"), weight.requires_grad)
+                made.append(moved[weight])
             weight = moved[weight]
         register(module, name, weight)
 
     with patch.object(nn.Module, "register_parameter", registered):
-        yield
+        yield made
 
 
 @contextmanager
@@ -149,7 +151,7 @@ class Replica(DistributedDataParallel):
         self.sends = True
 
 
-def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
+def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype | None) -> None:
     """Gives model and optimizer weights and buffers without data; a FakeTensorMode is active.
 
     Args:
@@ -171,5 +173,5 @@ def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.d
     for module in model.modules():
         for own in (module._parameters, module._buffers):
             own.update({name: fake(tensor) for name, tensor in own.items() if tensor is not None})
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if optimizer else ():
         group["params"] = [fake(weight) for weight in group["params"]]

@@ -191,7 +191,7 @@ class PipelineEngine(Engine):
         self._now, self._shapes_now = (number, micro_batches, scale), [self._shape_of(batch) for batch in micro_batches]
         self._losses = [torch.zeros((), device=self.device) for _ in micro_batches]
         self._metrics: list[Values] = [{} for _ in micro_batches]
-        self._take_passes()
+        self._take_passes(len(micro_batches))
         gradients = [weight.grad for weight in self._updated_tensors() if weight.grad is not None]
         for group in self._replicas:  # not DDP: its buckets do not support a separate backward pass of each micro-batch
             for request in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
@@ -212,7 +212,7 @@ class PipelineEngine(Engine):
     def before_backward(self, stage: int, index: int) -> None:
         """The same, of a backward pass. Replicas of shards sum their gradients after the last micro-batch."""
         if sum_over_replicas := getattr(self.stages[stage], "set_requires_all_reduce", None):  # of FSDP2
-            sum_over_replicas(index == self.plan.accumulation - 1)
+            sum_over_replicas(index == len(self._now[1]) - 1)
 
     def shape(self, index: int) -> Shape:
         """Shape and type of the hidden states of micro-batch `index`."""
