@@ -1,6 +1,5 @@
 """Runs a recipe up to its call of `fit`, in a process of its own, and asks a function about the arguments."""
 
-import atexit
 import importlib
 import os
 import pickle
@@ -114,8 +113,7 @@ def main() -> None:
     if weights:
         from accelerate_recipes.plan.fakes import weights_on_meta
 
-        made = building.enter_context(weights_on_meta())
-        atexit.register(lambda: Path(f"{result}.bytes").write_text(str(sum(weight.nbytes for weight in made))))
+        building.enter_context(weights_on_meta(Path(f"{result}.bytes")))
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).resolve().parent))  # as python does for a script
     runpy.run_path(script, run_name="__main__")

@@ -33,6 +33,7 @@ class Case:
         settings: {key of the file: value} instead of the file's.
         stages: of a pipeline.
         flags: {flag of the recipe: value} instead of those on the command line.
+        kind: as in Question.
     """
 
     config: Path
@@ -41,6 +42,7 @@ class Case:
     settings: Mapping[str, int | str] = field(default_factory=dict)
     stages: int = 1
     flags: dict[str, int] = field(default_factory=dict)
+    kind: int | None = None
 
     def write(self, folder: Path) -> tuple[Path, dict[str, int]]:
         """(a config file for this case, what it has other than the file given, beside the number of processes). Raises
@@ -109,7 +111,7 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
     with tempfile.TemporaryDirectory() as folder:
         written = [case.write(Path(folder)) for case in cases]
         questions = [
-            Question(str(path), case.stages, case.flags, last)
+            Question(str(path), case.stages, case.flags, case.kind, last)
             for case, (path, _) in zip(cases, written)
             for last in (False, True)[: case.stages]
         ]
@@ -237,7 +239,7 @@ def _first_that_fit(
     kinds: Sequence[Sequence[tuple[str, Case]]], script: Path, flags: Sequence[str], gpu: Gpu
 ) -> list[tuple[str, Plan]]:
     """The first of each kind that fits."""
-    tries = [each for kind in kinds for each in kind]
+    tries = [(text, replace(case, kind=number)) for number, kind in enumerate(kinds) for text, case in kind]
     found = dict(zip((text for text, _ in tries), plans(script, flags, [case for _, case in tries], gpu)))
     fitting = {text: plan for text, plan in found.items() if isinstance(plan, Plan) and plan.fits}
     firsts = [next((text for text, _ in kind if text in fitting), "") for kind in kinds]

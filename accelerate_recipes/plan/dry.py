@@ -26,12 +26,22 @@ from accelerate_recipes.plan.steps import DryRun, cut_without_values
 if TYPE_CHECKING:
     from accelerate_recipes.common.plan import Plan
 
+NOT_ASKED = NoPlan(failed="another of its kind fits")
+
 
 def measure(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
     """Takes the arguments of `fit`. Answers each Question of the variable, in a process of its own, with Facts or a
     NoPlan, as JSON."""
-    gpu, questions = json.loads(os.environ[QUESTION])
-    return [_answer(Question(**question), Gpu(**gpu), arguments, options) for question in questions]
+    told, questions = json.loads(os.environ[QUESTION])
+    gpu, answers, found = Gpu(**told), list[dict[str, Any]](), set[int]()
+    for question in (Question(**each) for each in questions):
+        is_found = question.kind in found
+        answers.append(NOT_ASKED.as_json() if is_found else _answer(question, gpu, arguments, options))
+        steps = [answer.get("step") for answer in answers[-1 - question.last :]]  # of both ends of a pipeline
+        if question.last or question.stages == 1:
+            fits = all(step and not step["zero"] and step["peak"] <= gpu.usable for step in steps)
+            found |= {question.kind} if fits and question.kind is not None else set()
+    return answers
 
 
 def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> dict[str, Any]:

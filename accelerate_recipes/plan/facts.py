@@ -37,12 +37,14 @@ class Question:
         config: path of a file.
         stages: of a pipeline.
         flags: {flag of the recipe: value} instead of those on the command line.
+        kind: the first one of its kind that fits is enough; None: an answer is needed.
         last: whether to take the place of the last process, and not of the first.
     """
 
     config: str
     stages: int
     flags: dict[str, int]
+    kind: int | None = None
     last: bool = False
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +18,9 @@ BUCKET = 25 * 2**20  # bytes; DDP's default
 
 
 @contextmanager
-def weights_on_meta() -> Iterator[list[Tensor]]:
+def weights_on_meta(size: Path) -> Iterator[None]:
     """Parameters of modules that are built in the `with` block take no memory and have no values, like those that
-    are still on disk. Yields them."""
+    are still on disk. A file always has the number of bytes that they would take."""
     from accelerate_recipes.common.weights.on_disk import LazyParameter
 
     class Weightless(LazyParameter):
@@ -32,18 +33,20 @@ def weights_on_meta() -> Iterator[list[Tensor]]:
 
     register = nn.Module.register_parameter
     moved: Any = WeakIdKeyDictionary()  # so that a weight that two modules share stays one
-    made: list[Tensor] = []
+    num_bytes = 0
 
     def registered(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
+        nonlocal num_bytes
         if weight is not None and not weight.is_meta:
             if weight not in moved:
                 moved[weight] = Weightless(weight.detach().to("meta"), weight.requires_grad)
-                made.append(moved[weight])
+                num_bytes += weight.nbytes
+                size.write_text(str(num_bytes))
             weight = moved[weight]
         register(module, name, weight)
 
     with patch.object(nn.Module, "register_parameter", registered):
-        yield made
+        yield
 
 
 @contextmanager
