@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
+import psutil
+
 from accelerate_recipes.common.errors import UsageError
 
 QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable for what a function is asked, as JSON
@@ -37,7 +39,8 @@ def at_fit(
         flags: its flags.
         function: "module:name" of a function that takes the arguments of `fit` and returns what pickle can send.
         variables: of its environment.
-        on_meta: build models without memory: their weights have no values.
+        on_meta: build models without memory: their weights have no values. If the recipe looks at these, it runs again
+            with real ones, if they fit into the memory that is free.
 
     Raises:
         UsageError: the recipe ended before it called `fit`; the message is the last line that it printed. Or it imports
@@ -63,7 +66,13 @@ def at_fit(
         )
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
-            raise UsageError(f"{script} does not get to its call of fit: {lines[-1]}")
+            why = f"{script} does not get to its call of fit: {lines[-1]}"
+            if (made := Path(f"{result}.bytes")).exists():
+                size = int(made.read_text())
+                if size < psutil.virtual_memory().available / 2:  # a recipe may load a copy
+                    return at_fit(script, flags, function, variables)
+                why += f" (a plan gives weights no values, and those of {size / 1e9:.3g} GB do not fit here)"
+            raise UsageError(why)
         return pickle.loads(result.read_bytes())
 
 
@@ -104,7 +113,7 @@ def main() -> None:
     if weights:
         from accelerate_recipes.plan.fakes import weights_on_meta
 
-        building.enter_context(weights_on_meta())
+        building.enter_context(weights_on_meta(Path(f"{result}.bytes")))
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).resolve().parent))  # as python does for a script
     runpy.run_path(script, run_name="__main__")

@@ -60,9 +60,9 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
 
 
 def question(config: Config) -> dict[str, str]:
-    """The variable that `refusals` reads: the config file, whether there is a GPU, and flags for what the file should
-    say."""
-    return {QUESTION: json.dumps([str(config.path), bool(config.machine.gpus), config.likely_flags])}
+    """The variable that `refusals` reads: the config file, whether there is a GPU, flags for what the file should say,
+    and whether to take passes of the model."""
+    return {QUESTION: json.dumps([str(config.path), bool(config.machine.gpus), config.likely_flags, True])}
 
 
 def refusals(
@@ -86,7 +86,7 @@ def refusals(
     from accelerate_recipes.common.step.checks import check_given
     from accelerate_recipes.common.step.setup import Setup
 
-    path, has_gpu, likely = json.loads(os.environ[QUESTION])
+    path, has_gpu, likely, takes_passes = json.loads(os.environ[QUESTION])
     flags = config or RunConfig(pipeline_stages=2 if Path(path).stem in PIPELINES else 1)
     found: list[UsageError] = []
     if config is not None:
@@ -120,7 +120,7 @@ def refusals(
                 plan = Plan.of(replace(flags, **divides), layout, len(train_set), *sampling)
             for of_model in model_checks(layout):
                 _note(found, of_model, model, optimizer, plan)
-            if not found:  # it takes passes of the model
+            if not found and takes_passes:
                 loss = options.get("batch_loss")
                 _note(found, with_plans, Setup(accelerator, model, optimizer, forward_step, plan, loss, samples))
     except UsageError as error:

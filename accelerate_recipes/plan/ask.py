@@ -33,6 +33,7 @@ class Case:
         settings: {key of the file: value} instead of the file's.
         stages: of a pipeline.
         flags: {flag of the recipe: value} instead of those on the command line.
+        kind: as in Question.
     """
 
     config: Path
@@ -41,6 +42,7 @@ class Case:
     settings: Mapping[str, int | str] = field(default_factory=dict)
     stages: int = 1
     flags: dict[str, int] = field(default_factory=dict)
+    kind: int | None = None
 
     def write(self, folder: Path) -> tuple[Path, dict[str, int]]:
         """(a config file for this case, what it has other than the file given, beside the number of processes). Raises
@@ -109,24 +111,16 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
     with tempfile.TemporaryDirectory() as folder:
         written = [case.write(Path(folder)) for case in cases]
         questions = [
-            Question(str(path), case.stages, case.flags, last)
+            Question(str(path), case.stages, case.flags, case.kind, last)
             for case, (path, _) in zip(cases, written)
             for last in (False, True)[: case.stages]
         ]
         told = json.dumps([asdict(gpu), [asdict(question) for question in questions]])
         # dry.py forks, and the children of a process with threads would wait for these.
-        answers = _at_fit(script, flags, {QUESTION: told, "OMP_NUM_THREADS": "1"})
+        variables = {QUESTION: told, "OMP_NUM_THREADS": "1"}
+        answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", variables, on_meta=True)
     ends = [[answers.pop(0) for _ in range(min(2, case.stages))] for case in cases]
     return [_plan(of_case, gpu, case.config.stem, sizes) for of_case, case, (_, sizes) in zip(ends, cases, written)]
-
-
-def _at_fit(script: Path, flags: Sequence[str], variables: dict[str, str]) -> list[dict[str, Any]]:
-    """The answers, for a model without memory, or if the recipe looks at the values of its weights, for a real one."""
-    function = "accelerate_recipes.plan.dry:measure"
-    try:
-        return at_fit(script, flags, function, variables, on_meta=True)
-    except UsageError:
-        return at_fit(script, flags, function, variables)
 
 
 def _plan(ends: list[dict[str, Any]], gpu: Gpu, config: str, settings: dict[str, int]) -> Plan | NoPlan:
@@ -245,7 +239,7 @@ def _first_that_fit(
     kinds: Sequence[Sequence[tuple[str, Case]]], script: Path, flags: Sequence[str], gpu: Gpu
 ) -> list[tuple[str, Plan]]:
     """The first of each kind that fits."""
-    tries = [each for kind in kinds for each in kind]
+    tries = [(text, replace(case, kind=number)) for number, kind in enumerate(kinds) for text, case in kind]
     found = dict(zip((text for text, _ in tries), plans(script, flags, [case for _, case in tries], gpu)))
     fitting = {text: plan for text, plan in found.items() if isinstance(plan, Plan) and plan.fits}
     firsts = [next((text for text, _ in kind if text in fitting), "") for kind in kinds]

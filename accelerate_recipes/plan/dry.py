@@ -8,7 +8,9 @@ import os
 import sys
 import traceback
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,17 +21,27 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor import asked
 from accelerate_recipes.plan.facts import Facts, NoPlan, Question, Run
 from accelerate_recipes.plan.hardware import Gpu
-from accelerate_recipes.plan.steps import DryRun
+from accelerate_recipes.plan.steps import DryRun, cut_without_values
 
 if TYPE_CHECKING:
     from accelerate_recipes.common.plan import Plan
+
+NOT_ASKED = NoPlan(failed="another of its kind fits")
 
 
 def measure(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
     """Takes the arguments of `fit`. Answers each Question of the variable, in a process of its own, with Facts or a
     NoPlan, as JSON."""
-    gpu, questions = json.loads(os.environ[QUESTION])
-    return [_answer(Question(**question), Gpu(**gpu), arguments, options) for question in questions]
+    told, questions = json.loads(os.environ[QUESTION])
+    gpu, answers, found = Gpu(**told), list[dict[str, Any]](), set[int]()
+    for question in (Question(**each) for each in questions):
+        is_found = question.kind in found
+        answers.append(NOT_ASKED.as_json() if is_found else _answer(question, gpu, arguments, options))
+        steps = [answer.get("step") for answer in answers[-1 - question.last :]]  # of both ends of a pipeline
+        if question.last or question.stages == 1:
+            fits = all(step and not step["zero"] and step["peak"] <= gpu.usable for step in steps)
+            found |= {question.kind} if fits and question.kind is not None else set()
+    return answers
 
 
 def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> dict[str, Any]:
@@ -70,12 +82,13 @@ def _measure(
     from accelerate_recipes.common.data.mixture import by_source
     from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.environment import Environment
+    from accelerate_recipes.common.parallel import pipeline
     from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
 
     config = replace(config, **question.flags)
-    os.environ[QUESTION] = json.dumps([question.config, True, []])  # that of the doctor
+    os.environ[QUESTION] = json.dumps([question.config, True, [], False])  # that of the doctor
     told = asked.refusals(accelerator, model, optimizer, forward_step, train_set, eval_set, config, **options)
     if lines := [*map(str, told["refusals"]), *told["of_the_launcher"]]:
         return NoPlan(refused=lines)
@@ -88,7 +101,9 @@ def _measure(
     why_not = why_not_checked(layout.precision, sum(weight.nbytes for weight in model.parameters()), gpu.usable)
     run, offloads = _run(plan, check_steps, why_not, options), layout.environment.is_true("fsdp_offload_params")
     setup = Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss"), train_set)
-    step = DryRun(with_plans(setup), gpu, question.last).measure()
+    with patch.object(pipeline, "cut_of", partial(cut_without_values, gpu)):
+        setup = with_plans(setup)
+    step = DryRun(setup, gpu, question.last).measure()
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
         peak = max(step.peak - step.weights - step.gradients - step.optimizer, step.forward)
         step = replace(step, weights=0, gradients=0, optimizer=0, peak=peak)

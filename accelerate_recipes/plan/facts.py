@@ -37,12 +37,14 @@ class Question:
         config: path of a file.
         stages: of a pipeline.
         flags: {flag of the recipe: value} instead of those on the command line.
+        kind: the first one of its kind that fits is enough; None: an answer is needed.
         last: whether to take the place of the last process, and not of the first.
     """
 
     config: str
     stages: int
     flags: dict[str, int]
+    kind: int | None = None
     last: bool = False
 
 
@@ -118,9 +120,9 @@ class Step:
         slots_per_weight: bytes of the optimizer's state for a byte of the weights that it trains.
         forward: what a forward pass adds; 0 in a pipeline.
         peak: the most that it holds.
-        first, more: the events with one micro-batch, and with two; both with all, if a step needs all at once.
+        first, more: the events with some micro-batches, and with more.
         flops: floating-point operations.
-        passes: micro-batches beside those of `first`.
+        passes: how often a step does what `more` adds to `first`.
         saved: bytes of a checkpoint.
     """
 

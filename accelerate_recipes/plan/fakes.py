@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +18,9 @@ BUCKET = 25 * 2**20  # bytes; DDP's default
 
 
 @contextmanager
-def weights_on_meta() -> Iterator[None]:
+def weights_on_meta(size: Path) -> Iterator[None]:
     """Parameters of modules that are built in the `with` block take no memory and have no values, like those that
-    are still on disk."""
+    are still on disk. A file always has the number of bytes that they would take."""
     from accelerate_recipes.common.weights.on_disk import LazyParameter
 
     class Weightless(LazyParameter):
@@ -32,11 +33,15 @@ def weights_on_meta() -> Iterator[None]:
 
     register = nn.Module.register_parameter
     moved: Any = WeakIdKeyDictionary()  # so that a weight that two modules share stays one
+    num_bytes = 0
 
     def registered(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
+        nonlocal num_bytes
         if weight is not None and not weight.is_meta:
             if weight not in moved:
                 moved[weight] = Weightless(weight.detach().to("meta"), weight.requires_grad)
+                num_bytes += weight.nbytes
+                size.write_text(str(num_bytes))
             weight = moved[weight]
         register(module, name, weight)
 
@@ -149,7 +154,7 @@ class Replica(DistributedDataParallel):
         self.sends = True
 
 
-def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
+def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype | None) -> None:
     """Gives model and optimizer weights and buffers without data; a FakeTensorMode is active.
 
     Args:
@@ -171,5 +176,5 @@ def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.d
     for module in model.modules():
         for own in (module._parameters, module._buffers):
             own.update({name: fake(tensor) for name, tensor in own.items() if tensor is not None})
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if optimizer else ():
         group["params"] = [fake(weight) for weight in group["params"]]

@@ -2,11 +2,12 @@
 
 import os
 import warnings
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from io import StringIO
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from accelerate_recipes.plan.tracker import Tracker
 
 if TYPE_CHECKING:
     from accelerate_recipes.common.layout import Layout
+    from accelerate_recipes.common.parallel.stages import Cut
     from accelerate_recipes.common.step.setup import Setup
 
 
@@ -70,20 +72,23 @@ class DryRun:
             return replace(self._run_steps(setup, mode, tracker, batches), zero=zero)
 
     def _batches(self) -> list[dict[str, Any]]:
-        """The first micro-batches of this process, with their data: two, from whose difference others follow, or all
-        that a step needs."""
+        """The first micro-batches of this process, with their data; all others follow from these."""
         from accelerate_recipes.common.data.batches import batches
 
         plan, train_set = self.setup.plan, self.setup.train_set
         assert train_set is not None
-        count = plan.accumulation if self._needs_all else min(2, plan.accumulation)
         stream = batches(train_set, plan.micro_batches(0), torch.device("cpu"), plan.config)
-        return [next(stream) for _ in range(count)]
+        return [next(stream) for _ in range(self._numbers[1])]
 
     @property
-    def _needs_all(self) -> bool:
-        """Whether a step needs all its micro-batches."""
-        return self.setup.plan.layout.pp > 1 or self.setup.batch_loss is not None
+    def _numbers(self) -> tuple[int, int]:
+        """Two numbers of micro-batches, from whose difference others follow."""
+        from accelerate_recipes.common.parallel.schedules import shortest
+
+        plan = self.setup.plan
+        if self.setup.batch_loss is not None:
+            return plan.accumulation, plan.accumulation
+        return shortest(plan.config.pipeline_schedule, plan.layout.pp, plan.accumulation)
 
     def _run_steps(self, setup: "Setup", mode: FakeTensorMode, tracker: Tracker, batches: list[dict[str, Any]]) -> Step:
         from accelerate_recipes.common.parallel.strategies import prepare
@@ -98,18 +103,17 @@ class DryRun:
         optimizer.register_step_pre_hook(
             lambda *_: gradients.append(_num_bytes([local(each.grad) for each in trained if each.grad is not None]))
         )
-        batches = [
-            {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
-            for batch in batches
-        ]
-        module, one = engine.model, batches if self._needs_all else batches[:1]
+        batches = [_fake(mode, batch) for batch in batches]
+        module, one = engine.model, batches[: self._numbers[0]]
         held = _num_bytes([local(tensor) for tensor in [*module.parameters(), *module.buffers()]])
         engine.step(0, one, True)  # it makes the optimizer's state
-        first, peak, flops = tracker.track(lambda: engine.step(1, one, False))
-        more, peak, more_flops = (
-            tracker.track(lambda: engine.step(2, batches, False)) if len(one) < len(batches) else (first, peak, flops)
-        )
-        passes = plan.accumulation - len(one)  # of a step, beside those of `first`; each does what `more` adds to it
+        more, peak, more_flops = first, first_peak, flops = tracker.track(lambda: engine.step(1, batches, False))
+        if len(one) < len(batches):
+            first, first_peak, flops = tracker.track(lambda: engine.step(2, one, False))
+        # Of a step, beside those of `first`; so many of them do what `more` adds to it.
+        passes = (plan.accumulation - len(one)) // max(1, len(batches) - len(one))
+        if plan.layout.pp > 1:  # it holds the hidden states that it has sent to the end of a step
+            peak += (passes - 1) * (peak - first_peak)
         before, forward = tracker.held, 0
         if plan.layout.pp == 1:
             values = tracker.track(lambda: engine.forward_step(engine.model, batches[0], 0))
@@ -131,6 +135,28 @@ class DryRun:
             # A checkpoint has all weights, and the optimizer's state of all that are trained.
             saved=round(weights + updated * slots_per_weight),
         )
+
+
+def cut_without_values(gpu: Gpu, setup: "Setup", num_stages: int) -> "Cut":
+    """The cut of the model of a setup, on tensors without data: without the rehearsal, which compares values."""
+    from accelerate_recipes.common.data.sets import as_numbered_step
+    from accelerate_recipes.common.parallel import chain
+    from accelerate_recipes.common.parallel.stages import copied
+
+    setup, forward_step = replace(setup, model=copied(setup.model)), as_numbered_step(setup.forward_step)
+    mode, tracker, batch = FakeTensorMode(allow_non_fake_inputs=True), Tracker(gpu, False), setup.first_batch()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(chain, "generator_states", lambda _: tracker.num_draws))
+        for each in (processes(1, 0), mode, tracker, torch.no_grad()):
+            stack.enter_context(each)
+        make_fake(setup.model.train(), None, None)
+        batch = _fake(mode, batch)
+        cut, _ = chain.find_cut(setup, num_stages, lambda _: nullcontext(lambda model: forward_step(model, batch, 0)))
+    return cut
+
+
+def _fake(mode: FakeTensorMode, batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:

@@ -44,13 +44,14 @@ class Tracker(TorchDispatchMode):
         peak: the most that were held since `peak` was set.
         events: in the order of the program.
         flops: floating-point operations.
+        num_draws: operations that drew random numbers.
     """
 
     def __init__(self, gpu: Gpu, tf32: bool, experts: int = 1):
         super().__init__()
         self.held = self.peak = 0
         self.events: list[Event] = []
-        self.flops = 0.0
+        self.flops, self.num_draws = 0.0, 0
         self._gpu, self._tf32, self._experts = gpu, tf32, experts
         self._sizes: dict[int, int] = {}  # {storage: its bytes}
 
@@ -63,6 +64,8 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten.equal.default:
             return True
         out = func(*args, **kwargs)
+        # The kernel for attention on the CPU has the tag, and no dropout.
+        self.num_draws += torch.Tag.nondeterministic_seeded in func.tags and func._overloadpacket is not ATTENTION
         if func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args)
         else:

@@ -7,7 +7,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,18 +35,9 @@ def cut_of(setup: Setup, num_stages: int) -> Cut:
         UsageError: the model cannot be cut into so many stages, or a stage needs more than hidden states.
     """
     device, model, name = setup.accelerator.device, setup.model, type(setup.model).__name__
+    cut, ends = find_cut(setup, num_stages, _alone)
     with _alone(setup) as forward:
-        chain = find_chain(model, forward, device)
-    if len(chain) < num_stages:
-        most = len(chain) * setup.plan.layout.pp // num_stages
-        raise UsageError(
-            f"{len(chain)} layers of {name} are fewer than {num_stages} stages",
-            f"use --pipeline_stages {most} or less" if most > 1 else "use --pipeline_schedule 1f1b",
-        )
-    with _alone(setup) as forward:
-        leave_before_layers(forward, entry_of(model, chain, device))
-    with _alone(setup) as forward:
-        cut, ends = cut_chain(model, chain, num_stages, forward)
+        leave_before_layers(forward, entry_of(model, cut.chain, device))
     for index, expected in enumerate(ends):
         with _alone(setup) as forward:
             stage = Stage(model, cut, index, device)
@@ -58,11 +49,29 @@ def cut_of(setup: Setup, num_stages: int) -> Cut:
                 fits, why = False, f" ({line_of(error)})"
             if not fits:
                 raise UsageError(
-                    f"{name} cannot be cut into stages: layers from {[*chain][cut.bounds[index]]} on, or what comes "
-                    f"after them, need more than the hidden states of the layer before{why}",
+                    f"{name} cannot be cut into stages: layers from {[*cut.chain][cut.bounds[index]]} on, or what "
+                    f"comes after them, need more than the hidden states of the layer before{why}",
                     f"use {FALLBACK}",
                 )
     return cut
+
+
+def find_cut(
+    setup: Setup, num_stages: int, passes: Callable[[Setup], AbstractContextManager[Forward]]
+) -> tuple[Cut, list[Any]]:
+    """A cut that nobody has rehearsed, and what `cut_chain` returns beside it. `passes` gives a pass in a `with` block.
+    Raises UsageError for a model without a chain of so many layers."""
+    model = setup.model
+    with passes(setup) as forward:
+        chain = find_chain(model, forward, setup.accelerator.device)
+    if len(chain) < num_stages:
+        most = len(chain) * setup.plan.layout.pp // num_stages
+        raise UsageError(
+            f"{len(chain)} layers of {type(model).__name__} are fewer than {num_stages} stages",
+            f"use --pipeline_stages {most} or less" if most > 1 else "use --pipeline_schedule 1f1b",
+        )
+    with passes(setup) as forward:
+        return cut_chain(model, chain, num_stages, forward)
 
 
 @dataclass

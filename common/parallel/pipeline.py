@@ -189,7 +189,7 @@ class PipelineEngine(Engine):
             self._shapes = [self._shape_of(batch, number, index) for index, batch in enumerate(micro_batches)]
         self._losses = [torch.zeros((), device=self.device) for _ in micro_batches]
         self._metrics: list[Values] = [{} for _ in micro_batches]
-        self._take_passes()
+        self._take_passes(len(micro_batches))
         self._sum_over_replicas()
         self._sum_over_stages()
         names = self._facts_of(self._metrics[0], "metrics")
@@ -207,7 +207,7 @@ class PipelineEngine(Engine):
     def before_backward(self, stage: int, index: int) -> None:
         """The same, of a backward pass. Replicas of shards sum their gradients after the last micro-batch."""
         if sum_over_replicas := getattr(self.stages[stage], "set_requires_all_reduce", None):  # of FSDP2
-            sum_over_replicas(index == self.plan.accumulation - 1)
+            sum_over_replicas(index == len(self._now[1]) - 1)
 
     def shape(self, index: int) -> Shape:
         """Shape and type of the hidden states of micro-batch `index`."""

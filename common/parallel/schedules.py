@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -69,6 +70,15 @@ def cost(name: str, size: int, num_micro_batches: int) -> Cost:
     return Cost(1 - 6 * number / longest, [min(size, (number + size - n + 1) / 2) for n in later])
 
 
+def shortest(name: str, size: int, num_micro_batches: int) -> tuple[int, int]:
+    """(The fewest micro-batches with which each process holds as many activations as with `num_micro_batches`, and the
+    next larger number that the schedule takes.) All others follow from these two."""
+    number = num_micro_batches
+    in_round = number // (number // size) if name == "interleaved" else size
+    first = min(number, in_round * SCHEDULES[name].per_process)
+    return first, min(number, first + (in_round if name == "interleaved" else 1))
+
+
 @contextmanager
 def its_cause() -> Iterator[None]:
     """Raises the cause of an error of torch's pipelines, which has no message of its own."""
@@ -78,8 +88,8 @@ def its_cause() -> Iterator[None]:
         raise error.__cause__ or error from None
 
 
-def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) -> Callable[[], None]:
-    """What takes the forward and backward passes of an optimizer step through the stages of a pipeline.
+def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) -> Callable[[int], None]:
+    """What takes the forward and backward passes of so many micro-batches through the stages of a pipeline.
 
     Args:
         schedule: of `SCHEDULES`.
@@ -89,7 +99,7 @@ def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) 
     """
     from torch.distributed import pipelining  # the import takes a second
 
-    number, num_stages = engine.plan.accumulation, engine.plan.layout.pp * schedule.per_process
+    num_stages = engine.plan.layout.pp * schedule.per_process
 
     def room(index: int) -> Tensor:
         shape, dtype = engine.shape(index)
@@ -130,7 +140,11 @@ def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) 
     for stage in own:
         stage._runtime_validate = False  # of this one shape
     options: Any = {"loss_fn": lambda output, target: output, "scale_grads": False}
-    made = getattr(pipelining, schedule.kind)(own[0] if schedule.per_process == 1 else own, number, **options)
-    inputs = [torch.zeros(number, device=engine.device)] * (0 in roots)  # their number, no more
-    target = torch.arange(number) if num_stages - 1 in roots else None
-    return lambda: made.step(*inputs, target=target, losses=[], return_outputs=False)
+    make = partial(getattr(pipelining, schedule.kind), own[0] if schedule.per_process == 1 else own, **options)
+    made = lru_cache(maxsize=1)(make)
+    return lambda number: made(number).step(
+        *[torch.zeros(number, device=engine.device)] * (0 in roots),  # their number, no more
+        target=torch.arange(number),
+        losses=[],
+        return_outputs=False,
+    )

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,7 +126,9 @@ def test_mistakes_get_one_line(
 
 
 @pytest.mark.full
-def test_a_recipe_of_ones_own_that_looks_at_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_of_ones_own_that_looks_at_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (ROOT / "recipes" / "linear_regression.py").read_text()
     assert text.count("    fit(") == 1
     script = tmp_path / "own.py"
@@ -135,6 +138,10 @@ def test_a_recipe_of_ones_own_that_looks_at_its_weights(tmp_path: Path, monkeypa
     page = tmp_path / "plan.html"
     assert tool(monkeypatch, "plan", str(script), "--config", "ddp", "--scaling", "--plot", str(page)) == 0
     assert '"name":"ddp"' in page.read_text()
+    capsys.readouterr()
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    assert tool(monkeypatch, "plan", str(script), "--config", "ddp") == 2
+    assert "do not fit here" in capsys.readouterr().err
 
 
 @pytest.mark.full

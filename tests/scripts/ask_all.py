@@ -16,7 +16,7 @@ def answers(*given: Any, **options: Any) -> dict[str, list[str]]:
     lines = {}
     for path in bundle.configs():
         size = SIZES.get(path.stem, ["--pipeline_stages", "1"])
-        with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, []])}):
+        with patch.dict(os.environ, {asked.QUESTION: json.dumps([str(path), False, [], True])}):
             flags = replace(config, **{size[0].removeprefix("--"): int(size[1])})
             lines[path.stem] = [*map(str, asked.refusals(*data, flags, **options)["refusals"])]
     return lines

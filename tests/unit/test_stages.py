@@ -12,7 +12,7 @@ from torch.distributed import pipelining
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate_recipes.common.parallel.chain import cut_chain, find_chain, layer_bounds
-from accelerate_recipes.common.parallel.schedules import SCHEDULES, cost
+from accelerate_recipes.common.parallel.schedules import SCHEDULES, cost, shortest
 from accelerate_recipes.common.parallel.stages import Cut, Stage
 
 
@@ -70,6 +70,9 @@ def test_cost_of_schedules_is_that_of_torchs_lists_of_actions(name: str, size: i
         if name != "interleaved" or number % (number // size) == 0:
             idle, live = replayed(actions(name, size, number), size, SCHEDULES[name].per_process)
             assert cost(name, size, number).idle == pytest.approx(idle) and cost(name, size, number).live == live
+            first, more = shortest(name, size, number)  # which `plan` takes in place of all
+            assert cost(name, size, first).live == cost(name, size, more).live == live
+            assert first == number or (number - first) % (more - first) == 0
         else:
             with pytest.raises(ValueError, match="multiple of the number of rounds"):
                 actions(name, size, number)

@@ -162,7 +162,7 @@ def test_an_accelerator_that_start_did_not_make() -> None:
 
 
 def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
+    monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, [], True]))
     model, step = nn.Linear(2, 2), lambda model, batch: {"loss": model(batch["x"])[:, 0]}
     for optimizer, dataset in (([sgd(model)], ROWS), (sgd(model), DataLoader(ROWS))):
         answer = asked.refusals(None, model, optimizer, step, dataset, ROWS, RunConfig())
@@ -271,7 +271,7 @@ def test_unknown_options_of_fit(monkeypatch: pytest.MonkeyPatch, name: str, expe
     given = SimpleNamespace(layout=Layout()), model, sgd(model), check_metrics, ROWS, ROWS, RunConfig()
     line = refusal(partial(fit, *given, **told))
     assert line.startswith(expected)
-    monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, []]))
+    monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, [], True]))
     assert lines_of(asked.refusals(*given, **told)) == [line]
 
 
