@@ -56,8 +56,8 @@ def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         if (line := advice(error) or _missing_package(error)) is None:
             raise
         raise UsageError(line) from None
-    gc.collect()  # a DDP model that outlives its process group may abort the process
     if torch.distributed.is_initialized():
+        gc.collect()  # a DDP model that outlives its process group may abort the process
         torch.distributed.destroy_process_group()
     if callable(afterwards) and rank() == 0:
         _call(afterwards)

@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from accelerate_recipes.common.tasks.images import load_images
-from support.launching import CONFIGS, environment, execute, fork
+from support.launching import ACCELERATE_LAUNCH, CONFIGS, environment, execute, fork
 from support.recipes import MNIST
 from support.runs import ROOT
 
@@ -89,7 +89,7 @@ def test_cores_are_divided_among_processes_unless_the_user_chose(tmp_path: Path)
     chosen = {"OMP_NUM_THREADS": "1"}
     cases = [("single", {}, cores), ("single", chosen, 1)] + [("ddp", {}, cores // 2)] * (cores >= 4)
     for config, env, expected in cases:
-        command = ["accelerate", "launch", "--config_file", str(CONFIGS / f"{config}.yaml"), str(script)]
+        command = [*ACCELERATE_LAUNCH, "--config_file", str(CONFIGS / f"{config}.yaml"), str(script)]
         run = execute(command, tmp_path, tmp_path / "run", env)
         assert f"threads {expected}\n" in run.stdout, run.stderr
 

@@ -1,7 +1,6 @@
 """Promise: `accelerate-recipes doctor` knows the recipes, and what it finds is refused."""
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -14,6 +13,7 @@ from accelerate_recipes.matrix import MATRIX, RECIPES, Cell
 from support.launching import execute, fork
 from support.recipes import MNIST
 from support.runs import ROOT, Run, refused
+from support.tool import fork_processes
 
 FILES = ROOT / "tests" / "support" / "doctor"
 
@@ -30,7 +30,7 @@ OFTEN = ("mnist", "transformer")
 )
 def test_shipped_configs_and_recipes_are_clean(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     """Each pair that the table names as supported; the others get its line."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "scripts")]))
+    fork_processes(monkeypatch)
     name, *flags = recipe.split()
     for config, lines in at_fit(ROOT / "recipes" / f"{name}.py", flags, "ask_all:answers").items():
         cell = MATRIX.get((recipe, config), Cell())

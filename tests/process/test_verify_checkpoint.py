@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from accelerate_recipes.verify.runs import Launch
 from support.launching import ACCELERATE_LAUNCH, CONFIGS, environment, execute, fork
 from support.recipes import LINEAR
 from support.runs import ROOT
@@ -60,6 +61,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fork(tmp_path / "run", "single", DRIFTS, "--max_steps 4")
+    monkeypatch.setattr(Launch, "run_until", lambda launch, _, *how: launch.run(*how))  # in forks: none is killed
     last = "run/checkpoints/step_00000004"
     shutil.copytree(tmp_path / "run", tmp_path / "damaged")
     (tmp_path / "damaged" / "checkpoints" / "step_00000004" / "manifest.json").write_text("{}")

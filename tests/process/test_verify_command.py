@@ -14,7 +14,7 @@ from accelerate_recipes.verify.compare import Difference
 from support.launching import environment
 from support.recipes import MNIST
 from support.runs import ROOT, Run
-from support.tool import tool
+from support.tool import fork_processes, tool
 
 MUTANT = ROOT / "tests" / "scripts" / "mutant.py"
 UNET = ROOT / "tests" / "scripts" / "unet.py"
@@ -70,14 +70,16 @@ def verified(verify: Verify, script: Path, *flags: str) -> tuple[Run, dict[str, 
         pytest.param("noise", "let the dataset draw them in __getitem__", marks=pytest.mark.full),
     ],
 )
-def test_the_cause_of_a_mistake_is_found(mistake: str, expected: str) -> None:
+def test_the_cause_of_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str, expected: str) -> None:
+    fork_processes(monkeypatch)
     found = at_fit(MUTANT, ["--mistake", mistake], "accelerate_recipes.verify.causes:evidence")
     rate = 1.0 if mistake == "learning_rate" else 0.0
     cause = likely_cause(found, Difference(1e-3, 1e-3, 1e-3, 1e-3, rate, 1, "0.weight", False))
     assert expected in cause
 
 
-def test_no_cause_is_found_where_there_is_none() -> None:
+def test_no_cause_is_found_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_processes(monkeypatch)
     found = at_fit(MUTANT, [], "accelerate_recipes.verify.causes:evidence")
     assert not any(found.values())
     with pytest.raises(UsageError, match="--mistke: no such flag; did you mean --mistake"):

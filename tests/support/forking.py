@@ -5,6 +5,7 @@ serves the store for the rendezvous, sets the variables that torchrun sets, and 
 """
 
 import atexit
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -67,6 +68,12 @@ def supervise(arguments: list[str], cwd: str, variables: dict[str, str], writers
     launch.simple_launcher = start_one
     torch.distributed.run.run = _start_several
     launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+
+
+def run_script(arguments: list[str], cwd: str, variables: dict[str, str], writers: list[Connection]) -> None:
+    """Runs `python <script> <arguments>`. The target of a process from `server`."""
+    own_session(cwd, variables, writers)
+    sys.exit(_start([dict(os.environ)], arguments[0], arguments[1:]))
 
 
 def own_session(cwd: str, variables: dict[str, str], writers: list[Connection]) -> None:
@@ -160,11 +167,14 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
 
 def _work(environment: dict[str, str], script: str, arguments: list[str]) -> NoReturn:
     """Does in this fork what `python <script> <arguments>` does."""
+    import datasets
     import numpy
     import torch
 
     os.environ.clear()
     os.environ.update(environment)
+    if "HF_HOME" in environment:  # of which `datasets` took the folder of its cache when the server imported it
+        importlib.reload(datasets.config)
     os.closerange(3, 4096)
     _forget_multiprocessing()
     sys.argv = [script, *arguments]

@@ -77,6 +77,16 @@ def accelerate_forked(arguments: list[str], cwd: Path, output_dir: Path, env: di
     return _forked(forking.supervise, arguments[1:], cwd, env or {}, output_dir)
 
 
+def fork_command(command: list[str], cwd: Path, env: dict[str, str]) -> Run:
+    """Forks what a command of the tool starts: `accelerate launch`, or a recipe up to its call of `fit`."""
+    if command[1:3] == ACCELERATE_LAUNCH[1:]:
+        target, words = forking.supervise, command[3:]
+    else:
+        assert command[1:3] == ["-P", "-c"], command
+        target, words = forking.run_script, [str(ROOT / "tests" / "scripts" / "asked.py"), *command[4:]]
+    return _forked(target, words, cwd, {**env, "OMP_NUM_THREADS": "1"}, cwd)
+
+
 def fork(
     output_dir: Path,
     config: str | Path,

@@ -12,11 +12,16 @@ MODULES = """
     accelerate_recipes.common.loop
     accelerate_recipes.common.run
     accelerate_recipes.common.tasks.images
+    accelerate_recipes.common.tasks.chat_models
     accelerate_recipes.common.tasks.labelled_texts
     accelerate_recipes.common.tasks.tables
     accelerate_recipes.common.tasks.text
     accelerate_recipes.common.tasks.causal_lm
     accelerate_recipes.common.tasks.encoder
+    accelerate_recipes.common.tasks.preferences
+    accelerate_recipes.common.tasks.similarity
+    accelerate_recipes.common.tasks.vision_chats
+    datasets
     deepspeed.launcher.runner
     deepspeed.ops.adam
     deepspeed.ops.op_builder.all_ops
