@@ -277,8 +277,10 @@ class PipelineEngine(Engine):
 
     def _in_any(self, own: list[bool], groups: Sequence[Any]) -> list[bool]:
         """Which of these are true in any process of the groups."""
+        if not own:
+            return own
         found = torch.tensor(own, dtype=torch.uint8, device=self.device)
-        for group in groups if own else ():
+        for group in groups:
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
         return found.bool().tolist()
 

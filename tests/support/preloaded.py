@@ -29,6 +29,7 @@ MODULES = """
     deepspeed.runtime.superoffload.superoffload_stage3
     deepspeed.runtime.zero.muon.muon_optimizer
     deepspeed.runtime.zero.stage3
+    peft
     torch.distributed.pipelining
     torch.distributed.run
     torch.distributed.tensor
