@@ -55,12 +55,14 @@ def check_schedule(layout: Layout, config: RunConfig) -> None:
     name = config.pipeline_schedule
     if SCHEDULES[name].is_zero_bubble and layout.dp_shard > 1 and gathers_again(layout):
         # Torch looks for the gradients of the weights that it finds in the module: then not those of the graph.
-        raise UsageError(
-            f"--pipeline_schedule {name} loses gradients where FSDP2 frees a layer's weights before the backward pass",
-            "use --fsdp_reshard_after_forward false after accelerate launch",
-            [Edit("fsdp_reshard_after_forward", False, "fsdp_config")],
-            "or --pipeline_schedule interleaved",
+        what = (
+            f"--pipeline_schedule {name} loses gradients where FSDP2 frees a layer's weights before the backward pass"
         )
+        instead = "use --fsdp_reshard_after_forward false after accelerate launch"
+        edits = [Edit("fsdp_reshard_after_forward", False, "fsdp_config")]
+        if layout.tp > 1:  # then Accelerate passes nothing of FSDP on
+            instead, edits = "put FSDP_RESHARD_AFTER_FORWARD=false before accelerate launch", []
+        raise UsageError(what, instead, edits, "or --pipeline_schedule interleaved")
     if SCHEDULES[name].is_zero_bubble and config.compile:
         raise UsageError(
             f"--pipeline_schedule {name} does not work with --compile", "use --pipeline_schedule interleaved"
