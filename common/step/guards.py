@@ -76,7 +76,7 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
 
 def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
     """Raises UsageError if a loss has gradients for other tensors than these values: they would be lost."""
-    others = used_weights([loss]) - set(values)
+    others = _leaves(_graph_of([loss])) - set(values)
     if others:
         raise UsageError(
             f"batch_loss uses a weight of shape {tuple(others.pop().shape)} that is not among its values: return it "
@@ -87,7 +87,8 @@ def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
 def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> None:
     """Raises UsageError for a weight that none of these values of a forward pass depends on. A single process leaves
     such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
-    used, hides = used_weights(values), any("CheckpointFunction" in node.name() for node in _graph_of(values))
+    graph = _graph_of(values)
+    used, hides = _leaves(graph), any("CheckpointFunction" in node.name() for node in graph)
     weights = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
     if hides or len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
         return
@@ -104,9 +105,9 @@ def not_used(what: str) -> UsageError:
     )
 
 
-def used_weights(values: Iterable[Tensor]) -> set[Tensor]:
-    """The leaves of their graph, but for those that activation checkpointing hides in it."""
-    return {node.variable for node in _graph_of(values) if hasattr(node, "variable")}
+def _leaves(graph: set[Any]) -> set[Tensor]:
+    """The leaves of a graph, but for those that activation checkpointing hides in it."""
+    return {node.variable for node in graph if hasattr(node, "variable")}
 
 
 def _graph_of(values: Iterable[Tensor]) -> set[Any]:
