@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.tasks.causal_lm import (
-    check_attention,
     checkpoint_activations,
     flops_per_sample,
     load_pretrained,
@@ -57,7 +56,7 @@ class Config(RunConfig):
     hidden_size: int = flag(128, "width of the model", minimum=2)
     num_experts: int = flag(0, "experts in each layer, of which a token takes two: a Mixtral; 0: a Llama", minimum=0)
     router_loss: float = flag(0.0, "weight of a loss that spreads tokens over the experts, such as 0.01", minimum=0)
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = flag("sdpa", "implementation of attention")
+    attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "continue from this causal model and its tokenizer (folder or Hub id)")
     trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
@@ -73,7 +72,6 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def build(config: Config) -> tuple[PreTrainedModel, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
-    check_attention(config.attention)
     check_experts(config.num_experts)
     if (path := config.model_name_or_path) is None:
         if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:

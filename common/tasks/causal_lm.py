@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -22,14 +21,13 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging
 
-from ..environment import Environment, print_once
+from ..environment import print_once
 from ..errors import UsageError
 from .long_sequences import LongSequences
 from .pretrained import load, runnable
 from .routers import experts_per_token, routes_of
 from .tokenization import tokenizer_of
 
-FLASH = "flash_attention_2"
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
 MEASURED = ("loss", "token_accuracy", "entropy")
 CLOSE = 1e-3  # a label that is less probable than the best token by so little, in nats, is right in part
@@ -49,7 +47,7 @@ def load_pretrained(
     Args:
         name_or_path: folder or Hub id.
         context: tokens per sequence.
-        attention: transformers' `attn_implementation`: "sdpa", "eager", "flash_attention_2".
+        attention: transformers' `attn_implementation`: "sdpa" or "eager".
         flag: the recipe's name for `context`.
         kind: a class with `from_pretrained`. Models that see images have a processor.
         trust_remote_code: run code that the model brings.
@@ -58,10 +56,9 @@ def load_pretrained(
     Raises:
         UsageError: no such model or tokenizer there, or the model has fewer positions than `context`.
     """
-    at_first = "sdpa" if attention == FLASH else attention  # the check below runs on the CPU, in float32
     is_text = kind is AutoModelForCausalLM
     reads, expected = (AutoTokenizer, "causal model") if is_text else (AutoProcessor, "vision-language model")
-    options: dict[str, Any] = {"attn_implementation": at_first, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
     own = "tokenizer_config.json" if is_text else "*processor_config.json"
     if tokenizer_path is not None and any(Path(tokenizer_path).glob(own)):
         options["tokenizer_path"] = tokenizer_path
@@ -81,7 +78,6 @@ def load_pretrained(
             f"--model_name_or_path {name_or_path}: {type(model).__name__} attends to later tokens: use the path of a "
             f"{expected}, not of an encoder"
         )
-    model.set_attn_implementation(attention)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: use --{flag} {longest}")
@@ -101,19 +97,6 @@ def load_trained(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
     state = AcceleratorState()
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision, torch.float32)
     return kind.from_pretrained(folder, dtype=precision, trust_remote_code=True).to(state.device).eval()
-
-
-def check_attention(attention: str) -> None:
-    """Raises UsageError for flash attention without its package, or in float32."""
-    if attention != FLASH:
-        return
-    if find_spec("flash_attn") is None:
-        raise UsageError(
-            f"--attention {FLASH} needs flash-attn: run pip install flash-attn, or --attention sdpa, which has flash "
-            "kernels, too"
-        )
-    if Environment.read().mixed_precision == "no":
-        raise UsageError(f"--attention {FLASH} computes in 16 bits: use --mixed_precision bf16 after accelerate launch")
 
 
 @torch.no_grad()

@@ -56,20 +56,11 @@ class Preprocessing:
 
     def write(self, folder: Path) -> None:
         """Writes the settings for transformers' pipelines into the folder of an exported model."""
-        content = {
-            "image_processor_type": "ViTImageProcessor",
-            "do_resize": True,
-            "size": {"shortest_edge": self.size},  # then the middle square, as in an evaluation
-            "resample": int(Image.Resampling.BILINEAR),
-            "do_center_crop": True,
-            "crop_size": {"height": self.size, "width": self.size},
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": self.mean,
-            "image_std": self.std,
-        }
-        (folder / SETTINGS).write_text(json.dumps(content, indent=2) + "\n")
+        from transformers import ViTImageProcessor
+
+        sizes = {"size": {"shortest_edge": self.size}, "crop_size": self.size}  # the middle square, as in an evaluation
+        colours = {"image_mean": self.mean, "image_std": self.std, "resample": Image.Resampling.BILINEAR}
+        ViTImageProcessor(**sizes, **colours, do_center_crop=True).save_pretrained(folder)
 
 
 class CroppedImages(Dataset):

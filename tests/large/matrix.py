@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -115,8 +116,8 @@ def where() -> str:
     return ", ".join([str(datetime.date.today()), f"{os.cpu_count()} cores", memory, "no GPU", *versions])
 
 
-def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str, Cell]:
-    """Runs a case in one process and under the configs. Prints a line for each."""
+def cells(name: str, case: Case, configs: list[str], scratch: Path) -> Iterator[tuple[str, Cell]]:
+    """Runs a case in one process and under the configs. Yields (config, cell) as each run ends, and prints a line."""
     model = scratch / "model"
     if case.write is not None:
         case.write(model)
@@ -124,7 +125,6 @@ def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str,
     shared = f"--max_steps {STEPS} --log_every 1 --warmup_steps 0 --learning_rate 1e-4"
     flags = f"{case.flags.format(data=scratch / 'data', model=model)} {shared}".split()
     references: dict[bool, tuple[Trace, Floor]] = {}  # {in bf16: (one process, how far rounding goes)}
-    found: dict[str, Cell] = {}
     for config in ["single", *configs]:
         path = ROOT / "accelerate_configs" / f"{config}.yaml"
         in_bf16 = yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
@@ -143,11 +143,10 @@ def cells(name: str, case: Case, configs: list[str], scratch: Path) -> dict[str,
         # A case that one process refuses has compared nothing.
         is_bad = (row.is_bad and known is None) or (config == "single" and not run.is_done)
         check = run.card.get("check_seconds")
-        found[config] = Cell(columns, is_bad, seconds, step, check, peak, where())
         print(name, *columns, f"{seconds:.0f} s", f"{peak:.2f} GB", flush=True)
+        yield config, Cell(columns, is_bad, seconds, step, check, peak, where())
         if is_bad and config == "single":
             break
-    return found
 
 
 def _references(launch: Launch, run: Finished, config: str, in_bf16: bool, scratch: Path) -> tuple[Trace, Floor]:
@@ -207,11 +206,12 @@ def main() -> int:
     for name in arguments.case or CASES:
         configs = arguments.config or CASES[name].configs or CONFIGS
         with TemporaryDirectory(prefix="large_") as scratch:
-            found = cells(name, CASES[name], configs, Path(scratch))
-        is_bad |= any(cell.is_bad for cell in found.values())
-        results[name] = results.get(name, {}) | {config: asdict(cell) for config, cell in found.items()}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        PAGE.write_text(page({name: results[name] for name in CASES if name in results}))
+            for config, cell in cells(name, CASES[name], configs, Path(scratch)):
+                is_bad |= cell.is_bad
+                results.setdefault(name, {})[config] = asdict(cell)
+                # After each run: the runs of a case of a billion weights take half an hour.
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+                PAGE.write_text(page({name: results[name] for name in CASES if name in results}))
     return int(is_bad)
 
 

@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from accelerate_recipes.common.data import pad_to_longest
-from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks import causal_lm
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.routers import router_loss
@@ -145,18 +144,6 @@ def test_copy_calls_its_own_layers() -> None:
             weight.zero_()
     tokens, labels = torch.randint(0, 64, (2, 2, 16)).unbind()
     assert not torch.equal(other(tokens, labels), model(tokens, labels))
-
-
-def test_flash_attention_needs_its_package_and_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    causal_lm.check_attention("sdpa")
-    with pytest.raises(UsageError, match="run pip install flash-attn, or --attention sdpa"):
-        causal_lm.check_attention("flash_attention_2")
-    monkeypatch.setattr(causal_lm, "find_spec", lambda name: name)  # as if it were installed
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    with pytest.raises(UsageError, match="use --mixed_precision bf16"):
-        causal_lm.check_attention("flash_attention_2")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    causal_lm.check_attention("flash_attention_2")
 
 
 def test_trained_model_is_on_the_device_and_in_the_precision_of_the_run(
