@@ -107,13 +107,11 @@ class DryRun:
         module, one = engine.model, batches[: self._numbers[0]]
         held = _num_bytes([local(tensor) for tensor in [*module.parameters(), *module.buffers()]])
         engine.step(0, one, True)  # it makes the optimizer's state
-        more, peak, more_flops = first, first_peak, flops = tracker.track(lambda: engine.step(1, batches, False))
+        more, peak, more_flops = first, _, flops = tracker.track(lambda: engine.step(1, batches, False))
         if len(one) < len(batches):
-            first, first_peak, flops = tracker.track(lambda: engine.step(2, one, False))
+            first, _, flops = tracker.track(lambda: engine.step(2, one, False))
         # Of a step, beside those of `first`; so many of them do what `more` adds to it.
         passes = (plan.accumulation - len(one)) // max(1, len(batches) - len(one))
-        if plan.layout.pp > 1:  # it holds the hidden states that it has sent to the end of a step
-            peak += (passes - 1) * (peak - first_peak)
         before, forward = tracker.held, 0
         if plan.layout.pp == 1:
             values = tracker.track(lambda: engine.forward_step(engine.model, batches[0], 0))
