@@ -156,3 +156,26 @@ def test_a_plan_divides_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         assert divided[name] == pytest.approx(whole[name], rel=0.01)
     assert divided["flops"] == pytest.approx(whole["flops"], rel=0.05)
     assert sum(divided["sent"].values()) < sum(whole["sent"].values())
+
+
+# A plan takes a few micro-batches, and this recipe all of them.
+ALL = """from accelerate_recipes.plan.steps import DryRun
+DryRun._numbers = property(lambda run: (run.setup.plan.accumulation,) * 2)
+"""
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.full) for name in ("interleaved", "zbv"))]
+)
+def test_more_micro_batches_do_not_raise_the_peak_of_a_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], schedule: str
+) -> None:
+    recipe, walking = ROOT / "recipes" / "transformer.py", tmp_path / "walking.py"
+    walking.write_text(ALL + recipe.read_text())
+    flags = ["--num_layers", "8", "--context", "512", "--batch_size", "12", "--micro_batch_size", "1"]
+    flags += ["--pipeline_stages", "2", "--pipeline_schedule", schedule]
+    peaks = []
+    for script in (recipe, walking):
+        assert tool(monkeypatch, "plan", str(script), "--config", "pipeline_parallel", "--json", "--", *flags) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["plans"][0]["peak"])
+    assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
