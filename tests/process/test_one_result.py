@@ -174,8 +174,8 @@ def test_bf16_is_close_to_bf16_on_one_process(
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [
-        ("ddp", "mnist mlp"),
-        pytest.param("ddp", "transformer", marks=pytest.mark.full),
+        ("ddp", "linear regression"),
+        *(pytest.param("ddp", recipe, marks=pytest.mark.full) for recipe in ("mnist mlp", "transformer")),
         *(
             pytest.param(config, "transformer", marks=pytest.mark.full)
             for config in ("fsdp2", "tensor_parallel", "fsdp2_tensor_parallel", "deepspeed_zero2", "deepspeed_zero3")

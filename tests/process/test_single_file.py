@@ -56,7 +56,8 @@ def test_script_stands_alone_and_is_short(script: str) -> None:
     [
         ("linear_regression", "ddp", "--micro_batch_size 16"),
         ("mnist", "fsdp2", "--micro_batch_size 8"),
-        ("transformer", "fsdp2", "--micro_batch_size 3"),
+        # It evaluates 100 kB of text.
+        pytest.param("transformer", "fsdp2", "--micro_batch_size 3", marks=pytest.mark.full),
         *(  # DeepSpeed, whose extension torch compiles once more for a script without our package, among them
             pytest.param(script, config, "", marks=pytest.mark.full)
             for script in MOST_LINES
