@@ -172,6 +172,18 @@ def test_the_result_of_one_process(tmp_path: Path, reference: Callable[..., Run]
         assert found == collectives(product, run.card["gradient_accumulation_steps"], stage), f"process {rank}"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [STAGES, ZERO_BUBBLE])
+def test_weights_that_are_held_beside_tensor_parallelism(
+    tmp_path: Path, reference: Callable[..., Run], flags: str
+) -> None:
+    """With a tp_size Accelerate passes no flag of FSDP on; the variable says it."""
+    env, model = {"FSDP_RESHARD_AFTER_FORWARD": "false"}, UNTIED + FOUR_LAYERS
+    run = fork(tmp_path / "run", "fsdp2_tensor_pipeline", SCRIPT, f"{model} {flags}", 8, env=env)
+    assert run.card["parallelism"] == SHARD_TP_PP.title
+    assert_same(run, reference(SCRIPT, model))
+
+
 @pytest.mark.parametrize(
     ("killed", "other"),
     [
