@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from ..alone.passes import Trace, is_same
@@ -191,10 +192,20 @@ class _Passes:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a linear layer has torch's own pass. That of a subclass may need the whole weight, as with weights of few
-    bits, or take something else than its inputs."""
-    own = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or is_conv1d(module)
-    return is_linear(module) and own
+    """Whether a linear layer does with a part of its weight what torch's own does. A subclass may need the whole
+    weight, as with weights of few bits, or take something else than its inputs."""
+    if not is_linear(module):
+        return False
+    if type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or is_conv1d(module):
+        return True
+    part = {
+        name: weight[tuple(slice(size // 2) for size in weight.shape)] for name, weight in module.named_parameters()
+    }
+    given = torch.linspace(-1, 1, part["weight"].shape[1]).to(part["weight"])
+    try:
+        return is_same(torch.func.functional_call(module, part, given), F.linear(given, **part))
+    except Exception:  # what another pass makes of it
+        return False
 
 
 def _is_norm(module: nn.Module) -> bool:

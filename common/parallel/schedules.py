@@ -127,9 +127,9 @@ def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) 
             engine.before_backward(self.stage_index, bwd_chunk_id)
             with its_cause():
                 super().backward_one_chunk(bwd_chunk_id, *args, **options)
-            for received in (self.args_recv_info, self.grad_recv_info):  # torch keeps it to the end of the next step
-                for each in received.get(bwd_chunk_id, ()):
-                    each.buffer = None
+            received = *self.args_recv_info.get(bwd_chunk_id, ()), *self.grad_recv_info.get(bwd_chunk_id, ())
+            for each in received:
+                each.buffer = torch.empty(0)  # torch keeps it to the next step, and 2.11 takes no None
             gradients = self.bwd_cache.get(bwd_chunk_id, ())
             if not self.is_first and gradients[:1] == (None,):  # the loss does not depend on it
                 self.bwd_cache[bwd_chunk_id] = (torch.zeros_like(room(bwd_chunk_id)),)
