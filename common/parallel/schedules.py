@@ -88,29 +88,26 @@ def its_cause() -> Iterator[None]:
         raise error.__cause__ or error from None
 
 
-def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) -> Callable[[int], None]:
-    """What takes the forward and backward passes of so many micro-batches through the stages of a pipeline.
-
-    Args:
-        schedule: of `SCHEDULES`.
-        roots: {stage: module that runs it}, of this process.
-        engine: has a `plan`, a `device` and the `group` of the pipeline; gives the `shape` and type of the hidden
-            states of a micro-batch; is called `before_forward` and `before_backward` of (stage, micro-batch).
-    """
-    from torch.distributed import pipelining  # the import takes a second
-
-    num_stages = engine.plan.layout.pp * schedule.per_process
+def _passing_stage(engine: Any) -> Any:
+    """The class of stages that know the shape of each micro-batch, and have room for what they receive only while they
+    need it. For torch 2.11, too."""
+    from torch.distributed.pipelining import PipelineStage  # the import takes a second
 
     def room(index: int) -> Tensor:
         shape, dtype = engine.shape(index)
         return torch.empty(shape, dtype=dtype, device=engine.device)
 
-    class PassingStage(pipelining.PipelineStage):
-        """A stage that knows the shape of each micro-batch, and has room for what it receives only while it does."""
+    class PassingStage(PipelineStage):
+        # Of one shape for all, in torch 2.11; in later versions it is `_runtime_validate`.
+        _validate_fwd_input = _validate_fwd_outputs = lambda *_: None
+
+        def _get_init_p2p_neighbors_ops(self) -> Any:
+            # Not those of torch 2.11 from a process to itself, which gloo does not know.
+            return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
 
         def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
             if not self.is_first:
-                self.args_recv_info[fwd_chunk_id][0].buffer = room(fwd_chunk_id)
+                self.args_recv_info[fwd_chunk_id][0].buffer = room(fwd_chunk_id).requires_grad_()
             return super().get_fwd_recv_ops(fwd_chunk_id)
 
         def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
@@ -134,14 +131,30 @@ def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) 
             if not self.is_first and gradients[:1] == (None,):  # the loss does not depend on it
                 self.bwd_cache[bwd_chunk_id] = (torch.zeros_like(room(bwd_chunk_id)),)
 
+    return PassingStage
+
+
+def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) -> Callable[[int], None]:
+    """What takes the forward and backward passes of so many micro-batches through the stages of a pipeline.
+
+    Args:
+        schedule: of `SCHEDULES`.
+        roots: {stage: module that runs it}, of this process.
+        engine: has a `plan`, a `device` and the `group` of the pipeline; gives the `shape` and type of the hidden
+            states of a micro-batch; is called `before_forward` and `before_backward` of (stage, micro-batch).
+    """
+    from torch.distributed import pipelining
+
+    num_stages = engine.plan.layout.pp * schedule.per_process
+
     # Torch would take a whole step more to find a shape, and let it be the only one.
     one = torch.empty(1, device="meta", requires_grad=True)
+    kind = _passing_stage(engine)
     own: Any = [
-        PassingStage(root, index, num_stages, engine.device, one, one, group=engine.group)
-        for index, root in roots.items()
+        kind(root, index, num_stages, engine.device, one, one, group=engine.group) for index, root in roots.items()
     ]
     for stage in own:
-        stage._runtime_validate = False  # of this one shape
+        stage._runtime_validate = False
     options: Any = {"loss_fn": lambda output, target: output, "scale_grads": False}
     make = partial(getattr(pipelining, schedule.kind), own[0] if schedule.per_process == 1 else own, **options)
     made = lru_cache(maxsize=1)(make)
