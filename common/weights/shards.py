@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from ..norms import norm_of
 
@@ -81,7 +82,15 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor with the shards of all processes that hold some. A collective."""
-    return tensor.full_tensor() if is_divided(tensor) else tensor
+    if not is_divided(tensor):
+        return tensor
+    if (number := packs_of(tensor)) == 1:
+        return tensor.full_tensor()
+    # Torch 2.11 does not gather those.
+    held, dim = local(tensor).detach().contiguous(), tensor.placements[0].dim  # type: ignore[attr-defined]
+    shares = [torch.empty_like(held) for _ in range(tensor.device_mesh.size())]
+    dist.all_gather(shares, held, tensor.device_mesh.get_group())
+    return torch.cat([part for parts in zip(*(each.chunk(number, dim) for each in shares)) for part in parts], dim)
 
 
 def norm_over_processes(tensors: list[Tensor]) -> Tensor:
@@ -117,7 +126,7 @@ def shards_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: boo
         of_first: the shard may differ between processes that hold it; the first of them writes it.
     """
     if packs_of(tensor) > 1:
-        yield Shard.gathered(name, tuple(tensor.shape), tensor.full_tensor, everybody)  # type: ignore[attr-defined]
+        yield Shard.gathered(name, tuple(tensor.shape), lambda: whole(tensor), everybody)
         return
     held, (offsets, sizes), writers = local(tensor), range_of(tensor), everybody
     assert tuple(held.shape) == sizes, (name, held.shape, sizes)
