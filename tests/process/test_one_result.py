@@ -67,10 +67,15 @@ PRODUCTS = ("hsdp", "fsdp2_tensor_parallel", "hsdp_tensor_parallel", "fsdp2_sequ
 PRODUCTS += ("fsdp2_tensor_pipeline",)
 
 
+# What uses most of torch that changes between versions: the quick tests run with the lowest and the newest.
+QUICK = ("fsdp2", "tensor_parallel", "sequence_parallel", "pipeline_parallel")
+
+
 def pair(config: str, recipe: str) -> Any:
     """A parameter of a test, with its marks."""
     is_rare = config not in OFTEN.get(recipe, [name for name in FLOAT32_CONFIGS if name not in PRODUCTS])
-    marks = pytest.mark.quick if config == "ddp" else pytest.mark.full if is_rare else []
+    is_quick = config == "ddp" or (recipe == "transformer" and config in QUICK)
+    marks = pytest.mark.quick if is_quick else pytest.mark.full if is_rare else []
     return pytest.param(config, recipe, marks=marks)
 
 
