@@ -40,7 +40,10 @@ def _group_of_one(accelerator: Accelerator) -> Iterator[None]:
     if not dist.is_initialized():
         yield
         return
+    groups = dist.distributed_c10d._world  # torch 2.14 counts this group, whose number names the next one of all
+    count = groups.group_count
     group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    groups.group_count = count
     world, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
     answers: dict[str, Any] = {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
     functions = {name: _noting(accelerator, name, answer) for name, answer in answers.items()}
