@@ -25,7 +25,7 @@ from .chain import cut_of
 from .grid import Division, Part
 from .schedules import SCHEDULES, Shape, cost, make_steps
 from .sharding import gathers_again
-from .stages import FALLBACK, Cut, Stage, copied, entry_of, leave_before_layers
+from .stages import FALLBACK, Cut, Stage, copied, entry_of, in_one_stage, leave_before_layers
 from .strategy import Strategy
 
 Facts = dict[str, tuple[int, Shape]]  # {name of a tensor: (its process of the pipeline, its shape and type)}
@@ -138,6 +138,8 @@ class PipelineEngine(Engine):
         self.stages = self._divide(setup, division)
         self._is_last = len(self._process_of) - 1 in self.stages
         super().__init__(setup, nn.ModuleList(self.stages.values()))
+        peers = [rank for rank in range(layout.num_processes) if self._place(rank) == self.process]
+        self.forward_step = in_one_stage(self.forward_step, peers)
         is_sharded = layout.dp_shard > 1
         axes = [axis for axis in ("dp_replicate", "sp") if axis in division.grid.sizes and not is_sharded]
         self._replicas = [mesh.get_group(axis) for axis in axes]
@@ -317,9 +319,13 @@ class PipelineEngine(Engine):
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def holders(self, name: str) -> Sequence[int]:
-        layout, processes = self.plan.layout, self._holders_of(name)
-        consecutive = layout.sp * layout.tp  # processes of the same stage
-        return tuple(rank for rank in super().holders(name) if rank // consecutive % layout.pp in processes)
+        processes = self._holders_of(name)
+        return tuple(rank for rank in super().holders(name) if self._place(rank) in processes)
+
+    def _place(self, rank: int) -> int:
+        """The place of a process in its pipeline."""
+        layout = self.plan.layout
+        return rank // (layout.sp * layout.tp) % layout.pp
 
     def _facts_of(self, tensors: Mapping[str, Tensor], key: Any = None) -> Facts:
         """Of tensors that one or several processes of a pipeline have; with a key, of the first ones with that."""

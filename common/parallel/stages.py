@@ -2,13 +2,16 @@
 before it sent, and the pass is left before the first layer of the next stage."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
 
 FALLBACK = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"  # of a model that cannot be cut
@@ -59,6 +62,40 @@ def leave_before_layers(run: Run, model: nn.Module) -> Tensor:
         "function that a copy of it calls refers to the model itself",
         f"use {FALLBACK}",
     )
+
+
+class _StageOnly(TorchDispatchMode):
+    """Refuses collectives with processes of other stages, which take other passes: all would wait for ever."""
+
+    def __init__(self, ranks: Collection[int]):
+        super().__init__()
+        self._ranks = {*ranks}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            objects = zip(function._schema.arguments, args)
+            (group,) = (each for argument, each in objects if "ProcessGroup" in str(argument.type))
+            if not self._ranks.issuperset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))):
+                raise UsageError(
+                    "forward_step calls a collective of all processes, and those of other stages do not call it: "
+                    f"return the values, as metrics, whose means are of all processes, or use {FALLBACK}"
+                )
+        return function(*args, **(kwargs or {}))
+
+
+def in_one_stage(forward_step: NumberedStep, ranks: Collection[int]) -> NumberedStep:
+    """A `forward_step` whose first pass in training and in evaluation raises UsageError if it exchanges values with
+    others than these processes, which have the same stages."""
+    seen = set[bool]()
+
+    def first_passes_watched(model: Any, batch: Batch, number: int) -> Any:
+        if torch.is_grad_enabled() in seen:
+            return forward_step(model, batch, number)
+        seen.add(torch.is_grad_enabled())
+        with _StageOnly(ranks):
+            return forward_step(model, batch, number)
+
+    return first_passes_watched
 
 
 class Stage(nn.Module):

@@ -32,6 +32,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step divides_by_processes", "ddp"): "the process, on the number of processes, or on what it did before",
     ("step divides_by_ranks", "fsdp2"): "the recipe asks for torch.distributed.is_initialized (steps.py:",
     ("step gathers", "ddp"): None,
+    ("step gathers", "pipeline_parallel"): "a collective of all processes, and those of other stages do not call it",
     ("step returns_what_it_gathers", "ddp"): '"error" of sample',
     ("step unfreezes_late", "fsdp2"): "the weights that want a gradient are not those of the start in step",
     ("step counts_with_an_iterator", "ddp"): "forward_step changes COUNT, which the parity check cannot",
