@@ -8,9 +8,7 @@ import os
 import sys
 import traceback
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -82,7 +80,7 @@ def _measure(
     from accelerate_recipes.common.data.mixture import by_source
     from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.environment import Environment
-    from accelerate_recipes.common.parallel import pipeline
+    from accelerate_recipes.common.parallel.pipeline import PIPELINE
     from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
@@ -101,9 +99,9 @@ def _measure(
     why_not = why_not_checked(layout.precision, sum(weight.nbytes for weight in model.parameters()), gpu.usable)
     run, offloads = _run(plan, check_steps, why_not, options), layout.environment.is_true("fsdp_offload_params")
     setup = Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss"), train_set)
-    with patch.object(pipeline, "cut_of", partial(cut_without_values, gpu)):
-        setup = with_plans(setup)
-    step = DryRun(setup, gpu, question.last).measure()
+    if layout.pp > 1:
+        setup = replace(setup, plans={PIPELINE.name: cut_without_values(setup, gpu)})
+    step = DryRun(with_plans(setup), gpu, question.last).measure()
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
         peak = max(step.peak - step.weights - step.gradients - step.optimizer, step.forward)
         step = replace(step, weights=0, gradients=0, optimizer=0, peak=peak)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from io import StringIO
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -135,21 +134,23 @@ class DryRun:
         )
 
 
-def cut_without_values(gpu: Gpu, setup: "Setup", num_stages: int) -> "Cut":
+def cut_without_values(setup: "Setup", gpu: Gpu) -> "Cut":
     """The cut of the model of a setup, on tensors without data: without the rehearsal, which compares values."""
     from accelerate_recipes.common.data.sets import as_numbered_step
-    from accelerate_recipes.common.parallel import chain
+    from accelerate_recipes.common.parallel.chain import find_cut
+    from accelerate_recipes.common.parallel.schedules import SCHEDULES
     from accelerate_recipes.common.parallel.stages import copied
 
+    num_stages = setup.plan.layout.pp * SCHEDULES[setup.plan.config.pipeline_schedule].per_process
     setup, forward_step = replace(setup, model=copied(setup.model)), as_numbered_step(setup.forward_step)
     mode, tracker, batch = FakeTensorMode(allow_non_fake_inputs=True), Tracker(gpu, False), setup.first_batch()
     with ExitStack() as stack:
-        stack.enter_context(patch.object(chain, "generator_states", lambda _: tracker.num_draws))
         for each in (processes(1, 0), mode, tracker, torch.no_grad()):
             stack.enter_context(each)
         make_fake(setup.model.train(), None, None)
         batch = _fake(mode, batch)
-        cut, _ = chain.find_cut(setup, num_stages, lambda _: nullcontext(lambda model: forward_step(model, batch, 0)))
+        passes = nullcontext(lambda model: forward_step(model, batch, 0))
+        cut, _ = find_cut(setup, num_stages, lambda _: passes, lambda: tracker.num_draws)
     return cut
 
 

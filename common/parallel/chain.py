@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +36,7 @@ def cut_of(setup: Setup, num_stages: int) -> Cut:
         UsageError: the model cannot be cut into so many stages, or a stage needs more than hidden states.
     """
     device, model, name = setup.accelerator.device, setup.model, type(setup.model).__name__
-    cut, ends = find_cut(setup, num_stages, _alone)
+    cut, ends = find_cut(setup, num_stages, _alone, partial(generator_states, device))
     with _alone(setup) as forward:
         leave_before_layers(forward, entry_of(model, cut.chain, device))
     for index, expected in enumerate(ends):
@@ -57,13 +58,25 @@ def cut_of(setup: Setup, num_stages: int) -> Cut:
 
 
 def find_cut(
-    setup: Setup, num_stages: int, passes: Callable[[Setup], AbstractContextManager[Forward]]
+    setup: Setup,
+    num_stages: int,
+    passes: Callable[[Setup], AbstractContextManager[Forward]],
+    states: Callable[[], Any],
 ) -> tuple[Cut, list[Any]]:
-    """A cut that nobody has rehearsed, and what `cut_chain` returns beside it. `passes` gives a pass in a `with` block.
-    Raises UsageError for a model without a chain of so many layers."""
+    """A cut that nobody has rehearsed, and what `cut_chain` returns beside it.
+
+    Args:
+        setup: of the run.
+        num_stages: of the model.
+        passes: gives a pass in a `with` block.
+        states: gives those of the generators of random numbers.
+
+    Raises:
+        UsageError: the model has no chain of so many layers.
+    """
     model = setup.model
     with passes(setup) as forward:
-        chain = find_chain(model, forward, setup.accelerator.device)
+        chain = find_chain(model, forward, states)
     if len(chain) < num_stages:
         most = len(chain) * setup.plan.layout.pp // num_stages
         raise UsageError(
@@ -93,14 +106,14 @@ class _Call:
         return len(tensors) == 2 and tensors[0].shape == tensors[1].shape and tensors[0].dtype == tensors[1].dtype
 
 
-def find_chain(model: nn.Module, forward: Callable[[nn.Module], Any], device: torch.device) -> dict[str, int]:
+def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) -> dict[str, int]:
     """The chain with most weights: layers of which each gets the hidden states that the one before it gave, all of one
     shape and type.
 
     Args:
         model: whole; hooks stay on it.
         forward: a pass.
-        device: that it runs on.
+        states: gives those of the generators of random numbers.
 
     Returns:
         {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}, in the order
@@ -115,7 +128,7 @@ def find_chain(model: nn.Module, forward: Callable[[nn.Module], Any], device: to
         for name, module in modules.items()
         if isinstance(module, nn.ModuleList | nn.Sequential)
     }
-    calls = _calls(modules, [layer for layers in lists.values() for layer in layers], device)
+    calls = _calls(modules, [layer for layers in lists.values() for layer in layers], states)
     forward(model)
 
     def size(run: Sequence[_Call]) -> int:
@@ -143,19 +156,19 @@ def find_chain(model: nn.Module, forward: Callable[[nn.Module], Any], device: to
     return {call.name: call.num_outputs for call in run}
 
 
-def _calls(modules: Mapping[str, nn.Module], layers: Sequence[str], device: torch.device) -> list[_Call]:
+def _calls(modules: Mapping[str, nn.Module], layers: Sequence[str], states: Callable[[], Any]) -> list[_Call]:
     """A list that a pass will fill with the calls of these layers."""
     calls, running = list[_Call](), list[_Call]()
 
     def leave(layer: nn.Module, args: Any, output: Any) -> None:
         call = running.pop()
         call.num_outputs = len(output) if isinstance(output, tuple) else 0
-        call.hidden, call.state_after = output[0] if call.num_outputs else output, generator_states(device)
+        call.hidden, call.state_after = output[0] if call.num_outputs else output, states()
 
     for name in layers:
 
         def enter(layer: nn.Module, args: Any, named: Any, name: str = name) -> None:
-            calls.append(_Call(name, hidden_states(*args, **named), generator_states(device)))
+            calls.append(_Call(name, hidden_states(*args, **named), states()))
             running.append(calls[-1])
 
         # First and last of all hooks: those of the user belong to the layer.

@@ -87,7 +87,7 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "_is_expert_parallel")
+        if hasattr(module, "is_transposed")  # which their decorator sets
         and all(weight.shape[0] == module.num_experts for weight in module.parameters())
     }
 

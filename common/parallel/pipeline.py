@@ -98,7 +98,8 @@ class PipelineParallel(Strategy):
     def plan(self, setup: Setup) -> Cut:
         name, layout = setup.plan.config.pipeline_schedule, setup.plan.layout
         num_stages = layout.pp * SCHEDULES[name].per_process
-        cut, process_of = cut_of(setup, num_stages), SCHEDULES[name].places(layout.pp)
+        cut: Cut = setup.plans.get(self.name) or cut_of(setup, num_stages)
+        process_of = SCHEDULES[name].places(layout.pp)
         held = dict.fromkeys(range(layout.pp), 0)
         for weight_name, weight in setup.model.named_parameters():
             processes = [process_of[stage] for stage in cut.stages_of[weight_name]]

@@ -30,7 +30,7 @@ class Setup:
         plan: of the run.
         batch_loss: as for `fit`.
         train_set: for passes before the run; None: there are none.
-        plans: {strategy: how it will divide the model}.
+        plans: {strategy: how it will divide the model}; one that is there already is not found again.
         watched: `forward_step` -> one that an observer watches; None: nobody does.
     """
 

@@ -12,7 +12,7 @@ from .tokenization import END
 Messages = list[dict[str, Any]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT's form; others have their usual names
 USUAL = ("system", "developer", "user", "assistant", "tool")
-SAYS_WITHOUT_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what was thought; templates read one of the first two
 CHANGES = (
     "the chat template changes earlier turns when a turn follows, so that the tokens to train on are unknown: give the "
     "tokenizer another chat_template, or its last answer as column completion and the turns before as column prompt"
@@ -97,9 +97,13 @@ def _without_none(value: Any) -> Any:
 
 
 def _role_first(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of either form in the first of them. An empty list of calls is none."""
+    """A message of either form in the first of them. An empty list of calls is none. What was thought has both names
+    that templates read: transformers below 5.21 hands on the one that the data have."""
     if not message.get("tool_calls", True):
         message = {name: value for name, value in message.items() if name != "tool_calls"}
+    thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    if thought is not None:
+        message = {"thinking": thought} | message | {"reasoning_content": thought}
     if "role" in message or "from" not in message:
         return {"role": None} | message
     speaker = SPEAKERS.get(message["from"], message["from"])
@@ -114,7 +118,7 @@ def check_messages(messages: Messages) -> Messages:
     values are such as JSON has."""
     for number, message in enumerate(messages, start=1):
         content, where = message.get("content"), f"message {number} ({message['role']})"
-        if content is None and message["role"] != "tool" and not any(name in message for name in SAYS_WITHOUT_CONTENT):
+        if content is None and message["role"] != "tool" and not {"tool_calls", *THOUGHTS} & {*message}:
             raise UsageError(f"{where} has no content")
         for part in content if isinstance(content, list) else []:
             kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__

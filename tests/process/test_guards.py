@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from accelerate_recipes.common.config import RunConfig
 from support.launching import CONFIGS, execute, fork, launch
-from support.recipes import MISFIT, MNIST
+from support.recipes import LINEAR, MISFIT, MNIST
 from support.runs import ROOT, refused
 
 
@@ -181,8 +181,8 @@ def test_fsdp_without_layers_to_gather_says_so(tmp_path: Path) -> None:
 
 def test_address_of_a_cluster_does_not_stop_a_single_process(tmp_path: Path) -> None:
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    command = ["accelerate", "launch", "--config_file", str(CONFIGS / "single.yaml"), str(ROOT / MNIST)]
-    run = execute([*command, "--max_steps", "1"], tmp_path, tmp_path / "outputs" / "mnist", env)
+    command = ["accelerate", "launch", "--config_file", str(CONFIGS / "single.yaml"), str(ROOT / LINEAR)]
+    run = execute([*command, "--max_steps", "1"], tmp_path, tmp_path / "outputs" / "linear_regression", env)
     assert run.exit_code == 0 and run.card["num_processes"] == 1, run.stderr
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, constants
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.push import check_name
 from support.fake_hub import TOKEN, FakeHub
-from support.launching import execute, fork, launch
+from support.launching import execute, fork
 from support.recipes import LINEAR, TRANSFORMER
 from support.runs import ROOT, Run
 
@@ -26,7 +26,7 @@ def push(run: Run, hub: FakeHub, name: str = "me/line", **variables: str) -> Run
 
 
 def test_model_arrives_with_its_card(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "ddp", LINEAR, SHORT)
+    run = fork(tmp_path / "run", "ddp", LINEAR, SHORT)
     assert f"accelerate-recipes push {run.output_dir} NAME uploads it" in run.stdout
     (run.output_dir / "certificate.md").write_text("# Certificate\n\nThe same under every config.\n")
     with FakeHub() as hub:

@@ -172,7 +172,7 @@ def test_more_micro_batches_do_not_raise_the_peak_of_a_pipeline(
 ) -> None:
     recipe, walking = ROOT / "recipes" / "transformer.py", tmp_path / "walking.py"
     walking.write_text(ALL + recipe.read_text())
-    flags = ["--num_layers", "8", "--context", "512", "--batch_size", "12", "--micro_batch_size", "1"]
+    flags = ["--num_layers", "4", "--context", "512", "--batch_size", "8", "--micro_batch_size", "1"]
     flags += ["--pipeline_stages", "2", "--pipeline_schedule", schedule]
     peaks = []
     for script in (recipe, walking):

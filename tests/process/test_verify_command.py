@@ -193,6 +193,15 @@ def test_a_record_names_the_step_the_weight_and_the_versions_that_differ(tmp_pat
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/records/newest/*.json")), ids=lambda path: path.stem)
+def test_the_records_are_those_of_the_recipes_as_they_are(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """So that a difference after an upgrade is one of the packages."""
+    monkeypatch.chdir(ROOT)  # of the data that they name
+    script = f"recipes/{path.stem.removesuffix('_experts')}.py"
+    assert tool(monkeypatch, "verify", script, "--against", str(path)) == 0
+
+
+@pytest.mark.full
 def test_a_record_of_a_script_on_accelerate(verify: Verify) -> None:
     assert len(record(verify, SINGLE_FILE, "--accelerate")["reference"]["records"]) == 4
     assert against(verify, SINGLE_FILE)[1]["verdict"] == "bit for bit"
