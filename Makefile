@@ -19,7 +19,7 @@ quick: $(VENV)/installed
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint quick-tests
 
 quick-tests: $(VENV)/installed
-	pytest -m quick
+	pytest -n 2 --dist loadgroup -m quick
 
 test: ready
 	$(PYTEST)
