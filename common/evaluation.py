@@ -193,6 +193,7 @@ def evaluate_set(
                 values = {name: value for name, value in values.items() if value.ndim == 1}
             weight = batch.get("weight", torch.ones(size, device=device))
             put(rows, index, num_passes, values | {SAMPLE_WEIGHT: weight})
+    rows = engine.share_values(rows)
     examples = {name: gather(engine.accelerator, plan.layout, each)[:num_samples] for name, each in rows.items()}
     weight = examples.pop(SAMPLE_WEIGHT).double()
     metrics = examples if batch_loss is None else _in_batches(batch_loss, examples, plan.config.batch_size)

@@ -78,8 +78,8 @@ class Observer:
         own = Step(modules=modules or ModuleTrace())
         with ExitStack() as hooks:
             if is_first:
-                values = evaluate_batch(
-                    engine.model, lambda _, *given: engine.evaluate(*given), micro_batches[0], number
+                values = engine.share_values(
+                    evaluate_batch(engine.model, lambda _, *given: engine.evaluate(*given), micro_batches[0], number)
                 )
                 if engine.plan.row(0) == 0:
                     own.evaluated[0] = on_cpu(values)

@@ -225,17 +225,24 @@ class PipelineEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, number: int) -> Values:
-        hidden = torch.empty(0)
+        """As the first stages wait for nothing but the next one, several batches are on their way at a time."""
+        hidden, result = torch.empty(0), Values()
         with restore_generators(self.device):
             shape = self._shape_of(batch, number)
         for index, process in self._process_of.items():
             if stage := self.stages.get(index):
                 stage.shape, stage.run = shape, lambda model: self.forward_step(model, batch, number)
                 hidden = result = stage(hidden)
-            if index + 1 in self._process_of:
-                hidden = self._from(process, hidden, shape)
-        values: Values = result if self._is_last else {}
-        return dict(self._of_all(values, self._facts_of(values, (self.model.training, _shapes_in(batch)))))
+            if (receiver := self._process_of.get(index + 1, process)) != process:
+                if self.process == process:
+                    dist.send(hidden, group_dst=receiver, group=self.group)
+                elif self.process == receiver:
+                    hidden = torch.empty(shape[0], dtype=shape[1], device=self.device)
+                    dist.recv(hidden, group_src=process, group=self.group)
+        return result if self._is_last else {}
+
+    def share_values(self, values: Values) -> Values:
+        return dict(self._of_all(values, self._facts_of(values)))
 
     @torch.no_grad()
     def _shape_of(self, batch: Batch, number: int, index: int | None = None) -> Shape:

@@ -162,8 +162,12 @@ class Engine:
         return norm_over_processes([weight.grad for weight in self._updated_tensors() if weight.grad is not None])
 
     def evaluate(self, batch: Batch, number: int) -> Values:
-        """The values of `forward_step` for a batch, in each process that has it, without a gradient."""
+        """The values of `forward_step` for a batch, without a gradient; none in a process without the last stage."""
         return self.forward_step(self.model, batch, number)
+
+    def share_values(self, values: Values) -> Values:
+        """Those of `evaluate`, of one batch or several, in each process that has them."""
+        return values
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
         """(1 / the weight of the global batch, which losses are multiplied by; the weight of this process's samples).
@@ -187,7 +191,7 @@ class Engine:
             self._seed(number, index)
             return self.evaluate(batch, number)
 
-        values = first_pass(forward, micro_batches, len(micro_batches), self.model)
+        values = self.share_values(first_pass(forward, micro_batches, len(micro_batches), self.model))
         whole = {name: gather(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
         shares = self.batch_loss.shares(whole, number)
         self.shares = [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]
