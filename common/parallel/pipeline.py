@@ -1,6 +1,6 @@
 """Pipeline parallelism: each process holds a stage, a range of the layers, or two."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -27,8 +27,6 @@ from .schedules import SCHEDULES, Shape, cost, make_steps
 from .sharding import gathers_again
 from .stages import FALLBACK, Cut, Stage, copied, entry_of, in_one_stage, leave_before_layers
 from .strategy import Strategy
-
-Facts = dict[str, tuple[int, Shape]]  # {name of a tensor: (its process of the pipeline, its shape and type)}
 
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
@@ -151,7 +149,7 @@ class PipelineEngine(Engine):
         self._take_passes = make_steps(schedule, roots, self)
         self._unchecked_step = as_numbered_step(setup.forward_step)
         self._with_gradients: list[bool] = []  # of the weights here, those that get one
-        self._facts: dict[Any, Facts] = {}  # {(in training, shapes of a batch): of the values of forward_step}
+        self._metric_names: list[str] | None = None  # from the first step on
 
     def _divide(self, setup: Setup, division: Division) -> dict[int, Stage]:
         """The stages of this process. The optimizer gets their weights."""
@@ -197,9 +195,10 @@ class PipelineEngine(Engine):
         self._take_passes(len(micro_batches))
         self._sum_over_replicas()
         self._sum_over_stages()
-        names = self._facts_of(self._metrics[0], "metrics")
+        if self._metric_names is None:
+            self._metric_names = [*self.share_values(self._metrics[0])]
         if not self._is_last:  # all processes sum up the same metrics
-            self._metrics[0] = {name: torch.zeros((), device=self.device) for name in names}
+            self._metrics[0] = {name: torch.zeros((), device=self.device) for name in self._metric_names}
         return self._losses, self._metrics
 
     def before_forward(self, stage: int, index: int) -> None:
@@ -240,9 +239,6 @@ class PipelineEngine(Engine):
                     hidden = torch.empty(shape[0], dtype=shape[1], device=self.device)
                     dist.recv(hidden, group_src=process, group=self.group)
         return result if self._is_last else {}
-
-    def share_values(self, values: Values) -> Values:
-        return dict(self._of_all(values, self._facts_of(values)))
 
     @torch.no_grad()
     def _shape_of(self, batch: Batch, number: int, index: int | None = None) -> Shape:
@@ -335,34 +331,16 @@ class PipelineEngine(Engine):
         layout = self.plan.layout
         return rank // (layout.sp * layout.tp) % layout.pp
 
-    def _facts_of(self, tensors: Mapping[str, Tensor], key: Any = None) -> Facts:
-        """Of tensors that one or several processes of a pipeline have; with a key, of the first ones with that."""
-        if key is None or key not in self._facts:
-            own = {name: (each.shape, each.dtype) for name, each in tensors.items()}
-            found: list[Any] = [None] * self.plan.layout.pp
-            dist.all_gather_object(found, own, self.group)
-            self._facts[key] = {name: (process, fact) for process, of in enumerate(found) for name, fact in of.items()}
-        return self._facts[key]
-
-    def _of_all(self, tensors: Mapping[str, Tensor], facts: Facts) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) of all processes of a pipeline, whole, one at a time, in each of them."""
-        for name, (process, shape) in facts.items():
-            yield name, self._from(process, whole(tensors[name]) if process == self.process else None, shape)
-
-    def _from(self, process: int, tensor: Any, shape: Shape) -> Tensor:
-        """The tensor of one process of a pipeline."""
-        size, dtype = shape
-        own = process == self.process
-        tensor = tensor.detach().contiguous() if own else torch.empty(size, dtype=dtype, device=self.device)
-        dist.broadcast(tensor, group_src=process, group=self.group)
-        return tensor
-
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        return self._of_all(tensors, self._facts_of(tensors))
-
-
-def _shapes_in(batch: Batch) -> tuple[Any, ...]:
-    return tuple((name, each.shape, each.dtype) for name, each in batch.items() if isinstance(each, Tensor))
+        found: list[Any] = [None] * self.plan.layout.pp
+        own = {name: (each.shape, each.dtype) for name, each in tensors.items()}
+        dist.all_gather_object(found, own, self.group)
+        facts = {name: (process, *fact) for process, of in enumerate(found) for name, fact in of.items()}
+        for name, (process, size, dtype) in facts.items():
+            is_own = process == self.process
+            tensor = whole(tensors[name]).detach() if is_own else torch.empty(size, dtype=dtype, device=self.device)
+            dist.broadcast(tensor := tensor.contiguous(), group_src=process, group=self.group)
+            yield name, tensor
 
 
 PIPELINE = PipelineParallel()

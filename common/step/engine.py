@@ -166,8 +166,8 @@ class Engine:
         return self.forward_step(self.model, batch, number)
 
     def share_values(self, values: Values) -> Values:
-        """Those of `evaluate`, of one batch or several, in each process that has them."""
-        return values
+        """Those of `evaluate`, of one batch or several, in all processes with the same samples."""
+        return dict(self._of_all_stages(values))
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
         """(1 / the weight of the global batch, which losses are multiplied by; the weight of this process's samples).
@@ -327,6 +327,7 @@ class Engine:
             yield name, self._whole(tensor).detach()
 
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        """(name, tensor) of all processes that share the layers of a model, one at a time, in each of them."""
         return tensors.items()
 
     def _whole(self, tensor: Tensor) -> Tensor:
