@@ -138,10 +138,8 @@ def cut_without_values(setup: "Setup", gpu: Gpu) -> "Cut":
     """The cut of the model of a setup, on tensors without data: without the rehearsal, which compares values."""
     from accelerate_recipes.common.data.sets import as_numbered_step
     from accelerate_recipes.common.parallel.chain import find_cut
-    from accelerate_recipes.common.parallel.schedules import SCHEDULES
     from accelerate_recipes.common.parallel.stages import copied
 
-    num_stages = setup.plan.layout.pp * SCHEDULES[setup.plan.config.pipeline_schedule].per_process
     setup, forward_step = replace(setup, model=copied(setup.model)), as_numbered_step(setup.forward_step)
     mode, tracker, batch = FakeTensorMode(allow_non_fake_inputs=True), Tracker(gpu, False), setup.first_batch()
     with ExitStack() as stack:
@@ -150,7 +148,7 @@ def cut_without_values(setup: "Setup", gpu: Gpu) -> "Cut":
         make_fake(setup.model.train(), None, None)
         batch = _fake(mode, batch)
         passes = nullcontext(lambda model: forward_step(model, batch, 0))
-        cut, _ = find_cut(setup, num_stages, lambda _: passes, lambda: tracker.num_draws)
+        cut, _ = find_cut(setup, lambda _: passes, lambda: tracker.num_draws)
     return cut
 
 

@@ -23,20 +23,21 @@ from ..failure import line_of
 from ..seeds import generator_states
 from ..step.setup import Setup
 from ..weights.on_disk import origin_of
+from .schedules import SCHEDULES
 from .stages import FALLBACK, Cut, Stage, entry_of, hidden_states, leave_before_layers
 
 NOISE = 0.02  # beside the weights in the rehearsal
 
 
-def cut_of(setup: Setup, num_stages: int) -> Cut:
+def cut_of(setup: Setup) -> Cut:
     """The cut of the model of a setup, of which each stage has given what the whole model does. The model, and all that
     `forward_step` refers to, are afterwards as they were before.
 
     Raises:
-        UsageError: the model cannot be cut into so many stages, or a stage needs more than hidden states.
+        UsageError: the model cannot be cut into its stages, or a stage needs more than hidden states.
     """
     device, model, name = setup.accelerator.device, setup.model, type(setup.model).__name__
-    cut, ends = find_cut(setup, num_stages, _alone, partial(generator_states, device))
+    cut, ends = find_cut(setup, _alone, partial(generator_states, device))
     with _alone(setup) as forward:
         leave_before_layers(forward, entry_of(model, cut.chain, device))
     for index, expected in enumerate(ends):
@@ -58,27 +59,24 @@ def cut_of(setup: Setup, num_stages: int) -> Cut:
 
 
 def find_cut(
-    setup: Setup,
-    num_stages: int,
-    passes: Callable[[Setup], AbstractContextManager[Forward]],
-    states: Callable[[], Any],
+    setup: Setup, passes: Callable[[Setup], AbstractContextManager[Forward]], states: Callable[[], Any]
 ) -> tuple[Cut, list[Any]]:
     """A cut that nobody has rehearsed, and what `cut_chain` returns beside it.
 
     Args:
         setup: of the run.
-        num_stages: of the model.
         passes: gives a pass in a `with` block.
         states: gives those of the generators of random numbers.
 
     Raises:
-        UsageError: the model has no chain of so many layers.
+        UsageError: the model has no chain of as many layers as stages.
     """
-    model = setup.model
+    model, size = setup.model, setup.plan.layout.pp
+    num_stages = size * SCHEDULES[setup.plan.config.pipeline_schedule].per_process
     with passes(setup) as forward:
         chain = find_chain(model, forward, states)
     if len(chain) < num_stages:
-        most = len(chain) * setup.plan.layout.pp // num_stages
+        most = len(chain) * size // num_stages
         raise UsageError(
             f"{len(chain)} layers of {type(model).__name__} are fewer than {num_stages} stages",
             f"use --pipeline_stages {most} or less" if most > 1 else "use --pipeline_schedule 1f1b",

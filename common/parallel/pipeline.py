@@ -95,8 +95,7 @@ class PipelineParallel(Strategy):
 
     def plan(self, setup: Setup) -> Cut:
         name, layout = setup.plan.config.pipeline_schedule, setup.plan.layout
-        num_stages = layout.pp * SCHEDULES[name].per_process
-        cut: Cut = setup.plans.get(self.name) or cut_of(setup, num_stages)
+        cut: Cut = setup.plans.get(self.name) or cut_of(setup)
         process_of = SCHEDULES[name].places(layout.pp)
         held = dict.fromkeys(range(layout.pp), 0)
         for weight_name, weight in setup.model.named_parameters():
