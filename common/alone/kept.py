@@ -1,14 +1,18 @@
 """What the user's objects hold, kept by value while one process trains with them, and given back."""
 
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import first_line
+from ..weights.on_disk import is_lent
 from .walk import LARGE, Walk
 
 
@@ -24,12 +28,14 @@ class Changes:
         names: of variables, attributes and tensors that the recipe's functions refer to, and of numbers of layers.
         generators: of random numbers that these functions draw from, beside the global ones.
         lost: of iterators that moved on, and of large tensors: they cannot be set back.
+        files: that were opened to be written.
         sharing: {name of a tensor: (its name, the name of another tensor with the same data)}.
     """
 
     names: list[str] = field(default_factory=list)
     generators: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
     sharing: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -39,9 +45,9 @@ def kept(
 ) -> Iterator[Changes]:
     """Lets the `with` block train with these very objects, on the device, and gives them back what they held.
 
-    The block works with copies of the tensors' data; those that share memory go on sharing it. Afterwards weights,
-    buffers, gradients, optimizer state, flags, attributes, hooks, closures, globals of the recipe and generators are
-    what they were. Raises NotChecked if a weight cannot be copied, or an object cannot be read.
+    Tensors that share memory go on sharing it. Afterwards weights, buffers, gradients, optimizer state, flags,
+    attributes, hooks, closures, globals of the recipe and generators are what they were. Raises NotChecked if a weight
+    cannot be copied, or an object cannot be read.
 
     Args:
         model: whole, on the CPU.
@@ -55,48 +61,64 @@ def kept(
         of_model = walk.visit(model)
         of_training = walk.visit(optimizer)
         moving |= {id(tensor) for _, tensor in walk.tensors[of_model[1] :] if tensor.ndim > 0}  # not counts of steps
-        for function in functions:
-            walk.visit(function)
+        for root in (*functions, *_hooks_of_all()):
+            walk.visit(root)
         changes.sharing = _sharing(walk.tensors)
-        lent = _copies(walk.tensors, of_training[1], moving, device)
+        lending = _Lending(walk.tensors, of_training[1], moving, device)
     except Exception as error:  # too little memory, a tensor without a storage, or any object of any package
         raise NotChecked(f"model and optimizer cannot be copied: {first_line(error)}") from None
-    for each in lent:
+    for each in lending.tensors:
         each.lend()
+    variables = dict(os.environ)
     try:
-        yield changes
+        with _noted_files(changes.files):
+            yield changes
     finally:
+        for name in {**variables, **os.environ} if variables != dict(os.environ) else ():
+            os.environ.pop(name) if name not in variables else os.environ.update({name: variables[name]})
         numbers = [name for entry in walk.entries[: of_model[0]] for name in entry.find_changes(numbers=True)]
         found = {True: list[str](), False: list[str]()}
         for entry in walk.entries[of_training[0] :]:
             found[entry.is_generator] += entry.find_changes()
-        written = [each for each in lent if not each.is_trained and each.is_written()]
+        written = [each for each in lending.tensors if not each.is_trained and each.is_written()]
         changes.names += [*found[False], *(each.name for each in written), *numbers]
         changes.generators += found[True]
         changes.lost += [name for name, moved in walk.iterators if moved()]
-        changes.lost += [each.name for each in written if each.copied is None]
-        for tensor in lent:
-            tensor.give_back()
+        changes.lost += [each.name for each in written if not each.is_copied]
+        lending.give_back()
         for entry in walk.entries:
             entry.give_back()
 
 
+def _hooks_of_all() -> list[dict]:
+    """The hooks of all modules, and those of all optimizers."""
+    spaces = vars(nn.modules.module), vars(sys.modules[torch.optim.Optimizer.__module__])
+    return [each for space in spaces for key, each in space.items() if key.startswith("_global_") and "hooks" in key]
+
+
 @dataclass
 class _Lent:
-    """A tensor that works with a copy of its data."""
+    """A tensor that the block may change.
+
+    Attributes:
+        elsewhere: its data on another device, or in other memory, for the block; None: it works with its own, which
+            arrays of NumPy may share.
+        is_copied: whether its data are given back.
+    """
 
     name: str
     tensor: Tensor
     is_trained: bool
-    copied: Tensor | None  # None: it works with its own data
+    is_copied: bool
+    elsewhere: Tensor | None
     data: Tensor
     gradient: Tensor | None
     wants_gradient: bool
     version: int = 0
 
     def lend(self) -> None:
-        if self.copied is not None:
-            self.tensor.data = self.copied
+        if self.elsewhere is not None:
+            self.tensor.data = self.elsewhere
         self.version = self.tensor._version
 
     def is_written(self) -> bool:
@@ -109,30 +131,74 @@ class _Lent:
             self.tensor.requires_grad_(self.wants_gradient)
 
 
-def _copies(tensors: list[tuple[str, Tensor]], trained: int, moving: set[int], device: torch.device) -> list[_Lent]:
-    """Copies of these tensors' data, and those with these ids on the device. Beside the first `trained` ones it copies
-    `LARGE` bytes."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    lent: list[_Lent] = []
-    room = LARGE
-    for number, (name, tensor) in enumerate(tensors):
-        is_trained, copied = number < trained, None
-        if tensor.is_inference():  # nothing can write it
-            continue
-        room -= 0 if is_trained or tensor.layout is not torch.strided else tensor.nbytes
-        if is_trained or (tensor.layout is torch.strided and room >= 0):
-            copied = _copied(tensor, device if id(tensor) in moving else tensor.device, storages)
-        gradient = tensor.grad if tensor.is_leaf else None
-        lent.append(_Lent(name, tensor, is_trained, copied, tensor.data, gradient, tensor.requires_grad))
-    return lent
+class _Lending:
+    """Tensors that the block may change, and copies of their data."""
+
+    def __init__(self, tensors: list[tuple[str, Tensor]], trained: int, moving: set[int], device: torch.device):
+        """Copies these tensors' data; those with these ids work on the device. Beside the first `trained` ones it
+        copies `LARGE` bytes."""
+        self.tensors: list[_Lent] = []
+        self._moved: dict[int, torch.UntypedStorage] = {}  # {address of a storage: what stands for it}
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # (it, its copy)
+        room = LARGE
+        for number, (name, tensor) in enumerate(tensors):
+            if tensor.is_inference():  # nothing can write it
+                continue
+            is_trained, is_strided, elsewhere = number < trained, tensor.layout is torch.strided, None
+            room -= 0 if is_trained or not is_strided else tensor.nbytes
+            if is_copied := is_trained or (is_strided and room >= 0):
+                elsewhere = self._copied(tensor, device if id(tensor) in moving else tensor.device)
+            gradient = tensor.grad if tensor.is_leaf else None
+            found = _Lent(name, tensor, is_trained, is_copied, elsewhere, tensor.data, gradient, tensor.requires_grad)
+            self.tensors.append(found)
+
+    def _copied(self, tensor: Tensor, device: torch.device) -> Tensor | None:
+        storage = tensor.untyped_storage()
+        if device == tensor.device and not is_lent(tensor):
+            if storage._cdata not in self._before:
+                self._before[storage._cdata] = storage, storage.clone()
+            return None
+        if storage._cdata not in self._moved:
+            self._moved[storage._cdata] = storage.clone() if device == tensor.device else storage.to(device=device)
+        empty = torch.empty(0, dtype=tensor.dtype, device=device)
+        return empty.set_(self._moved[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def give_back(self) -> None:
+        for storage, before in self._before.values():
+            if not torch.equal(_bytes(storage), _bytes(before)):  # a map of a file may be read alone
+                if storage.nbytes() != before.nbytes():
+                    storage.resize_(before.nbytes())
+                storage.copy_(before)
+        for each in self.tensors:
+            each.give_back()
 
 
-def _copied(tensor: Tensor, device: torch.device, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    storage = tensor.untyped_storage()
-    if storage._cdata not in storages:
-        storages[storage._cdata] = storage.clone() if device == tensor.device else storage.to(device=device)
-    empty = torch.empty(0, dtype=tensor.dtype, device=storages[storage._cdata].device)
-    return empty.set_(storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+_noting: list[list[str]] = []  # lists of files, of which the last one grows
+
+
+@cache
+def _listen() -> None:
+    def note(event: str, given: tuple) -> None:
+        if _noting and event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR):
+            path = str(given[0])
+            _noting[-1] += [path] * (".pyc" not in path and not path.startswith("/dev/"))
+
+    sys.addaudithook(note)  # for good
+
+
+@contextmanager
+def _noted_files(files: list[str]) -> Iterator[None]:
+    """Adds to a list the files that Python opens in the `with` block to write them."""
+    _listen()
+    _noting.append(files)
+    try:
+        yield
+    finally:
+        _noting.remove(files)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _sharing(tensors: list[tuple[str, Tensor]]) -> dict[str, tuple[str, str]]:

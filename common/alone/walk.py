@@ -1,11 +1,15 @@
 """What objects refer to, and how to give them back what they held."""
 
+import functools
+import gc
 import random
 import re
 import sys
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
+from contextvars import ContextVar
 from functools import partial
 from operator import is_
 from typing import Any
@@ -19,8 +23,11 @@ from ..package import is_own
 
 LARGE = 2**28  # bytes of the tensors beside model and optimizer that are copied, and of an array
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-OPEN_CLASSES = ("argparse", "types")  # modules of Python whose objects hold what others put there
+CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
+# Modules of Python whose objects hold what others put there, beside containers.
+OPEN = ("_thread", "argparse", "builtins", "functools", "multiprocessing.sharedctypes", "queue", "types")
 REGISTRIES = re.compile("_(parameters|buffers|modules|.*_hooks)")  # of a layer: no part of a name
+HOOKS_OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 ITSELF = "the value"  # the name of the only part of what has one
 
 
@@ -86,9 +93,11 @@ class Walk:
     def _parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:  # noqa: C901, PLR0911, PLR0912  # a kind a line
         if isinstance(value, Tensor):
             self.tensors.append((name, value))
-            return [("", value.grad if value.is_leaf else None), *self._attributes(name, value)]
+            hooks = self._fields(name, value, HOOKS_OF_WEIGHTS) if value.is_leaf else []
+            return [("", value.grad if value.is_leaf else None), *hooks, *self._attributes(name, value)]
         if isinstance(value, dict):
-            return [*self._note(name, lambda: dict(value), partial(_refill, value)), *self._attributes(name, value)]
+            found = self._note(name, lambda: dict(value), partial(_refill, value))
+            return [*found, *_objects(value), *self._attributes(name, value)]
         if isinstance(value, list | set | deque):
             self._note(name, lambda: {ITSELF: tuple(value)}, partial(_refill_collection, value))
             return [*_objects(value), *self._attributes(name, value)]
@@ -105,9 +114,18 @@ class Walk:
         if isinstance(value, type):
             is_users = is_own(getattr(sys.modules.get(value.__module__), "__file__", None) or "<frozen>")
             return [*self._fields(value.__name__, value), *_objects(value.__bases__)] if is_users else []
+        if isinstance(value, weakref.ref):
+            return [("", value())]
+        if isinstance(value, ContextVar):
+            return self._of_variable(name, value)
+        if isinstance(value, functools._lru_cache_wrapper):
+            return self._of_cache(name, value)
         if isinstance(value, numpy.ndarray) and value.nbytes <= LARGE:
             values = value.copy()
             return self._note(name, lambda: {ITSELF: value.tobytes()}, lambda before: numpy.copyto(value, values))
+        if _is_memory(value):
+            read = lambda: {ITSELF: memoryview(value).tobytes()}  # noqa: E731
+            return [*self._note(name, read, partial(_set_memory, value)), *self._attributes(name, value)]
         if (generator := _generator(value)) is not None:
             self.entries.append(Entry(name, *generator, is_generator=True))
             return []
@@ -115,13 +133,13 @@ class Walk:
             before = _position(value)
             self.iterators.append((name, lambda: _position(value) != before))
             return []
-        if isinstance(value, Accelerator) or _serves_python(type(value)):
+        if isinstance(value, Accelerator | types.FrameType | types.TracebackType) or _serves_python(value):
             return []
         slots = [slot for each in type(value).__mro__ for slot in _list(vars(each).get("__slots__", ()))]
         fields = self._fields(name, value, slots) if slots else []
-        return [*self._attributes(name, value), *fields, ("", type(value))]
+        return [*self._attributes(name, value), *fields, *_objects(gc.get_referents(value))]  # and what C code holds
 
-    def _note(self, name: str, read: Callable[[], dict], write: Callable[[dict], None]) -> list[tuple[Any, Any]]:
+    def _note(self, name: str, read: Callable[[], dict], write: Callable[[dict], Any]) -> list[tuple[Any, Any]]:
         self.entries.append(Entry(name, read, write))
         return list(self.entries[-1].before.items())
 
@@ -147,10 +165,34 @@ class Walk:
 
         return self._note(name, read, write)
 
-    def _of_function(self, name: str, value: types.FunctionType) -> list[tuple[Any, Any]]:
-        """The closure, the defaults and the attributes of a function of the user's, and the globals that it names."""
-        if not is_own(value.__code__.co_filename):
+    def _of_variable(self, name: str, value: ContextVar) -> list[tuple[Any, Any]]:
+        def read() -> dict[str, Any]:
+            try:
+                return {ITSELF: value.get()}
+            except LookupError:  # nobody has set it
+                return {}
+
+        if not (found := self._note(name, read, lambda before: before and value.set(before[ITSELF]))):
+            self.iterators.append((name, lambda: bool(read())))  # nothing can take a value away
+        return found
+
+    def _of_cache(self, name: str, value: Any) -> list[tuple[Any, Any]]:
+        """What a cached function refers to, and its results. Without a bound, these are in a dict; with one, they form
+        a chain, which can only be emptied: what was added to others stays."""
+        if not is_own(getattr(getattr(value.__wrapped__, "__code__", None), "co_filename", "<frozen>")):
             return []
+        results = next(each for each in gc.get_referents(value) if type(each) is dict and each is not vars(value))
+        has_bound = value.cache_parameters()["maxsize"] is not None
+        write = (lambda before: before or value.cache_clear()) if has_bound else partial(_refill, results)
+        self._note(name, lambda: dict(results), write)
+        return [("", value.__wrapped__), *_objects(gc.get_referents(value))]
+
+    def _of_function(self, name: str, value: types.FunctionType) -> list[tuple[Any, Any]]:
+        """The closure, the defaults and the attributes of a function of the user's, and the globals that it names. Of
+        another one, such as a decorator of a package, the functions that it wraps."""
+        if not is_own(value.__code__.co_filename):
+            inner = [part for cell in value.__closure__ or () for part in _of_cell(cell).values()]
+            return [(None, part) for part in inner if isinstance(part, types.FunctionType | types.MethodType)]
         found: list[tuple[Any, Any]] = [("", value.__defaults__), ("", value.__kwdefaults__)]
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
             found += self._note(variable, partial(_of_cell, cell), partial(_fill_cell, cell))
@@ -247,7 +289,25 @@ def _position(iterator: Any) -> Any:
         return repr(iterator)
 
 
-def _serves_python(kind: type) -> bool:
-    """Whether objects of a class are Python's own, such as threads, locks and loggers, which others may be using."""
-    root = kind.__module__.partition(".")[0]
-    return root in sys.stdlib_module_names and root not in OPEN_CLASSES
+def _is_memory(value: Any) -> bool:
+    """Whether an object is an array of numbers that can be written, as of `array`, ctypes or multiprocessing."""
+    try:
+        view = memoryview(value)
+    except TypeError:
+        return False
+    return not view.readonly and view.nbytes <= LARGE
+
+
+def _set_memory(value: Any, before: dict[str, bytes]) -> None:
+    if memoryview(value).nbytes != len(before[ITSELF]):
+        del value[:]
+        (value.extend if isinstance(value, bytearray) else value.frombytes)(before[ITSELF])
+    else:
+        numpy.frombuffer(value, numpy.uint8)[:] = numpy.frombuffer(before[ITSELF], numpy.uint8)
+
+
+def _serves_python(value: Any) -> bool:
+    """Whether an object is Python's own, such as a thread, a file or a logger, which others may be using."""
+    module = type(value).__module__
+    is_python = module.partition(".")[0] in sys.stdlib_module_names
+    return is_python and module not in OPEN and not isinstance(value, CONTAINERS)

@@ -30,6 +30,7 @@ class FirstPass:
         has_no_low_layers: whether none does, in a bf16 config.
         draws_in_evaluation: whether it draws from a generator in evaluation mode, too.
         keeps: names of variables and numbers that `forward_step` or a layer changes at each call.
+        files: that it opens to write.
     """
 
     draws: bool = False
@@ -41,6 +42,7 @@ class FirstPass:
     has_no_low_layers: bool = False
     draws_in_evaluation: bool = False
     keeps: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
 
     @contextmanager
     def watch(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
@@ -76,12 +78,8 @@ class FirstPass:
         later = dict(module.named_buffers())
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
 
-    def compare_half(self, whole: Values, model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> None:
-        """Finds values that depend on the other samples of a micro-batch, by a pass of its first half alone.
-
-        Args:
-            whole: from `evaluated`, for the same arguments.
-        """
+    def compare_half(self, model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> None:
+        """Finds values that depend on the other samples of a micro-batch, by a pass of its first half alone."""
         size, states = len(next(iter(batch.values()))) // 2, []
 
         def noted(model: nn.Module, batch: Batch, number: int) -> Values:
@@ -91,6 +89,7 @@ class FirstPass:
             states.append(generator_states(device))
             return values
 
+        whole = evaluate_batch(model, values_of, batch, number)
         try:
             half = evaluate_batch(model, noted, {name: value[:size] for name, value in batch.items()}, number)
         except Exception:  # a model that cannot take half a batch
@@ -104,54 +103,37 @@ class FirstPass:
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
         """Says in a line each what makes the result depend on how the global batch is divided."""
-        if self.low_weights:
-            say(
-                f"the weights are {self.low_weights}: each update is rounded to few bits, and the result depends on "
-                "how gradients are added up, by 1 % of the loss; make them float32"
-            )
-        if self.has_low_layers:
-            say("a layer computes in 16 bits: the result depends on how the config divides it, by 1 % of the loss")
-        if self.has_no_low_layers:
-            say(
-                "the config asks for bf16, but no layer computes in 16 bits, as where autocast is off: the run takes "
-                "the time and the memory of float32"
-            )
-        if self.draws_in_evaluation:
-            say(
-                "the forward pass draws random numbers in evaluation, too, as dropout that is always on does: use "
-                "self.training, unless that is meant"
-            )
-        size = plan.micro_batch_size
-        if size == plan.config.batch_size:
-            return
-        if self.keeps:
-            say(
-                f"the recipe's functions change {self.keeps[0]} when they are called: the result depends on how often "
-                "that is, and so on the number of processes and on --micro_batch_size; let forward_step have a third "
-                "argument, step: it is the number of the optimizer step"
-            )
-        if self.draws:
-            say(
-                "the forward pass draws random numbers, as dropout does: they depend on --micro_batch_size, here "
-                f"{size}, not on the number of processes"
-            )
-        if self.draws_for_batches:
-            say(
-                "collate_fn or __getitems__ draws random numbers: they depend on --micro_batch_size, here "
-                f"{size}, not on the number of processes; those of __getitem__ do not"
-            )
-        if self.written:
-            say(
-                f"the forward pass changes {self.written[0]}, as BatchNorm does, and sees {size} of "
-                f"{plan.config.batch_size} samples at a time: the result depends on the number of processes; to avoid "
-                "that, use GroupNorm or LayerNorm"
-            )
-        if self.mixes:
-            say(
-                f'"{self.mixes[0]}" of a sample depends on the other samples of its micro-batch, here {size} of '
-                f"{plan.config.batch_size}: the result depends on the number of processes and on --micro_batch_size; "
-                "give fit a loss that compares samples as batch_loss"
-            )
+        size, whole = plan.micro_batch_size, plan.config.batch_size
+        first = {name: next(iter(getattr(self, name)), "") for name in ("files", "keeps", "written", "mixes")}
+        always = {
+            f"the weights are {self.low_weights}: each update is rounded to few bits, and the result depends on how "
+            "gradients are added up, by 1 % of the loss; make them float32": self.low_weights,
+            "a layer computes in 16 bits: the result depends on how the config divides it, by 1 % of the "
+            "loss": self.has_low_layers,
+            "the config asks for bf16, but no layer computes in 16 bits, as where autocast is off: the run takes the "
+            "time and the memory of float32": self.has_no_low_layers,
+            "the forward pass draws random numbers in evaluation, too, as dropout that is always on does: use "
+            "self.training, unless that is meant": self.draws_in_evaluation,
+            f"the steps that one process took alone also wrote {first['files']}, which is not set back": self.files,
+        }
+        if_cut = {
+            f"the recipe's functions change {first['keeps']} when they are called: the result depends on how often "
+            "that is, and so on the number of processes and on --micro_batch_size; let forward_step have a third "
+            "argument, step: it is the number of the optimizer step": self.keeps,
+            "the forward pass draws random numbers, as dropout does: they depend on --micro_batch_size, here "
+            f"{size}, not on the number of processes": self.draws,
+            "collate_fn or __getitems__ draws random numbers: they depend on --micro_batch_size, here "
+            f"{size}, not on the number of processes; those of __getitem__ do not": self.draws_for_batches,
+            f"the forward pass changes {first['written']}, as BatchNorm does, and sees {size} of {whole} samples at a "
+            "time: the result depends on the number of processes; to avoid that, use GroupNorm or "
+            "LayerNorm": self.written,
+            f'"{first["mixes"]}" of a sample depends on the other samples of its micro-batch, here {size} of {whole}: '
+            "the result depends on the number of processes and on --micro_batch_size; give fit a loss that compares "
+            "samples as batch_loss": self.mixes,
+        }
+        for line, applies in {**always, **(if_cut if size != whole else {})}.items():
+            if applies:
+                say(line)
 
 
 @torch.no_grad()

@@ -9,9 +9,10 @@ from ..plan import Plan
 from .compare import Gap, Key, step_gaps, weight_gap
 from .reference import Perturbed, Reference
 from .sketch import WIDTH, Sketch
-from .tolerances import METRIC_TIMES_FLOOR, STEP_TIMES_FLOOR, TOLERANCE
+from .tolerances import BF16, METRIC_TIMES_FLOOR, STEP_TIMES_FLOOR, TOLERANCE
+from .trace import Step
 
-MOST_LOSS = 0.01  # by which rounding errors in the weights change a loss in float32
+REPEATED, SMALL = 1e-4, 0.01  # how far a repeated gradient may be, of its size or of this share of all gradients
 # An optimizer such as Adam that looks at the sign of a gradient moves an element by its own size if rounding changes
 # that sign. The share of such elements is about that of the rounding in the gradient, and the distance its root.
 TIMES_ROOT = 10
@@ -26,7 +27,7 @@ def without_noise(
     if reference.is_low:  # a metric such as an accuracy jumps with the rounding
         gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
     gaps, lines = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}, list[str]()
-    if not gaps or not repeats(reference, plan):
+    if not gaps:
         return gaps, lines
     gaps = {key: _of_other_elements(gap, reference, number, key[1]) for key, gap in gaps.items()}
     gaps = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}
@@ -50,14 +51,25 @@ def without_noise(
     return gaps, list({line.split(" differs")[0]: line for line in lines}.values())
 
 
-def repeats(reference: Reference, plan: Plan) -> bool:
-    """Whether the first step of one process has the same losses, but for rounding, when it is taken again."""
-    first = min(reference.steps)
-    for other in () if reference.is_low else reference.perturbed:
-        gaps = step_gaps(other.steps[first], reference.steps[first], plan, first)
-        if not gaps["value", "loss"].size <= MOST_LOSS:
-            return False
-    return True
+def what_does_not_repeat(again: Step, expected: Step, plan: Plan, number: int, is_low: bool) -> str | None:
+    """What differs if one process takes the first step again, from the same state; None if nothing does. Kernels that
+    add in another order, as on GPUs, change last digits; of an update, such as Adam's, then also the size: updates are
+    compared where the gradients are the same."""
+    if not math.isfinite(expected.grad_norm):
+        return None
+    limit = BF16[""] if is_low else REPEATED
+    for (kind, name), gap in step_gaps(again, expected, plan, number).items():
+        is_compared = kind == "norm" or name == "loss" or not is_low
+        if is_compared and not gap.size <= (TOLERANCE if kind != "norm" and not is_low else limit):
+            return gap.text.replace(" in process 0", "").replace("on one process", "before")
+    whole = math.hypot(*(gradient.norm for gradient in expected.gradients.values()))
+    for name, gradient in expected.gradients.items():
+        distance = (again.gradients[name] - gradient).norm if name in again.gradients else math.inf
+        if not distance <= limit * max(gradient.norm, SMALL * whole):
+            return f"the gradient of {name} differs by {distance / max(gradient.norm, 1e-30):.1g} of its size"
+        if not distance and (change := (again.weights[name] - expected.weights[name]).norm):
+            return f"the update of {name} differs by {change:.1g}"
+    return None
 
 
 def _of_other_elements(gap: Gap, reference: Reference, number: int, name: str) -> Gap:

@@ -31,7 +31,7 @@ from .reference import Reference, take_reference
 from .reference_run import ReferenceRun
 from .sketch import Sketch
 from .trace import Observer, Step
-from .verdict import verdict
+from .verdict import not_repeated, verdict
 
 TakeStep = Callable[[int, Sequence[Batch], bool], StepResult]  # as Engine.step
 
@@ -101,6 +101,8 @@ class ParityCheck:
         if self.accelerator.is_main_process:
             try:
                 self._reference = take_reference(self._reference_run, self.numbers, self._first_pass)
+                if (lines := not_repeated(self._reference, self._setup)) is not None:
+                    raise UsageError(lines)
             except (NotChecked, UsageError) as reason:
                 problem, text = NotChecked if isinstance(reason, NotChecked) else UsageError, str(reason)
             except Exception as error:  # the run will show whether only one process fails

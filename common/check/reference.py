@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from ..alone.kept import Changes, NotChecked
+from ..data.sets import Batch, as_numbered_step
+from ..step.engine import Engine
 from ..step.setup import Setup
 from ..weights.on_disk import with_full_weights
 from .first_pass import FirstPass
@@ -64,6 +66,7 @@ class Reference:
         initial: {name: parameter or buffer before the first step}.
         steps: {number: what the step did}.
         perturbed: the steps from weights that are perturbed by rounding errors.
+        again: the first step once more, when all has been given back.
         is_low: whether a layer computes with fewer bits than float32.
         changes: what they changed in the recipe's objects, before it was given back.
     """
@@ -71,6 +74,7 @@ class Reference:
     initial: dict[str, Sketch]
     steps: dict[int, Step]
     perturbed: list[Perturbed]
+    again: Step
     is_low: bool
     changes: Changes = field(default_factory=Changes)
 
@@ -82,7 +86,12 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
         NotChecked: the check is not possible.
         UsageError: `forward_step` does not call the model.
     """
-    setup = run.setup
+    setup, values_of = run.setup, as_numbered_step(run.setup.forward_step)
+
+    def compare_half(engine: Engine, batch: Batch) -> None:
+        if setup.plan.micro_batch_size > 1:
+            first_pass.compare_half(engine.model, values_of, batch, numbers[0])
+
     _check_possible(setup, is_resumed=numbers[0] > 0)
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     try:
@@ -94,10 +103,11 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
             run.is_low = run.is_low or (is_bf16 and not has_layers)  # a model that is one layer shows none
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
+            again = run.steps(numbers[:1], None, afterwards=compare_half)[numbers[0]]
     except (torch.OutOfMemoryError, MemoryError):
         raise NotChecked("one device has too little memory for the whole model") from None
     assert run.changes is not None
-    first_pass.keeps = run.changes.names
+    first_pass.keeps, first_pass.files = run.changes.names, run.changes.files
     types = {weight.dtype for weight in setup.model.parameters() if weight.requires_grad}
     low = [str(each).removeprefix("torch.") for each in types if each in (torch.bfloat16, torch.float16)]
     first_pass.low_weights = ", ".join(low)
@@ -105,7 +115,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     first_pass.has_no_low_layers = is_bf16 and not run.is_low
     if run.changes.generators:  # half a micro-batch got other random numbers
         first_pass.mixes = []
-    return Reference(initial, steps, perturbed, run.is_low, run.changes)
+    return Reference(initial, steps, perturbed, again, run.is_low, run.changes)
 
 
 def _check_possible(setup: Setup, is_resumed: bool) -> None:

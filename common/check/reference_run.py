@@ -55,10 +55,15 @@ class ReferenceRun:
     changes: Changes | None = None
 
     def steps(
-        self, numbers: Sequence[int], first_pass: FirstPass | None, change: Callable[[nn.Module], Any] | None = None
+        self,
+        numbers: Sequence[int],
+        first_pass: FirstPass | None,
+        change: Callable[[nn.Module], Any] | None = None,
+        afterwards: Callable[[Engine, Batch], Any] | None = None,
     ) -> dict[int, Step]:
-        """Takes the steps with these numbers, from weights that `change` may change. Model, optimizer and all that the
-        recipe's functions refer to are afterwards as they were before.
+        """Takes the steps with these numbers, from weights that `change` may change, and calls `afterwards` with the
+        engine and the last micro-batch. Then model, optimizer and all that the recipe's functions refer to are as they
+        were before.
 
         Raises:
             NotChecked: the steps would take more than a minute, or a signal asks the run to stop.
@@ -92,6 +97,8 @@ class ReferenceRun:
                     steps[number], _ = observer.step(engine, number, micro_batches, number == numbers[0], modules)
                 steps[number].weights, steps[number].gradients = sketches(model), gradients
                 self.is_low = self.is_low or modules.is_low
+            if afterwards is not None:
+                afterwards(engine, micro_batches[-1])
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(

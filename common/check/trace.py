@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.sets import Batch, NumberedStep, as_numbered_step
+from ..data.sets import Batch, NumberedStep
 from ..parallel.strategies import strategies_of
 from ..step.engine import Engine, StepResult
 from ..step.guards import check_all_used
@@ -59,7 +59,6 @@ class Observer:
 
     def watch(self, setup: Setup) -> Setup:
         """The setup of an engine that this object can watch."""
-        self._unchecked = as_numbered_step(setup.forward_step)
         return replace(setup, watched=self._watch)
 
     def _watch(self, values_of: NumberedStep) -> NumberedStep:
@@ -83,8 +82,6 @@ class Observer:
                 )
                 if engine.plan.row(0) == 0:
                     own.evaluated[0] = on_cpu(values)
-                if self.first_pass is not None and engine.plan.micro_batch_size > 1:
-                    self.first_pass.compare_half(values, engine.model, self._unchecked, micro_batches[0], number)
             if modules is not None:
                 hooks.enter_context(modules.watch(engine))
             self._own, self._engine, self._micro_batches = own, engine, micro_batches

@@ -8,6 +8,7 @@ from ..parallel.strategies import main_strategy, strategies_of
 from ..step.setup import Setup
 from .compare import Gap, Key
 from .first_pass import FirstPass
+from .noise import what_does_not_repeat
 from .reference import Reference
 from .trace import Step
 
@@ -55,6 +56,38 @@ def verdict(
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
 
 
+def not_repeated(reference: Reference, setup: Setup) -> str | None:
+    """The lines for a first step that one process does not take twice with the same result: what it changed is not all
+    given back, or it draws what nothing seeds. Then no difference can be called noise. None if it repeats itself."""
+    number, again, plan = min(reference.steps), reference.again, setup.plan
+    expected = reference.steps[number]
+    why = what_does_not_repeat(again, expected, plan, number, reference.is_low)
+    if why is None:
+        return None
+    cause = _cause_in_a_sample(
+        _other_sample([again], expected, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
+    )
+    if cause is None:
+        known = ", ".join([*reference.changes.names, *reference.changes.generators][:3])
+        cause = (
+            "forward_step, a hook or the optimizer keeps something where the check does not find it, as in a file, an "
+            "environment variable or an object of a package"
+            f"{f'; it gave back {known}' * bool(known)}: let forward_step have a third argument, step, "
+            "the number of the optimizer step, and compute from it"
+        )
+    return (
+        f"one process takes the first step again, from the same state, and {why}\n  likely cause: {cause}\n"
+        "  --check_steps 0 trains without this check"
+    )
+
+
+def _cause_in_a_sample(sample: str | None) -> str | None:
+    return sample and (
+        f"{sample} has another content when it is read again: let the dataset draw from the generators of torch, "
+        "numpy or random, which are seeded for each sample, and not from one of its own"
+    )
+
+
 def _other_sample(steps: Sequence[Step], expected: Step, ids: list[list[int]]) -> str | None:
     """Names a sample that a process read with another content than the main process alone; None if there is none."""
     for step in steps:
@@ -70,11 +103,8 @@ def _causes_in_the_recipe(
     sample: str | None, first: FirstPass, changes: Changes, asked: Mapping[str, str], gaps: Mapping[Key, Gap]
 ) -> Iterator[str]:
     """What the recipe does that no layout can make equal, and what to type; the likeliest first."""
-    if sample is not None:
-        yield (
-            f"{sample} has another content when it is read again: let the dataset draw from the generators of torch, "
-            "numpy or random, which are seeded for each sample, and not from one of its own"
-        )
+    if (cause := _cause_in_a_sample(sample)) is not None:
+        yield cause
     for name in first.written:
         yield (f"the forward pass changes {name}, and each process sees other samples: do it outside the forward pass")
     for name in changes.generators:

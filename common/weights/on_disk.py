@@ -127,6 +127,11 @@ def with_random_weights(module: nn.Module) -> AbstractContextManager[None]:
     return _lent(module, window)
 
 
+def is_lent(tensor: Tensor) -> bool:
+    """Whether a weight holds for a while what nobody may write."""
+    return hasattr(tensor, "is_lent")
+
+
 @contextmanager
 def _lent(module: nn.Module, value: Callable[[Tensor, Origin], Tensor]) -> Iterator[None]:
     lent: list[tuple[Tensor, Tensor]] = []
@@ -134,6 +139,7 @@ def _lent(module: nn.Module, value: Callable[[Tensor, Origin], Tensor]) -> Itera
         for weight in list(module.parameters()):
             if (origin := origin_of(weight)) is not None:
                 lent.append((weight, _swap(weight, value(weight, origin))))
+                weight.is_lent = True  # type: ignore[attr-defined]
         yield
     finally:
         for borrower, own in lent:
