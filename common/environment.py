@@ -121,6 +121,18 @@ def without_ranks() -> Iterator[None]:
         os.environ.update(removed)
 
 
+@contextmanager
+def restored_variables() -> Iterator[None]:
+    """Gives the environment back what it was before the `with` block."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in [name for name in {**before, **os.environ} if os.environ.get(name) != before.get(name)]:
+            os.environ.pop(name, None)
+            os.environ.update({name: before[name]} if name in before else {})
+
+
 def num_cores() -> int:
     """The number of cores of this machine that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

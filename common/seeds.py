@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 EVALUATION = -1  # stands for the epoch of an evaluation, which draws the same numbers each time
 UPDATE = -1  # stands for the micro-batch when the optimizer changes the weights
@@ -60,7 +61,8 @@ def generator_states(device: torch.device) -> list[Any]:
     """The states of all generators that the functions above seed. Equal states have drawn the same numbers."""
     arrays: Any = numpy.random.get_state(legacy=False)
     key = (arrays["state"]["key"].tobytes(), arrays["state"]["pos"], arrays["has_gauss"], arrays["gauss"])
-    states = [random.getstate(), key, torch.get_rng_state().numpy().tobytes()]
+    with _disable_current_modes():  # a plan computes without values
+        states = [random.getstate(), key, torch.get_rng_state().numpy().tobytes()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device).numpy().tobytes())
     return states

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..environment import restored_variables
 from ..errors import first_line
 from ..weights.on_disk import is_lent
 from .walk import LARGE, Walk
@@ -69,13 +70,10 @@ def kept(
         raise NotChecked(f"model and optimizer cannot be copied: {first_line(error)}") from None
     for each in lending.tensors:
         each.lend()
-    variables = dict(os.environ)
     try:
-        with _noted_files(changes.files):
+        with _noted_files(changes.files), restored_variables():
             yield changes
     finally:
-        for name in {**variables, **os.environ} if variables != dict(os.environ) else ():
-            os.environ.pop(name) if name not in variables else os.environ.update({name: variables[name]})
         numbers = [name for entry in walk.entries[: of_model[0]] for name in entry.find_changes(numbers=True)]
         found = {True: list[str](), False: list[str]()}
         for entry in walk.entries[of_training[0] :]:

@@ -66,17 +66,17 @@ class Reference:
         initial: {name: parameter or buffer before the first step}.
         steps: {number: what the step did}.
         perturbed: the steps from weights that are perturbed by rounding errors.
-        again: the first step once more, when all has been given back.
         is_low: whether a layer computes with fewer bits than float32.
         changes: what they changed in the recipe's objects, before it was given back.
+        again: the first step once more, when all had been given back.
     """
 
     initial: dict[str, Sketch]
     steps: dict[int, Step]
     perturbed: list[Perturbed]
-    again: Step
     is_low: bool
     changes: Changes = field(default_factory=Changes)
+    again: Step = field(default_factory=Step)
 
 
 def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
@@ -115,7 +115,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     first_pass.has_no_low_layers = is_bf16 and not run.is_low
     if run.changes.generators:  # half a micro-batch got other random numbers
         first_pass.mixes = []
-    return Reference(initial, steps, perturbed, again, run.is_low, run.changes)
+    return Reference(initial, steps, perturbed, run.is_low, run.changes, again)
 
 
 def _check_possible(setup: Setup, is_resumed: bool) -> None:

@@ -8,7 +8,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,8 +23,9 @@ from ..failure import line_of
 from ..seeds import generator_states
 from ..step.setup import Setup
 from ..weights.on_disk import origin_of
+from .absent import FALLBACK
 from .schedules import SCHEDULES
-from .stages import FALLBACK, Cut, Stage, entry_of, hidden_states, leave_before_layers
+from .stages import Cut, Stage, draws, entry_of, hidden_states, leave_before_layers
 
 NOISE = 0.02  # beside the weights in the rehearsal
 
@@ -45,7 +46,8 @@ def cut_of(setup: Setup) -> Cut:
             stage = Stage(model, cut, index, device)
             stage.run = forward
             try:
-                found = tree_leaves(_detached(stage(ends[index - 1] if index else torch.empty(0))))
+                with stage.all_names():
+                    found = tree_leaves(_detached(stage(ends[index - 1] if index else torch.empty(0))))
                 fits, why = all(is_same(*pair) for pair in zip(found, tree_leaves(expected), strict=True)), ""
             except Exception as error:  # what a layer of another stage does not give
                 fits, why = False, f" ({line_of(error)})"
@@ -74,7 +76,7 @@ def find_cut(
     model, size = setup.model, setup.plan.layout.pp
     num_stages = size * SCHEDULES[setup.plan.config.pipeline_schedule].per_process
     with passes(setup) as forward:
-        chain = find_chain(model, forward, states)
+        chain, left = find_chain(model, forward, states)
     if len(chain) < num_stages:
         most = len(chain) * size // num_stages
         raise UsageError(
@@ -82,13 +84,14 @@ def find_cut(
             f"use --pipeline_stages {most} or less" if most > 1 else "use --pipeline_schedule 1f1b",
         )
     with passes(setup) as forward:
-        return cut_chain(model, chain, num_stages, forward)
+        cut, ends = cut_chain(model, chain, num_stages, forward)
+    return replace(cut, left=frozenset(left)), ends
 
 
 @dataclass
 class _Call:
-    """A call of a layer in a list: the hidden states that it got and gave, how many values it gave as a tuple, and the
-    generators of random numbers before and after it."""
+    """A call of a layer in a list: the hidden states that it got and gave, how many values it gave as a tuple, the
+    generators of random numbers before and after it, and the attributes that it left in its modules."""
 
     name: str
     given: Any
@@ -96,6 +99,7 @@ class _Call:
     hidden: Any = None
     num_outputs: int = 0
     state_after: Any = None
+    left: Sequence[str] = ()
 
     @property
     def keeps_shape(self) -> bool:
@@ -104,7 +108,7 @@ class _Call:
         return len(tensors) == 2 and tensors[0].shape == tensors[1].shape and tensors[0].dtype == tensors[1].dtype
 
 
-def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) -> dict[str, int]:
+def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) -> tuple[dict[str, int], list[str]]:
     """The chain with most weights: layers of which each gets the hidden states that the one before it gave, all of one
     shape and type.
 
@@ -115,7 +119,7 @@ def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) ->
 
     Returns:
         {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}, in the order
-        of the pass.
+        of the pass; and the attributes that layers set.
 
     Raises:
         UsageError: there is none, there are two, or its layers draw random numbers.
@@ -126,11 +130,11 @@ def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) ->
         for name, module in modules.items()
         if isinstance(module, nn.ModuleList | nn.Sequential)
     }
-    calls = _calls(modules, [layer for layers in lists.values() for layer in layers], states)
+    calls = _calls(model, [layer for layers in lists.values() for layer in layers], states)
     forward(model)
 
     def size(run: Sequence[_Call]) -> int:
-        return sum(weight.numel() for call in run for weight in modules[call.name].parameters())
+        return sum(weight.numel() for call in run for weight in model.get_submodule(call.name).parameters())
 
     runs = sorted((run for run in _runs(lists.values(), calls) if len(run) > 1), key=size, reverse=True)
     if not runs:
@@ -147,19 +151,22 @@ def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) ->
                 f"{name} has two chains of layers, {ends[0]} and {ends[1]}; a pipeline cuts one", f"use {FALLBACK}"
             )
     if run[0].state != run[-1].state_after:
-        raise UsageError(
-            f"the layers of {name} draw random numbers, as dropout does, and a pipeline divides their chain: set "
-            f"dropout to 0, or use {FALLBACK}"
-        )
-    return {call.name: call.num_outputs for call in run}
+        raise draws(name)
+    return {call.name: call.num_outputs for call in run}, [each for call in run for each in call.left]
 
 
-def _calls(modules: Mapping[str, nn.Module], layers: Sequence[str], states: Callable[[], Any]) -> list[_Call]:
+def _calls(model: nn.Module, layers: Sequence[str], states: Callable[[], Any]) -> list[_Call]:
     """A list that a pass will fill with the calls of these layers."""
-    calls, running = list[_Call](), list[_Call]()
+    calls, running = list[_Call](), list[tuple[_Call, dict[str, dict]]]()
 
     def leave(layer: nn.Module, args: Any, output: Any) -> None:
-        call = running.pop()
+        call, before = running.pop()
+        call.left = [
+            f"{call.name}.{path}.{key}".replace("..", ".")
+            for path, module in layer.named_modules()
+            for key, value in vars(module).items()
+            if value is not before[path].get(key) and not isinstance(value, bool | dict)
+        ]
         call.num_outputs = len(output) if isinstance(output, tuple) else 0
         call.hidden, call.state_after = output[0] if call.num_outputs else output, states()
 
@@ -167,11 +174,11 @@ def _calls(modules: Mapping[str, nn.Module], layers: Sequence[str], states: Call
 
         def enter(layer: nn.Module, args: Any, named: Any, name: str = name) -> None:
             calls.append(_Call(name, hidden_states(*args, **named), states()))
-            running.append(calls[-1])
+            running.append((calls[-1], {path: dict(vars(module)) for path, module in layer.named_modules()}))
 
         # First and last of all hooks: those of the user belong to the layer.
-        modules[name].register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        modules[name].register_forward_hook(leave)
+        model.get_submodule(name).register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        model.get_submodule(name).register_forward_hook(leave)
     return calls
 
 
@@ -239,7 +246,9 @@ def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forwa
     untouched = {name for name, weight in model.named_parameters(remove_duplicate=False) if not stages[weight]}
     everywhere = dict.fromkeys(untouched, range(num_stages))
     stages_of = {name: frozenset(stages[each] or everywhere.get(name, {0})) for name, each in tensors.items()}
-    return Cut(chain, bounds, stages_of, frozenset(untouched)), ends
+    firsts = {weight: name for name, weight in model.named_parameters()}
+    first_names = {name: firsts[weight] for name, weight in model.named_parameters(remove_duplicate=False)}
+    return Cut(chain, bounds, stages_of, frozenset(untouched), first_names), ends
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Division:
             for strategy, plan in self._plans if weights else [each for each in self._plans if not each[0].of_weights]:
                 strategy.divide(part, plan, self.grid)
         for tensor in (*part.model.parameters(), *part.model.buffers()):
-            if not is_divided(tensor):
+            if not is_divided(tensor) and tensor.device.type != device.type:
                 tensor.data = tensor.data.to(device)
         own = dict(part.model.named_parameters(remove_duplicate=False))
         exchange_weights(self._optimizer, {before[name]: weight for name, weight in own.items()})

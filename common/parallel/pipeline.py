@@ -21,11 +21,12 @@ from ..step.engine import Engine, StepResult
 from ..step.guards import not_used
 from ..step.setup import Setup, compile_if_asked
 from ..weights.shards import checkpoint_tensors, local, norm_over_processes, whole
+from .absent import FALLBACK, Absent, refuse_absent
 from .chain import cut_of
 from .grid import Division, Part
 from .schedules import SCHEDULES, Shape, cost, make_steps
 from .sharding import gathers_again
-from .stages import FALLBACK, Cut, Stage, copied, entry_of, in_one_stage, leave_before_layers
+from .stages import Cut, Stage, all_names, copied, entry_of, in_one_stage, leave_before_layers
 from .strategy import Strategy
 
 
@@ -147,17 +148,22 @@ class PipelineEngine(Engine):
         roots = {index: nn.Sequential(stage) if hides else stage for index, stage in self.stages.items()}
         self._take_passes = make_steps(schedule, roots, self)
         self._unchecked_step = as_numbered_step(setup.forward_step)
+        self._used: dict[str, bool] | None = None  # whether the weights here that other stages share got a gradient
+        self._never_used = set[str]()
         self._with_gradients: list[bool] = []  # of the weights here, those that get one
         self._metric_names: list[str] | None = None  # from the first step on
 
     def _divide(self, setup: Setup, division: Division) -> dict[int, Stage]:
         """The stages of this process. The optimizer gets their weights."""
-        model, own = setup.model, [stage for stage, process in self._process_of.items() if process == self.process]
+        model, whole_model = setup.model, [*setup.model.parameters()]
+        own = [stage for stage, process in self._process_of.items() if process == self.process]
         gathered = torch.bfloat16 if setup.plan.layout.dp_shard > 1 and setup.plan.layout.precision == "bf16" else None
         self._entry = entry_of(model, self._cut.chain, self.device, gathered)
         models = [model, *(copied(model) for _ in own[1:])]
         stages = {index: Stage(part, self._cut, index, self.device) for index, part in zip(own, models)}
         kept = {weight for stage in stages.values() for weight in stage.parameters()}
+        for weight in (each for each in whole_model if each not in kept and not each.is_meta):
+            weight.data = Absent(weight, "").numbers.to(weight)  # the recipe may hold it
         for group in setup.optimizer.param_groups:
             group["params"] = [weight for weight in group["params"] if weight in kept]
         for stage in stages.values():
@@ -174,13 +180,14 @@ class PipelineEngine(Engine):
 
     def saved_tensors(self) -> dict[str, Tensor]:
         parts = [checkpoint_tensors(stage.model) for stage in self.stages.values()]
-        return {name: tensor for part in parts for name, tensor in part.items()}
+        return {name: each for part in parts for name, each in part.items() if not isinstance(each, Absent)}
 
     def running_modules(self) -> Iterable[tuple[str, nn.Module]]:
         return chain.from_iterable(stage.model.named_modules() for stage in self.stages.values())
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        result = super().step(number, micro_batches, wants_norm)
+        with all_names(self.stages.values()):
+            result = super().step(number, micro_batches, wants_norm)
         return result if self._is_last else replace(result, weight=0.0)
 
     def _backward(
@@ -192,6 +199,7 @@ class PipelineEngine(Engine):
         self._losses = [torch.zeros((), device=self.device) for _ in micro_batches]
         self._metrics: list[Values] = [{} for _ in micro_batches]
         self._take_passes(len(micro_batches))
+        refuse_absent([weight.grad for weight in self._updated_tensors()], "a gradient")
         self._sum_over_replicas()
         self._sum_over_stages()
         if self._metric_names is None:
@@ -230,7 +238,8 @@ class PipelineEngine(Engine):
         for index, process in self._process_of.items():
             if stage := self.stages.get(index):
                 stage.shape, stage.run = shape, lambda model: self.forward_step(model, batch, number)
-                hidden = result = stage(hidden)
+                with stage.all_names(), restore_generators(self.device):  # each stage draws the same
+                    hidden = result = stage(hidden)
             if (receiver := self._process_of.get(index + 1, process)) != process:
                 if self.process == process:
                     dist.send(hidden, group_dst=receiver, group=self.group)
@@ -255,16 +264,20 @@ class PipelineEngine(Engine):
         return sorted({self._process_of[stage] for stage in self._cut.stages_of[name]})
 
     @cached_property
-    def _shared(self) -> list[tuple[Tensor, list[int]]]:
-        """(weight, processes that hold it) of the weights here that others hold, too, such as tied embeddings."""
-        found = {weight: self._holders_of(name) for name, weight in self.saved_tensors().items()}  # each once
-        return [(weight, holders) for weight, holders in found.items() if weight.requires_grad and len(holders) > 1]
+    def _shared(self) -> list[tuple[str, Tensor, list[int]]]:
+        """(first name, weight, processes that hold it) of the trained weights here that others hold, too, such as tied
+        embeddings; in the order of their names, the same in all processes."""
+        first = self._cut.first_names
+        found = {weight: name for name, weight in self.saved_tensors().items() if weight.requires_grad}  # each once
+        holders = ((first[name], weight, self._holders_of(name)) for weight, name in found.items())
+        return sorted((each for each in holders if len(each[2]) > 1), key=lambda each: each[0])
 
     @cached_property
-    def _rare(self) -> list[Tensor]:
-        """Trained weights that only some passes may use."""
+    def _rare(self) -> dict[str, Tensor]:
+        """{first name: weight} of the trained weights that only some passes may use; all processes hold them."""
         held = self.saved_tensors()
-        return [held[name] for name in sorted(self._cut.untouched) if name in held and held[name].requires_grad]
+        names = {self._cut.first_names[name]: name for name in sorted(self._cut.untouched)}
+        return {first: held[name] for first, name in names.items() if name in held and held[name].requires_grad}
 
     def _sum_over_replicas(self) -> None:
         """Sums the gradients over the replicas. Raises UsageError if these do not have gradients of the same weights in
@@ -294,10 +307,20 @@ class PipelineEngine(Engine):
     def _sum_over_stages(self) -> None:
         """Sums the gradients of a weight that several stages hold, in the order of the processes: so that the copies
         stay equal to the last bit."""
-        used = [weight.grad is not None for weight in self._rare]
-        idle = {weight for weight, is_used in zip(self._rare, self._in_any(used, [self.group])) if not is_used}
-        for weight, holders in self._shared:
-            if weight in idle:  # an optimizer leaves it alone
+        used = [weight.grad is not None for weight in self._rare.values()]
+        idle = {name for name, is_used in zip(self._rare, self._in_any(used, [self.group])) if not is_used}
+        now = {name: weight.grad is not None for name, weight, _ in self._shared if name not in self._rare}
+        if self._used is None:  # in the first step
+            self._used = now
+            found: list[Any] = [None] * self.plan.layout.pp
+            dist.all_gather_object(found, now, self.group)
+            self._never_used = {name for each in found for name in each} - {
+                name for each in found for name, is_used in each.items() if is_used
+            }
+        for name in (name for name, is_used in now.items() if is_used != self._used[name]):
+            raise not_used(f"not all passes use {name}, which several stages have")
+        for name, weight, holders in self._shared:
+            if name in idle or name in self._never_used:  # an optimizer leaves it alone
                 continue
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             gradients = {holder: torch.empty_like(local(weight.grad)) for holder in holders}
@@ -313,7 +336,7 @@ class PipelineEngine(Engine):
             local(weight.grad).copy_(sum(gradients.values()))  # type: ignore[arg-type]
 
     def _norm(self) -> Tensor:
-        twice = {weight for weight, holders in self._shared if holders[0] != self.process}
+        twice = {weight for _, weight, holders in self._shared if holders[0] != self.process}
         once = [weight.grad for weight in self._updated_tensors() if weight not in twice]
         gradients = [gradient for gradient in once if gradient is not None]
         own = norm_over_processes(gradients) if gradients else torch.zeros((), device=self.device)

@@ -2,7 +2,8 @@
 before it sent, and the pass is left before the first layer of the next stage."""
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
+from ..seeds import generator_states
+from .absent import FALLBACK, Absent, in_front, refuse_absent
 
-FALLBACK = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"  # of a model that cannot be cut
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
 
 Run = Callable[[nn.Module], Any]  # a pass of forward_step, with a model
@@ -30,12 +32,16 @@ class Cut:
         stages_of: {parameter or buffer: the stages that hold it}, under all names.
         untouched: parameters that no layer has and the passes did not use. All stages hold them: a pass with other
             samples, or an evaluation, may use them anywhere.
+        first_names: {parameter: its first name}, under all names.
+        left: attributes that layers of the chain set in a pass, as for a loss beside their outputs.
     """
 
     chain: Mapping[str, int]
     bounds: Sequence[int]
     stages_of: Mapping[str, frozenset[int]]
     untouched: frozenset[str]
+    first_names: Mapping[str, str]
+    left: frozenset[str] = frozenset()
 
 
 def hidden_states(*args: Any, **named: Any) -> Any:
@@ -101,15 +107,15 @@ def in_one_stage(forward_step: NumberedStep, ranks: Collection[int]) -> Numbered
 class Stage(nn.Module):
     """A range of the layers of a model, and what runs before or after all of them.
 
-    Layers of other stages keep their place and class and lose their weights. Those before this stage pass on the hidden
-    states, and the last of them gives what `forward` got; that after it ends the pass. In front of the first layer, the
-    weights of other stages are zeros, which take no memory: their results are replaced.
+    Layers of other stages keep their place and class and lose their weights. Those before this stage give tensors
+    without values, but for the last of them, which gives what `forward` got; that after it ends the pass. In front of
+    the first layer, weights of other stages have no values either: the results are replaced.
 
     Args:
         model: whole; changed in place.
         cut: of the model.
         index: of this stage.
-        device: for the zeros.
+        device: for what has no values.
 
     Attributes:
         run: a pass of `forward_step`, with the model.
@@ -122,51 +128,133 @@ class Stage(nn.Module):
     def __init__(self, model: nn.Module, cut: Cut, index: int, device: torch.device):
         super().__init__()
         self.model, self.is_last = model, index == len(cut.bounds) - 2
-        layers = [*map(model.get_submodule, cut.chain)]
+        layers, names = [*map(model.get_submodule, cut.chain)], [*cut.chain]
         start, stop = cut.bounds[index : index + 2]
-        self.layers, self._received = layers[start:stop], torch.empty(0)
-        for number, (layer, num_outputs) in enumerate(zip(layers, cut.chain.values())):
+        self.layers, self._received, self._num_given = layers[start:stop], torch.empty(0), 0
+        self._before, self._device = names[start - 1] if start else "", device
+        self.layers[0].register_forward_pre_hook(self._before_draws, prepend=True)
+        self.layers[-1].register_forward_hook(self._after_draws)
+        here = {module for layer in self.layers for module in layer.modules()}
+        for number, (name, layer, num_outputs) in enumerate(zip(names, layers, cut.chain.values())):
             if not start <= number < stop:
-                forward = _leave if number >= stop else self._give if number == start - 1 else hidden_states
-                _make_absent(layer, forward, num_outputs)
+                forward = _leave if number >= stop else self._give if number == start - 1 else _nothing_of(name)
+                _make_absent(layer, forward, num_outputs, here)
+                for left in (each for each in cut.left if each.startswith(f"{name}.")):
+                    owner, _, key = left.rpartition(".")
+                    vars(model.get_submodule(owner))[key] = Absent(torch.empty((), device=device), left)
+        self._absent: list[
+            tuple[dict[str, Any], str, Absent]
+        ] = []  # (the weights of a module, a name, what stands there)
         for name, stages in cut.stages_of.items():
             if index not in stages:
-                take_away(model, name, device)
+                self._take_away(name, device)
+
+    def _take_away(self, name: str, device: torch.device) -> None:
+        """Takes a weight from the model, which sees it in the block of `all_names` alone; a buffer stays, but is not
+        saved."""
+        owner, _, key = name.rpartition(".")
+        module = self.model.get_submodule(owner)
+        if key in module._buffers:
+            module._non_persistent_buffers_set.add(key)
+        elif (weight := module._parameters.pop(key, None)) is not None:  # not of a module with two names
+            self._absent.append((module._parameters, key, Absent.weight(weight, name, device)))
+            module._of_another_stage = not any(True for _ in module.parameters())  # type: ignore[assignment]
+
+    @contextmanager
+    def all_names(self) -> Iterator[None]:
+        """Lets the model have all its weights in the `with` block; those of other stages have no values."""
+        for weights, key, absent in self._absent:
+            weights[key] = absent
+        try:
+            yield
+        finally:
+            for weights, key, _ in self._absent:
+                weights.pop(key, None)
 
     def forward(self, received: Tensor) -> Any:
         """What `run` returns for the model, in the last stage; in others the hidden states with which the pass leaves
-        this stage. `received` are those with which it enters; the first stage needs none."""
-        self._received = received
-        if self.is_last:
-            return self.run(self.model)
-        hidden = leave_before_layers(self.run, self.model)
-        if self.shape is None:
-            return hidden
+        this stage. `received` are those with which it enters; the first stage needs none. Raises UsageError if the pass
+        needs more."""
+        self._received, self._num_given, self._has_gradients = received, 0, torch.is_grad_enabled()
+        with in_front(bool(self._before)):
+            values = self.run(self.model) if self.is_last else leave_before_layers(self.run, self.model)
+        if self._before and self._num_given != 1:
+            raise _other_path(f"calls {self._before} {self._num_given} times")
+        refuse_absent(values, "its values" if self.is_last else "the hidden states of the next stage")
+        if self.is_last or self.shape is None:
+            return values
         shape, dtype = self.shape
-        assert hidden.shape == shape, "each layer of the chain keeps the shape"
-        return hidden.to(dtype).contiguous()
+        assert values.shape == shape, "each layer of the chain keeps the shape"
+        return values.to(dtype).contiguous()
+
+    def _before_draws(self, *args: Any) -> None:
+        self._states = generator_states(self._device)
+
+    def _after_draws(self, *args: Any) -> None:
+        is_again = torch._C._current_graph_task_id() != -1  # activation checkpointing, in the backward pass
+        if not is_again and generator_states(self._device) != self._states:
+            raise draws(type(self.model).__name__)
 
     def _give(self, *args: Any, **named: Any) -> Tensor:
+        Absent.in_front = False
+        self._num_given += 1
+        if torch.is_grad_enabled() != self._has_gradients:
+            raise _other_path(f"calls {self._before} without a gradient")
         return self._received.clone()  # a layer may change it in place, which torch refuses of what it differentiates
+
+
+@contextmanager
+def all_names(stages: Collection[Stage]) -> Iterator[None]:
+    """Lets the models of these stages have all their weights in the `with` block."""
+    with ExitStack() as contexts:
+        for stage in stages:
+            contexts.enter_context(stage.all_names())
+        yield
+
+
+def draws(name: str) -> UsageError:
+    """For a model of this class whose layers draw random numbers: those of a stage do not know what others drew."""
+    return UsageError(
+        f"the layers of {name} draw random numbers, as dropout does, and a pipeline divides their chain: set dropout "
+        f"to 0, or use {FALLBACK}"
+    )
+
+
+def _other_path(what: str) -> UsageError:
+    return UsageError(
+        f"a pass of forward_step {what}, where the pipeline was cut by passes that call it once", f"use {FALLBACK}"
+    )
+
+
+def _nothing_of(name: str) -> Callable[..., Any]:
+    """What stands for a layer before the last one of the stages before this one."""
+
+    def forward(*args: Any, **named: Any) -> Any:
+        hidden = hidden_states(*args, **named)
+        values = torch.full_like(hidden, torch.nan) if not isinstance(hidden, Absent) else hidden.numbers
+        return Absent(hidden, name, values)
+
+    return forward
 
 
 def entry_of(
     model: nn.Module, chain: Mapping[str, int], device: torch.device, dtype: torch.dtype | None = None
 ) -> nn.Module:
     """A copy of a model, of which a pass ends before the first layer: to find the shape of the hidden states. Its
-    weights are zeros, which take no memory, and no process waits for another.
+    weights have no values, and no process waits for another.
 
     Args:
         model: whole.
         chain: of the model.
-        device: for the zeros.
+        device: for the weights.
         dtype: of the weights in a pass; None: their own.
     """
     entry = copied(model).eval()
-    for module in entry.modules():
+    for path, module in entry.named_modules():
         for key, weight in module._parameters.items():
             if weight is not None:
-                module._parameters[key] = nn.Parameter(_zeros(weight, device, dtype), requires_grad=False)
+                name = f"{path}.{key}".lstrip(".")
+                module._parameters[key] = Absent.weight(weight, name, device, dtype)
 
     def leave(layer: nn.Module, args: Any, named: Any) -> None:
         _leave(*args, **named)
@@ -180,10 +268,11 @@ def is_absent(module: nn.Module) -> bool:
     return getattr(module, "_of_another_stage", False)
 
 
-def _make_absent(layer: nn.Module, forward: Callable[..., Any], num_outputs: int) -> None:
-    """Lets a layer give other hidden states, without the user's hooks, which belong to the stage that has it."""
+def _make_absent(layer: nn.Module, forward: Callable[..., Any], num_outputs: int, here: Collection[nn.Module]) -> None:
+    """Lets a layer give other hidden states, without the user's hooks, which belong to the stage that has it. It may
+    share modules with layers that are here."""
     for module in layer.modules():
-        module._of_another_stage = True  # type: ignore[assignment]
+        module._of_another_stage = module not in here  # type: ignore[assignment]
     for hooks in HOOKS:
         getattr(layer, hooks).clear()
     if hasattr(layer, "gradient_checkpointing"):  # of transformers: there is nothing to compute again
@@ -193,26 +282,8 @@ def _make_absent(layer: nn.Module, forward: Callable[..., Any], num_outputs: int
     )
 
 
-def take_away(model: nn.Module, name: str, device: torch.device) -> None:
-    """Replaces a weight by zeros that take no memory; a buffer stays, but is not saved."""
-    owner, _, key = name.rpartition(".")
-    module = model.get_submodule(owner)
-    if key in module._buffers:
-        module._non_persistent_buffers_set.add(key)
-        return
-    weight = module._parameters.pop(key)
-    assert weight is not None
-    vars(module)[key] = _zeros(weight, device)
-    module._of_another_stage = not any(True for _ in module.parameters())  # type: ignore[assignment]
-
-
 def copied(model: nn.Module) -> nn.Module:
     """A copy of a model, with the same weights, and buffers of its own: each stage changes those that it holds."""
     # Nor other tensors: a hook computes some anew in each pass, as the old weight norm does, which deepcopy refuses.
     others = [each for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *others)})
-
-
-def _zeros(weight: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros in the shape of a weight, of which one element is in memory."""
-    return torch.zeros((), dtype=dtype or weight.dtype, device=device).expand(weight.shape)

@@ -56,8 +56,9 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
     it when they wrap the model, and would not exchange the gradients of other weights."""
     layers = [layer._parameters for layer in model.modules() if layer._parameters]
 
-    def trained() -> list[bool]:
-        return [weight.requires_grad for layer in layers for weight in layer.values() if weight is not None]
+    def trained() -> list[tuple[int, str]]:
+        every = ((place, key, weight) for place, layer in enumerate(layers) for key, weight in layer.items())
+        return [(place, key) for place, key, weight in every if weight is not None and weight.requires_grad]
 
     first = trained()
 

@@ -1,0 +1,111 @@
+"""Stands for the weights of other stages of a pipeline: tensors without values, and what is computed from them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from ..alone.passes import TAKES_SHAPE
+from ..errors import UsageError
+
+FALLBACK = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"  # of a model that cannot be cut
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of operations that ask for values
+
+
+class Absent(Tensor):
+    """A tensor that was computed from the weights of another stage. In front of its first layer, a stage computes with
+    such tensors, and drops what comes of it. What decides by one, or writes it elsewhere, raises UsageError.
+
+    Args:
+        like: a tensor of its shape, type and device.
+        name: of the weight.
+        values: in its place in operations; None: numbers that are not numbers, of which one is in memory.
+    """
+
+    origin: str
+    numbers: Tensor
+    in_front = False  # whether a pass has not come to the layers of its stage: then it may write what is dropped
+
+    @staticmethod
+    def __new__(cls: Any, like: Tensor, name: str, values: Tensor | None = None) -> "Absent":
+        self = Tensor._make_wrapper_subclass(
+            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=like.device
+        )
+        nothing = torch.nan if like.is_floating_point() or like.is_complex() else 0
+        if values is None:
+            values = torch.full((), nothing, dtype=like.dtype, device=like.device).expand(like.shape)
+        self.origin, self.numbers = name, values
+        return self
+
+    @classmethod
+    def weight(cls, weight: Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> "Absent":
+        """What stands for a weight."""
+        self: Any = cls(torch.empty((), dtype=dtype or weight.dtype, device=device).expand(weight.shape), name)
+        self._is_param = True  # what `isinstance(weight, nn.Parameter)` asks
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Absent)]
+        if READS & {*function.tags}:
+            raise given[0].refusal(f"decides by {given[0].origin}, or what is computed from it")
+        written = args[0] if function._schema.is_mutable and args else None
+        if isinstance(written, Absent) and function._schema.name.endswith("_"):
+            return written  # there is nothing to write
+        if written is not None and not cls.in_front:
+            raise given[0].refusal(f"writes what is computed from {given[0].origin} into another tensor")
+        result = function(*tree_map_only(Absent, lambda each: each.numbers, args), **_values_of(kwargs or {}))
+        if TAKES_SHAPE.search(function._schema.name):
+            return result
+        own = {id(each) for each in tree_leaves((args, kwargs))}
+        return tree_map(lambda each: cls._made(each, given[0].origin, own), result)
+
+    @classmethod
+    def _made(cls, value: Any, name: str, own: set[int]) -> Any:
+        return cls(value, name, value) if isinstance(value, Tensor) and id(value) not in own else value
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"{self.origin} (of another stage)"
+
+    @property
+    def grad(self) -> Any:
+        """As absent as the weight: a norm of all gradients needs it."""
+        return Absent(self, self.origin, self.numbers)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        pass
+
+    def refusal(self, what: str) -> UsageError:
+        """For a pass that does this."""
+        return UsageError(
+            f"forward_step, the model or a hook {what}: another stage of the pipeline has that", f"use {FALLBACK}"
+        )
+
+
+def _values_of(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return tree_map_only(Absent, lambda each: each.numbers, kwargs)
+
+
+def refuse_absent(values: Any, what: str) -> None:
+    """Raises UsageError if one of these values was computed from weights of another stage."""
+    for each in tree_leaves(values):
+        if isinstance(each, Absent):
+            raise each.refusal(f"computes {what} from {each.origin}, beside the hidden states")
+
+
+@contextmanager
+def in_front(is_front: bool) -> Iterator[None]:
+    """Lets the pass in the `with` block begin in front of the layers of a stage, if it is not the first one."""
+    Absent.in_front = is_front
+    try:
+        yield
+    finally:
+        Absent.in_front = False
