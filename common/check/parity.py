@@ -17,6 +17,7 @@ from ..data.batches import draws_for_batches
 from ..data.sets import Batch, MapDataset
 from ..errors import RunError, UsageError, list_samples, needs_no_traceback
 from ..failure import line_of
+from ..package import is_own
 from ..parallel.ddp import DDP
 from ..parallel.strategies import main_strategy
 from ..step.engine import Engine, StepResult
@@ -155,32 +156,43 @@ class ParityCheck:
                 error.add_note(f"step {number + 1}, {list_samples(samples)}")
                 if number == self.first and (mixed := mixed_types(error, engine.module, micro_batches[0])):
                     raise UsageError(mixed) from None
-                if number in self.numbers:
-                    self._translate(error)
+                self._translate(error, number in self.numbers)
                 raise
 
+        def evaluate(batch: Batch, number: int) -> dict[str, Tensor]:
+            with self.translate_errors(number in self.numbers):
+                return own_evaluate(batch, number)
+
+        own_evaluate = engine.evaluate
+        engine.evaluate = evaluate  # type: ignore[method-assign]
         return take_step
 
     @contextmanager
-    def translate_errors(self) -> Iterator[None]:
-        """Turns an exception in the `with` block into one line if one process alone had none."""
+    def translate_errors(self, is_checked: bool = True) -> Iterator[None]:
+        """Turns an exception in the `with` block into one line if one process alone had none, or, in a pass that it has
+        not taken, if a package raised it."""
         try:
             yield
         except Exception as error:
-            self._translate(error)
+            self._translate(error, is_checked)
             raise
 
-    def _translate(self, error: Exception) -> None:
+    def _translate(self, error: Exception, is_checked: bool) -> None:
         """Raises UsageError for an error of several processes that one process alone did not have."""
         if isinstance(error, RunError | OSError | MemoryError | torch.OutOfMemoryError):
             return
         if not self.numbers or self._error is not None or needs_no_traceback(error):
             return
+        in_recipe = is_own(traceback.extract_tb(error.__traceback__)[-1].filename) and not isinstance(
+            error, RuntimeError
+        )
+        if not is_checked and (self.group.size == 1 or in_recipe):
+            return  # a mistake in the recipe, whose traceback says more
         path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         raise UsageError(
-            f"{self.layout} cannot train this: {line_of(error)}; one "
-            f"process can: use {main_strategy(self.layout).fallback}; the traceback is in {path}"
+            f"{self.layout} cannot train this: {line_of(error)}; one process {'can' if is_checked else 'may'}: "
+            f"use {main_strategy(self.layout).fallback}; the traceback is in {path}"
         ) from None
 
     def _observe_step(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:

@@ -40,7 +40,7 @@ def cut_of(setup: Setup) -> Cut:
     device, model, name = setup.accelerator.device, setup.model, type(setup.model).__name__
     cut, ends = find_cut(setup, _alone, partial(generator_states, device))
     with _alone(setup) as forward:
-        leave_before_layers(forward, entry_of(model, cut.chain, device))
+        leave_before_layers(forward, entry_of(model, cut.chain, device), is_entry=True)
     for index, expected in enumerate(ends):
         with _alone(setup) as forward:
             stage = Stage(model, cut, index, device)

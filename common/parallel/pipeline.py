@@ -238,7 +238,8 @@ class PipelineEngine(Engine):
         for index, process in self._process_of.items():
             if stage := self.stages.get(index):
                 stage.shape, stage.run = shape, lambda model: self.forward_step(model, batch, number)
-                with stage.all_names(), restore_generators(self.device):  # each stage draws the same
+                # Each stage draws the same.
+                with all_names(self.stages.values()), restore_generators(self.device):
                     hidden = result = stage(hidden)
             if (receiver := self._process_of.get(index + 1, process)) != process:
                 if self.process == process:
@@ -256,7 +257,7 @@ class PipelineEngine(Engine):
             self._seed(number, index)
         self._entry.train(self.model.training)
         own = {name: each.clone() if isinstance(each, Tensor) else each for name, each in batch.items()}  # may change
-        hidden = leave_before_layers(lambda model: self._unchecked_step(model, own, number), self._entry)
+        hidden = leave_before_layers(lambda model: self._unchecked_step(model, own, number), self._entry, is_entry=True)
         return hidden.shape, hidden.dtype
 
     def _holders_of(self, name: str) -> list[int]:

@@ -57,10 +57,11 @@ def _leave(*args: Any, **named: Any) -> Tensor:
     raise _Left(hidden_states(*args, **named))
 
 
-def leave_before_layers(run: Run, model: nn.Module) -> Tensor:
-    """The hidden states with which a pass comes to the layers after those of a stage or an entry."""
+def leave_before_layers(run: Run, model: nn.Module, is_entry: bool = False) -> Tensor:
+    """The hidden states with which a pass comes to the layers after those of a stage, or of an entry."""
     try:
-        run(model)
+        with in_front(Absent.in_front or is_entry):
+            run(model)
     except _Left as left:
         return left.args[0]
     raise UsageError(
@@ -139,9 +140,7 @@ class Stage(nn.Module):
             if not start <= number < stop:
                 forward = _leave if number >= stop else self._give if number == start - 1 else _nothing_of(name)
                 _make_absent(layer, forward, num_outputs, here)
-                for left in (each for each in cut.left if each.startswith(f"{name}.")):
-                    owner, _, key = left.rpartition(".")
-                    vars(model.get_submodule(owner))[key] = Absent(torch.empty((), device=device), left)
+                _take_numbers(name, layer, cut.left, here, device)
         self._absent: list[
             tuple[dict[str, Any], str, Absent]
         ] = []  # (the weights of a module, a name, what stands there)
@@ -280,6 +279,18 @@ def _make_absent(layer: nn.Module, forward: Callable[..., Any], num_outputs: int
     layer.forward = lambda *args, **named: (  # in the form in which the layer returned them
         (forward(*args, **named), *[None] * (num_outputs - 1)) if num_outputs else forward(*args, **named)
     )
+
+
+def _take_numbers(
+    name: str, layer: nn.Module, left: Collection[str], here: Collection[nn.Module], device: torch.device
+) -> None:
+    """Takes what a pass of a layer of another stage would set: the attributes that it left in the first passes, and
+    other numbers, which may be such attributes from the start, as `self.penalty = 0.0`."""
+    for path, module in layer.named_modules():
+        for key, value in vars(module).items() if module not in here else ():
+            full = f"{name}.{path}.{key}".replace("..", ".")
+            if full in left or type(value) is float:
+                vars(module)[key] = Absent(torch.empty((), device=device), full)
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from .deepspeed import DEEPSPEED, precision_of
 from .expert import EXPERT
 from .fsdp2 import FSDP2
 from .grid import Division
+from .operations import watched
 from .pipeline import PIPELINE
 from .sequence import SEQUENCE
 from .strategy import ModelCheck, Strategy
@@ -112,4 +113,7 @@ def with_plans(setup: Setup) -> Setup:
 def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
     layout = setup.plan.layout
-    return main_strategy(layout).wrap(setup, Division(setup, strategies_of(layout)))
+    engine = main_strategy(layout).wrap(setup, Division(setup, strategies_of(layout)))
+    if layout.tp * layout.sp > 1 and not setup.plan.config.compile:
+        engine.forward_step = watched(engine, setup.plans.get(TENSOR.name, {}))
+    return engine

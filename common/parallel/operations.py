@@ -1,0 +1,180 @@
+"""Watches what a pass computes between layers that tensor parallelism divides: only the operations of the first passes,
+from which the plan was derived and which the parity check compared, may come between them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..data.sets import Batch, NumberedStep
+from ..errors import UsageError
+from ..seeds import generator_states
+from ..step.engine import Engine
+from .tensor_plan import ENDS, NORM_OF_HEADS, PACKED
+
+ATTENTION = F.scaled_dot_product_attention  # its kernels differ with the mask and the device
+Origins = frozenset[str]  # the operations, and layers, that a tensor comes from
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations on the outputs of divided layers. One that treats each element by itself is the same for a
+    share of the features as for all, so that it does not count.
+
+    Attributes:
+        found: what was computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[str]()
+        self._origins, self._inside = WeakTensorKeyDictionary(), 0
+
+    def origins_of(self, values: Any) -> Origins:
+        """What these values were computed from; empty if from no divided layer."""
+        tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+        return Origins().union(*(self._origins.get(each, ()) for each in tensors))
+
+    def note(self, what: str, values: Any) -> None:
+        """Notes that something takes these values, if they come from divided layers."""
+        origins = self.origins_of(values)
+        self.found |= {f"{what} of {' and '.join(sorted(origins))}"} if origins else set()
+
+    def mark(self, values: Any, origins: Origins) -> None:
+        """Lets these values come from divided layers."""
+        for each in tree_leaves(values):
+            if isinstance(each, Tensor):
+                self._origins[each] = origins
+
+    @contextmanager
+    def watch(self, modules: Iterable[tuple[str, nn.Module]], styles: Mapping[str, str]) -> Iterator[None]:
+        """Watches a pass of these modules, which a plan divides."""
+        kinds = {name: style for name, style in styles.items() if style in (*ENDS, *PACKED, NORM_OF_HEADS)}
+        with ExitStack() as stack:
+            for name, module in modules:
+                if name in kinds:
+                    is_column = kinds[name] in PACKED or ENDS.get(kinds[name], ("", "sum"))[1] == "keep"
+                    leave = partial(self._leave, name, is_column, kinds[name] == NORM_OF_HEADS)
+                    stack.callback(
+                        module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove
+                    )
+                    stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+            stack.enter_context(_Attention(self))
+            stack.enter_context(self)
+            yield
+
+    def _enter(self, name: str, module: nn.Module, args: Any, named: Any) -> None:
+        self.note(name, (args, named))
+        self._inside += 1
+
+    def _leave(
+        self, name: str, is_column: bool, is_norm: bool, module: nn.Module, args: Any, named: Any, output: Any
+    ) -> None:
+        self._inside -= 1
+        self.mark(output, self.origins_of((args, named)) if is_norm else Origins([name] * is_column))
+
+    def as_one(self, name: str, function: Callable, args: Any, kwargs: Any) -> Any:
+        """Calls a function as one operation."""
+        self._inside += 1
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        if not self._inside and (origins := self.origins_of((args, kwargs))):
+            self.note(name, (args, kwargs))
+            self.mark(output, Origins([f"{name}({', '.join(sorted(origins))})"]))
+        return output
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        schema = function._schema
+        if self._inside or not (origins := self.origins_of((args, kwargs))):
+            return result
+        if torch.Tag.pointwise not in function.tags:
+            dims = [value for argument, value in zip(schema.arguments, args) if argument.name.startswith("dim")]
+            name = f"{schema.name.removeprefix('aten::')}{dims or ''}"
+            self.note(name, (args, kwargs))
+            origins = Origins([f"{name}({', '.join(sorted(origins))})"])
+        self.mark((result, args[:1] if schema.is_mutable else ()), origins)
+        return result
+
+
+class _Attention(TorchFunctionMode):
+    """Lets attention count as one operation."""
+
+    def __init__(self, operations: Operations):
+        super().__init__()
+        self._operations = operations
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is ATTENTION:
+            return self._operations.as_one("attention", function, args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+
+def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
+    """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers, or does more between divided
+    layers, and those of the first steps did not.
+
+    Watched are the passes of steps whose result is read, the first one after each step in an evaluation, and those of
+    a batch of new shapes; of the others only whether they draw.
+
+    Args:
+        engine: with a divided model.
+        styles: of the plan that divides its layers; empty: it has none.
+    """
+    forward_step, plan, seen, known = engine.forward_step, engine.plan, set[Any](), set[str]()
+    first, last, draws = list[int](), [(True, -1)], set[bool]()
+
+    def compare(operations: Operations, number: int) -> None:
+        if number < first[0] + max(1, plan.config.check_steps):
+            known.update(operations.found)
+        for new in sorted(operations.found - known):
+            raise UsageError(
+                f"in step {number + 1} a pass computes {shorten(new, 160, placeholder=' ...')}, of which {plan.layout} "
+                "gives a process a share; the first passes, from which the plan was derived, do not",
+                "use --config_file accelerate_configs/fsdp2.yaml",
+            )
+
+    def step(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
+        first.extend([number] * (not first))
+        is_training, states = torch.is_grad_enabled(), generator_states(engine.accelerator.device)
+        values = passed(model, batch, number, is_training)
+        if generator_states(engine.accelerator.device) != states and is_training not in draws:
+            if number >= first[0] + max(1, plan.config.check_steps):
+                raise UsageError(
+                    f"a pass draws random numbers in step {number + 1}, as dropout does, and those of the first steps "
+                    f"do not; {plan.layout} divides it",
+                    "set dropout to 0, or use --config_file accelerate_configs/fsdp2.yaml",
+                )
+            draws.add(is_training)
+        return values
+
+    def passed(model: Any, batch: Batch, number: int, is_training: bool) -> dict[str, Tensor]:
+        key = (is_training, *((name, value.shape) for name, value in batch.items() if isinstance(value, Tensor)))
+        is_read = plan.reads(number + 1) if is_training else (False, number) != last[0]
+        if not styles or (key in seen and not is_read and number >= first[0] + plan.config.check_steps):
+            return forward_step(model, batch, number)
+        seen.add(key)
+        last[0], operations = (is_training, number), Operations()
+        try:
+            with operations.watch(engine.running_modules(), styles):
+                values = forward_step(model, batch, number)
+        except Exception:
+            raise
+        except BaseException:  # a stage of a pipeline is left
+            compare(operations, number)
+            raise
+        operations.note("the values of forward_step", values)
+        compare(operations, number)
+        return values
+
+    return step
