@@ -121,7 +121,7 @@ class _Attention(TorchFunctionMode):
 
 
 def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
-    """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers, or does more between divided
+    """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers or does more between divided
     layers, and those of the first steps did not.
 
     Watched are the passes of steps whose result is read, the first one after each step in an evaluation, and those of
