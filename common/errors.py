@@ -11,6 +11,8 @@ from typing import Any
 from .package import is_own
 
 MAX_IDS_NAMED = 8
+# Of torch's allocators, of cuBLAS and cuDNN, and of CUDA or NCCL.
+OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|_STATUS_ALLOC_FAILED|out of memory", re.IGNORECASE)
 _LOOP = Path(__file__).parent
 
 
@@ -153,6 +155,13 @@ def list_samples(samples: list[int]) -> str:
 
 # Messages of gloo and NCCL after the process at the other end of a connection has ended.
 LOST_PEER = re.compile("Connection (reset|closed) by peer|Broken pipe|remote process exited", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device has too little memory: for an allocator of torch, or for a library beside it."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
+    )
 
 
 def needs_no_traceback(error: BaseException) -> bool:

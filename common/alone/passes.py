@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..data.sets import as_numbered_step
-from ..seeds import restore_generators, seed_forward
+from ..seeds import CPU, restore_generators, seed_forward
 from ..step.setup import Setup
 from ..weights.on_disk import with_random_weights
 from .kept import kept
@@ -25,12 +25,19 @@ NUM_SAMPLES = 2  # few show what a layer mixes, and what it passes on
 Forward = Callable[[nn.Module], Any]
 
 
+def device_for_passes(setup: Setup) -> torch.device:
+    """The device on which the whole model takes passes: the CPU, if a GPU has too little memory for it."""
+    device, num_bytes = setup.accelerator.device, sum(weight.nbytes for weight in setup.model.parameters())
+    is_large = device.type != "cpu" and 2 * num_bytes > torch.get_device_module(device).mem_get_info(device)[0]
+    return CPU if is_large else device
+
+
 @contextmanager
 def passes_alone(setup: Setup) -> Iterator[Forward]:
     """In the `with` block, a function runs `forward_step` with a model, in a world of one process, without a gradient,
     with the same samples, random numbers and buffers each time. Weights that are still on disk are random ones.
     Afterwards the model, and all that `forward_step` refers to, are as they were."""
-    device, model = setup.accelerator.device, setup.model
+    device, model = device_for_passes(setup), setup.model
     forward_step, batch = as_numbered_step(setup.forward_step), setup.first_batch(NUM_SAMPLES)
 
     def forward(model: nn.Module) -> Any:

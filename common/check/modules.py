@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any
@@ -69,9 +69,9 @@ class ModuleTrace:
                 hook.remove()
 
     def on_cpu(self) -> "ModuleTrace":
-        """The same trace, for another process."""
+        """The same trace, to compare with those of other processes."""
         forward, backward = ({key: sums.cpu() for key, sums in each.items()} for each in (self.forward, self.backward))
-        return ModuleTrace(forward=forward, backward=backward)
+        return replace(self, forward=forward, backward=backward)
 
 
 class Recorder:

@@ -9,12 +9,13 @@ from torch import nn
 
 from ..alone.kept import Changes, NotChecked
 from ..data.sets import Batch, as_numbered_step
+from ..errors import is_out_of_memory
 from ..step.engine import Engine
 from ..step.setup import Setup
 from ..weights.on_disk import with_full_weights
 from .first_pass import FirstPass
 from .reference_run import ReferenceRun, sketches
-from .sketch import Sketch
+from .sketch import BLOCK, Sketch, random_signs
 from .trace import Step
 
 # By so many rounding errors (ulp) the weights are perturbed to measure the noise floor. A few elements of a weight take
@@ -50,12 +51,14 @@ class Perturbed:
 @torch.no_grad()
 def perturb(model: nn.Module, roundings: int, is_low: bool = False) -> None:
     """Moves each weight by so many rounding errors of its type, or with `is_low` of bfloat16, up or down at random."""
-    generator = torch.Generator().manual_seed(roundings)
     for weight in model.parameters():
         if weight.is_floating_point() or weight.is_complex():
             rounding = torch.finfo(torch.bfloat16 if is_low else weight.dtype).eps * roundings
-            sign = torch.randint(2, weight.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
-            weight.mul_((sign.to(weight.dtype) * rounding).add_(1).to(weight.device))
+            values = weight.data.reshape(-1)  # a view, unless the weight is not contiguous
+            for block, signs in zip(values.split(BLOCK), random_signs(weight.device, weight.dtype, roundings)):
+                block.mul_((signs[: len(block)] * rounding).add_(1))
+            if values.data_ptr() != weight.data_ptr():
+                weight.copy_(values.view_as(weight))
 
 
 @dataclass
@@ -104,7 +107,9 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
             again = run.steps(numbers[:1], None, afterwards=compare_half)[numbers[0]]
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise NotChecked("one device has too little memory for the whole model") from None
     assert run.changes is not None
     first_pass.keeps, first_pass.files = run.changes.names, run.changes.files

@@ -73,7 +73,6 @@ class ReferenceRun:
         device, model, optimizer = setup.accelerator.device, setup.model, setup.optimizer
         functions = [each for each in (setup.forward_step, setup.batch_loss, plan.schedule) if each is not None]
         observer = Observer(first_pass)
-        timer = _Timer(plan.config.hang_timeout, len(numbers) * plan.accumulation)
         with (
             _threads_of_all(model, setup.plan.layout.environment.local_world_size),
             one_process(setup.accelerator),
@@ -83,6 +82,7 @@ class ReferenceRun:
             self.checkpoint.load_optimizer(model, optimizer)
             if change is not None:
                 change(model)
+            timer = _Timer(plan.config.hang_timeout, len(numbers) * plan.accumulation)
             if device.type == "cpu":  # as the run does; torch's loop over the weights takes several times as long
                 choose_fused_kernels(setup.accelerator, optimizer)
             _use_precision(model, plan.layout.precision, device)
@@ -96,6 +96,7 @@ class ReferenceRun:
                     modules = ModuleTrace(parts=setup.plan.layout.tp * setup.plan.layout.sp)
                     steps[number], _ = observer.step(engine, number, micro_batches, number == numbers[0], modules)
                 steps[number].weights, steps[number].gradients = sketches(model), gradients
+                steps[number].modules = modules.on_cpu()
                 self.is_low = self.is_low or modules.is_low
             if afterwards is not None:
                 afterwards(engine, micro_batches[-1])

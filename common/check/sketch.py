@@ -38,7 +38,7 @@ class Sketch:
         else:
             sums = torch.zeros(width, dtype=exact, device=values.device)
             values = values if has_rounding else values.to(exact)
-            for block, signs in zip(values.split(BLOCK), _signs(values.device, values.dtype)):
+            for block, signs in zip(values.split(BLOCK), random_signs(values.device, values.dtype)):
                 padded = block if len(block) == BLOCK else torch.nn.functional.pad(block, (0, -len(block) % width))
                 sums += (padded * signs[: len(padded)]).view(-1, width).sum(0, dtype=exact)
         return cls(sums.cpu(), torch.finfo(tensor.dtype).eps if has_rounding else 0.0)
@@ -55,16 +55,17 @@ class Sketch:
         return float(self.sums.norm())
 
 
-def _signs(device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Random signs for one block after the other: windows into the same signs, so that none is made twice."""
-    signs, starts = _drawn(device, dtype)
+def random_signs(device: torch.device, dtype: torch.dtype, seed: int = 0) -> Iterator[Tensor]:
+    """Random signs for one block of `BLOCK` elements after the other: windows into the same signs, so that none is made
+    twice."""
+    signs, starts = _drawn(device, dtype, seed)
     while True:
         for start in starts:
             yield signs[start : start + BLOCK]
 
 
 @cache
-def _drawn(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
-    generator = torch.Generator().manual_seed(0)
+def _drawn(device: torch.device, dtype: torch.dtype, seed: int) -> tuple[Tensor, list[int]]:
+    generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(2, (2 * BLOCK,), generator=generator, dtype=torch.int8) * 2 - 1
     return signs.to(device, dtype), torch.randint(BLOCK, (1021,), generator=generator).tolist()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..alone.passes import Forward, Trace, is_same, passes_alone
+from ..alone.passes import Forward, Trace, device_for_passes, is_same, passes_alone
 from ..errors import UsageError
 from ..failure import line_of
 from ..seeds import generator_states
@@ -37,7 +37,7 @@ def cut_of(setup: Setup) -> Cut:
     Raises:
         UsageError: the model cannot be cut into its stages, or a stage needs more than hidden states.
     """
-    device, model, name = setup.accelerator.device, setup.model, type(setup.model).__name__
+    device, model, name = device_for_passes(setup), setup.model, type(setup.model).__name__
     cut, ends = find_cut(setup, _alone, partial(generator_states, device))
     with _alone(setup) as forward:
         leave_before_layers(forward, entry_of(model, cut.chain, device), is_entry=True)
@@ -256,9 +256,9 @@ def _alone(setup: Setup) -> Iterator[Forward]:
     """`passes_alone`, with noise beside the weights: zeros, as of new adapters, would hide what depends on them."""
     in_memory = [weight for weight in setup.model.parameters() if origin_of(weight) is None]  # others become random
     with passes_alone(setup) as forward:
-        generator = torch.Generator().manual_seed(0)
-        for weight in in_memory:
-            weight.add_((torch.randn(weight.shape, generator=generator) * NOISE).to(weight))
+        for weight in in_memory:  # drawn on their device: a billion numbers take 8 s on a core
+            generator = torch.Generator(weight.device).manual_seed(weight.numel())
+            weight.add_((torch.randn(weight.shape, generator=generator, device=weight.device) * NOISE).to(weight))
         yield forward
 
 

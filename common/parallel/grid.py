@@ -6,8 +6,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
+from ..cpu_group import collective_timeout
 from ..layout import Layout
 from ..step.optimizer import exchange_weights
 from ..step.setup import Setup
@@ -30,10 +32,11 @@ class Grid:
     Args:
         layout: of the run.
         device: of this process.
+        hang_timeout: of the run, in seconds.
     """
 
-    def __init__(self, layout: Layout, device: torch.device):
-        self.layout, self.device = layout, device
+    def __init__(self, layout: Layout, device: torch.device, hang_timeout: float = 0):
+        self.layout, self.device, self._hang_timeout = layout, device, hang_timeout
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -49,14 +52,23 @@ class Grid:
         """All processes. Each must ask for it at the same time."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(self.device.type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        return self._patient(
+            init_device_mesh(self.device.type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        )
+
+    def _patient(self, mesh: "DeviceMesh") -> "DeviceMesh":
+        """The mesh; its groups wait as long as others do. Torch's default for NCCL, 10 minutes, would end a run before
+        the watchdog names a process."""
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(collective_timeout(self._hang_timeout), group)
+        return mesh
 
     @cached_property
     def shards(self) -> "DeviceMesh":
         """The processes among which FSDP2 divides the weights of this process, and with replicas, those."""
         names: list[str] = [axis for axis in ("dp_shard", "sp") if axis in self.sizes]
         if len(names) > 1:
-            self.mesh[tuple(names)]._flatten("fsdp")
+            self._patient(self.mesh[tuple(names)]._flatten("fsdp"))
             names = ["fsdp"]
         return self.mesh[("dp_replicate", *names) if "dp_replicate" in self.sizes else tuple(names)]
 
@@ -69,7 +81,7 @@ class Grid:
         layout = self.layout
         ranks = torch.arange(layout.num_processes).view(-1, layout.pp, layout.sp * layout.tp).movedim(1, 0)
         grid = ranks.reshape(layout.pp, -1, layout.ep)
-        mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=("pp", "replicas", "experts"))
+        mesh = self._patient(DeviceMesh(self.device.type, grid, mesh_dim_names=("pp", "replicas", "experts")))
         return mesh["replicas", "experts"]
 
 
@@ -98,7 +110,8 @@ class Division:
     """
 
     def __init__(self, setup: Setup, strategies: Sequence["Strategy"]):
-        self.grid, self._optimizer = Grid(setup.plan.layout, setup.accelerator.device), setup.optimizer
+        self.grid = Grid(setup.plan.layout, setup.accelerator.device, setup.plan.config.hang_timeout)
+        self._optimizer = setup.optimizer
         self._plans = [(strategy, setup.plans.get(strategy.name)) for strategy in strategies]
 
     def apply(self, part: Part, weights: bool = True) -> None:

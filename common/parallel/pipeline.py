@@ -140,6 +140,7 @@ class PipelineEngine(Engine):
         peers = [rank for rank in range(layout.num_processes) if self._place(rank) == self.process]
         self.forward_step = in_one_stage(self.forward_step, peers)
         is_sharded = layout.dp_shard > 1
+        dist.all_reduce(torch.zeros((), device=self.device), group=self.group)  # NCCL begins a group with all of it
         axes = [axis for axis in ("dp_replicate", "sp") if axis in division.grid.sizes and not is_sharded]
         self._replicas = [mesh.get_group(axis) for axis in axes]
         # A schedule that sees FSDP2 gathers a stage once for all micro-batches, and holds its whole gradients. Hidden

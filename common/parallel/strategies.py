@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..environment import Environment, device_type
@@ -17,6 +19,7 @@ from .deepspeed import DEEPSPEED, precision_of
 from .expert import EXPERT
 from .fsdp2 import FSDP2
 from .grid import Division
+from .hooks import give_hooks, refuse_numbers_of_shares, take_hooks
 from .operations import watched
 from .pipeline import PIPELINE
 from .sequence import SEQUENCE
@@ -104,6 +107,8 @@ def with_plans(setup: Setup) -> Setup:
         except Exception as error:  # the run of one process will show whether it has it, too
             what = f"{layout} cannot divide {type(setup.model).__name__}: {line_of(error)}"
             found = UsageError(what, f"use {main_strategy(layout).fallback}")
+        if setup.accelerator.device.type != "cpu":
+            torch.get_device_module(setup.accelerator.device).empty_cache()  # of passes of the whole model
     found = CpuGroup(setup.plan.config.hang_timeout).broadcast(found)
     if isinstance(found, UsageError):
         raise found
@@ -113,7 +118,11 @@ def with_plans(setup: Setup) -> Setup:
 def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
     layout = setup.plan.layout
+    hooks = take_hooks(setup.model, layout, main_strategy(layout).fallback)
     engine = main_strategy(layout).wrap(setup, Division(setup, strategies_of(layout)))
+    give_hooks(engine, hooks)
+    if layout.tp > 1 or layout.dp_shard > 1:
+        refuse_numbers_of_shares()
     if layout.tp * layout.sp > 1 and not setup.plan.config.compile:
         engine.forward_step = watched(engine, setup.plans.get(TENSOR.name, {}))
     return engine

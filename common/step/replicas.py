@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from ..cpu_group import CpuGroup
 from ..norms import relative_distance
 from ..weights.shards import local, shards_of
 
@@ -82,12 +82,13 @@ class Replicas:
     def _first_difference(self) -> str | None:
         """Compares weight by weight. A collective."""
         rank, tensors, own = self._engine.accelerator.process_index, self._engine.saved_tensors(), self._engine.bits()
-        bits = gather_object([{key: int(own[key[0]]) for keys in self._shared.values() for key in keys}])
+        group = CpuGroup(self._engine.plan.config.hang_timeout)  # the whole weights below may not fit on a GPU
+        bits = group.all_gather({key: int(own[key[0]]) for keys in self._shared.values() for key in keys})
         for key in dict.fromkeys(key for own in bits for key in own):
             first, *others = [number for number, own in enumerate(bits) if key in own]
             for other in [number for number in others if bits[number][key] != bits[first][key]]:
                 held = local(tensors[key[0]]).detach().cpu() if rank in (first, other) else None
-                values = gather_object([held])
+                values = group.all_gather(held)
                 size = relative_distance(values[other], values[first])
                 if not size <= ROUNDING:
                     return f"process {other} holds another {key[0]} than process {first}, by {size:.1e} of its size"

@@ -2,19 +2,15 @@
 
 import re
 
-import torch
-
 from ..accidents import advice
+from ..errors import is_out_of_memory
 from ..plan import Plan, next_smaller_divisor
-
-# Of torch's allocator on the CPU, of cuBLAS, and of CUDA or NCCL beside torch's allocator.
-OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "'out of memory'")
 
 
 def advice_for(error: BaseException, plan: Plan) -> str | None:
     """The line to show instead of the error's traceback; None if there is nothing to advise."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         amount = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
         size = plan.micro_batch_size
         smaller = next_smaller_divisor(size * plan.accumulation, size)

@@ -1,0 +1,105 @@
+"""Hooks on weights, and what the recipe's own code reads of divided ones: both see what they see in one process."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..layout import Layout
+from ..step.engine import Engine
+from ..weights.shards import is_divided
+
+Hook = Callable[[Tensor], Tensor | None]
+
+
+def take_hooks(model: nn.Module, layout: Layout, fallback: str) -> dict[str, list[Hook]]:
+    """{name: hooks} of the weights of a model, which lose them. Raises UsageError for hooks that cannot see the same in
+    several processes."""
+    found: dict[str, list[Hook]] = {}
+    for name, weight in model.named_parameters():
+        has_late = bool(weight._post_accumulate_grad_hooks)
+        hooks = [] if layout.num_processes == 1 else [*(weight._backward_hooks or {}).values()]
+        if has_late and (layout.num_processes > layout.pp or "FSDP2" in layout.strategies):
+            what = "after its gradient is accumulated, and a process accumulates that of its own micro-batches"
+        elif hooks and layout.sp * layout.ep > 1:
+            what = f"whose gradient {layout} divides by tokens"
+        else:
+            found |= {name: hooks} if hooks else {}
+            continue
+        raise UsageError(f"{name} has a hook, {what}: use a hook of the optimizer's step, or {fallback}")
+    for name in found:
+        model.get_parameter(name)._backward_hooks = None
+    return found
+
+
+def give_hooks(engine: Engine, hooks: Mapping[str, Sequence[Hook]]) -> None:
+    """Registers hooks on what stands for these weights in an engine."""
+    factor, held = engine.plan.layout.num_averaged, engine.saved_tensors() if hooks else {}
+    modules = dict(engine.running_modules()) if hooks else {}
+    for name, functions in hooks.items():
+        if name not in held:  # of another stage
+            continue
+        owner, _, key = name.rpartition(".")
+        gathers = [
+            path for path in modules if f"{owner}.".startswith(f"{path}." * bool(path)) and _gathers(modules[path])
+        ]
+        if gathers:  # FSDP2 computes with a gathered weight, which exists from the first pass on
+            around, register = (
+                max(gathers, key=len),
+                partial(_register_once, modules[owner], key, held[name], functions),
+            )
+            modules[around].register_forward_pre_hook(lambda *_, register=register: register(factor))
+        else:
+            _register(held[name], functions, factor)
+
+
+def _gathers(module: nn.Module) -> bool:
+    return hasattr(module, "unshard") and hasattr(module, "set_requires_all_reduce")
+
+
+def _register_once(module: nn.Module, key: str, sharded: Tensor, functions: Sequence[Hook], factor: int) -> None:
+    weight: Any = module._parameters[key]
+    if weight is not sharded and not weight._backward_hooks:
+        _register(weight, functions, factor)
+
+
+def _register(weight: Tensor, functions: Sequence[Hook], factor: int) -> None:
+    if weight.requires_grad:
+        for function in functions:
+            weight.register_hook(partial(_on_whole, function, factor))
+
+
+def _on_whole(function: Hook, factor: int, gradient: Any) -> Tensor | None:
+    """Calls a hook with a whole gradient, as large as in one process: where a wrapper takes the mean over processes,
+    that of each is `factor` times as large."""
+    seen = gradient.full_tensor() if is_divided(gradient) else gradient
+    seen = seen / factor if factor != 1 else seen
+    result = function(seen)
+    result = (seen if seen._version else None) if result is None and seen is not gradient else result
+    if result is None:
+        return None
+    result = result * factor if factor != 1 else result
+    if not is_divided(gradient) or is_divided(result):
+        return result
+    from torch.distributed.tensor import distribute_tensor  # takes 0.7 s
+
+    return distribute_tensor(result, gradient.device_mesh, gradient.placements, src_data_rank=None)
+
+
+def refuse_numbers_of_shares() -> None:
+    """Lets `float()` and `.item()` of a divided tensor raise UsageError: torch gives that of this process's share."""
+    from torch.distributed.tensor import DTensor
+
+    def number(operation: Any, args: Any, kwargs: Any) -> Any:
+        if any(not placement.is_replicate() for placement in args[0].placements):
+            raise UsageError(
+                "the recipe, a hook or the optimizer reads a number, as float() and .item() do, of a tensor of which "
+                "this process has a share: use .full_tensor() before, in all processes"
+            )
+        return operation(args[0].to_local())
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = number
