@@ -21,9 +21,9 @@ from accelerate_recipes.common.tasks.chats import Chats, encode
 from accelerate_recipes.common.tasks.preferences import (
     PairDataset,
     log_probabilities,
-    losses_of,
     pairs_by_rules,
     split_pair,
+    weights_of_losses,
 )
 from recipes import preferences as recipe
 
@@ -82,7 +82,7 @@ def trl_loss(policy: Any, reference: Any, tokenizer: Any, kind: str, rows: list[
 
     with TemporaryDirectory() as folder:
         settings = {"per_device_train_batch_size": NUM_PAIRS, "report_to": "none", "use_cpu": True, "bf16": False}
-        names, weights = zip(*losses_of(kind).items())
+        names, weights = zip(*weights_of_losses(kind, recipe.LOSSES, (), 0.0).items())
         kinds = {"loss_type": [NAMES.get(name, name) for name in names], "loss_weights": [*weights]}
         config = DPOConfig(folder, **kinds, beta=BETA, label_smoothing=SMOOTHING, max_length=MAX_LENGTH, **settings)
         trainer = DPOTrainer(

@@ -128,9 +128,9 @@ def restored_variables() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [name for name in {**before, **os.environ} if os.environ.get(name) != before.get(name)]:
-            os.environ.pop(name, None)
-            os.environ.update({name: before[name]} if name in before else {})
+        if before != dict(os.environ):
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def num_cores() -> int:

@@ -4,9 +4,11 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Subset
 
 from .checkpoint.export import export_model, load_exported
@@ -18,7 +20,6 @@ from .data.sets import Collated, Examples, MapDataset, Metrics
 from .errors import StoppedError, UsageError
 from .files import for_json
 from .parallel.strategies import check_trainable, prepare
-from .records.predictions import write_predictions
 from .records.recorder import Recorder
 from .seeds import EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
@@ -221,3 +222,19 @@ def _exact(value: torch.Tensor) -> torch.dtype:
     if value.ndim > 1:
         return value.dtype
     return torch.float64 if value.is_floating_point() else torch.int64
+
+
+def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:
+    """Writes one JSON object per sample, in the order of the set; null stands for a number that is not finite.
+    Replaces the file of an earlier evaluation.
+
+    Args:
+        path: the file.
+        examples: {name: values of each sample, of shape (samples, ...)}.
+    """
+    columns = {name: values.tolist() for name, values in examples.items()}
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        for sample, row in enumerate(zip(*columns.values())):
+            file.write(json.dumps({"sample": sample, **dict(zip(columns, for_json(list(row))))}) + "\n")
+    part.rename(path)

@@ -17,16 +17,22 @@ For MNIST, and for other images by the model of an earlier run:
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from accelerate_recipes import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.diffusion import DiT, share_recognised, write_grid
+from accelerate_recipes.common.tasks.diffusion import DiT
 from accelerate_recipes.common.tasks.images import ImageDataset, load_images
 from accelerate_recipes.common.tasks.mixture import Sources
+
+NUM_COMPARED = 10_000  # training images, about
+LEAST_PIXELS = 32  # a side of an image in a grid
 
 
 @dataclass(kw_only=True)
@@ -99,6 +105,23 @@ def build(config: Config, images: ImageDataset) -> DiT:
     """The model for these images. Raises UsageError for sizes that do not divide."""
     sizes = config.patch_size, config.hidden_size, config.num_layers, config.num_heads
     return DiT(images.image_shape, images.num_classes, *sizes)
+
+
+def share_recognised(generated: Tensor, labels: Tensor, sources: list[ImageDataset]) -> float:
+    """The share of generated images whose nearest image, among about NUM_COMPARED of each source, has their label."""
+    every = [range(0, len(images), max(1, len(images) // NUM_COMPARED)) for images in sources]
+    known = [images.__getitems__(list(ids)) for images, ids in zip(sources, every)]
+    nearest = torch.cdist(generated.flatten(1), torch.cat([one["image"] for one in known]).flatten(1)).argmin(1)
+    return (torch.cat([one["label"] for one in known])[nearest] == labels).float().mean().item()
+
+
+def write_grid(images: Tensor, num_columns: int, path: Path) -> None:
+    """Writes images (batch, channels, height, width) in [0, 1] into one file, row by row, enlarged if small."""
+    framed = F.pad(images, (1, 1, 1, 1), value=0.5).unflatten(0, (-1, num_columns))
+    grid = framed.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # height, width, channels
+    image = Image.fromarray((grid * 255).round().byte().squeeze(-1).numpy())
+    scale = -(-LEAST_PIXELS // images.shape[2])
+    image.resize((scale * image.width, scale * image.height), Image.Resampling.NEAREST).save(path)
 
 
 def write_images(config: Config, sources: list[ImageDataset], device: torch.device) -> None:

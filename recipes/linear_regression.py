@@ -17,12 +17,14 @@ To train on full batches of synthetic data, as in many tutorials, or on your own
 
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from accelerate_recipes import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.tables import TableDataset, load_diabetes, load_numbers, make_linear
+from accelerate_recipes.common.tasks.embedded import sklearn_file
+from accelerate_recipes.common.tasks.tables import TableDataset, load_numbers, standardise
 
 
 @dataclass(kw_only=True)
@@ -41,6 +43,25 @@ class Config(RunConfig):
     target: str | None = flag(None, "the column to predict, if --data is a file")
     num_samples: int = flag(100, "rows of --data synthetic", minimum=2)
     num_features: int = flag(10, "columns of --data synthetic", minimum=1)
+
+
+def load_diabetes() -> TableDataset:
+    """scikit-learn's diabetes set, 442 patients x 10 measurements, standardised.
+
+    Source: Efron, Hastie, Johnstone and Tibshirani (2004), Least Angle Regression.
+    """
+    features = numpy.loadtxt(sklearn_file("diabetes_data_raw.csv.gz"))
+    target = numpy.loadtxt(sklearn_file("diabetes_target.csv.gz"))
+    return TableDataset(standardise(torch.from_numpy(features)), standardise(torch.from_numpy(target)))
+
+
+def make_linear(num_samples: int, num_features: int) -> TableDataset:
+    """Normally distributed features x1, x2, ... and the target x1 + 2 x2 + 3 x3 + ... + 1, without noise.
+
+    The table does not depend on the seed of the run.
+    """
+    features = torch.randn(num_samples, num_features, generator=torch.Generator().manual_seed(0))
+    return TableDataset(features, features @ torch.arange(1.0, num_features + 1) + 1)
 
 
 def load_table(config: Config) -> TableDataset:

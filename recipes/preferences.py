@@ -16,12 +16,14 @@ To align a model that `finetune.py` has exported, or a pretrained model on your 
         --model_name_or_path path/or/hub-id --learning_rate 1e-6 --epochs 1 --activation_checkpointing
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
@@ -39,15 +41,58 @@ from accelerate_recipes.common.tasks.chats import PAD_CHATS
 from accelerate_recipes.common.tasks.lora import with_adapters
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.preferences import (
-    LOSSES,
     PairDataset,
     add_reference,
     load_pairs,
     log_probabilities,
-    losses_of,
-    preference_loss,
+    weights_of_losses,
 )
 from accelerate_recipes.common.tasks.pretrained import export_of
+
+
+def margin(ratios: Tensor) -> Tensor:
+    return ratios[:, 0] - ratios[:, 1]
+
+
+def logistic(difference: Tensor, flipped: float) -> Tensor:
+    """The cross-entropy of a pair whose label is flipped with this probability."""
+    return -(1 - flipped) * F.logsigmoid(difference) - flipped * F.logsigmoid(-difference)
+
+
+# {`--loss`: function of the log-probabilities less those of the reference, shape (pairs, 2), the tokens of the answers,
+# of the same shape, beta and the label smoothing; to the loss of each pair, shape (pairs,)}
+LOSSES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+    # Rafailov et al. 2023; with label smoothing cDPO (Mitchell 2023)
+    "dpo": lambda ratios, counts, beta, noise: logistic(beta * margin(ratios), noise),
+    # the same per token (Lambert et al. 2024, Tülu 3)
+    "dpo_norm": lambda ratios, counts, beta, noise: logistic(beta * margin(ratios / counts), noise),
+    # robust DPO (Chowdhury et al. 2024): its mean over flipped labels is the loss of the right ones
+    "robust": lambda ratios, counts, beta, noise: logistic(beta * margin(ratios), -noise / (1 - 2 * noise)),
+    # Azar et al. 2023, per token as its authors advise TRL
+    "ipo": lambda ratios, counts, beta, noise: (margin(ratios / counts) - 1 / (2 * beta)) ** 2,
+    # SLiC (Zhao et al. 2023) on the rewards of DPO (Liu et al. 2023)
+    "hinge": lambda ratios, counts, beta, noise: F.relu(1 - beta * margin(ratios)),
+    # APO (D'Oosterlinck et al. 2024): the chosen answers are better than the model, or worse
+    "apo_zero": lambda ratios, counts, beta, noise: F.sigmoid(-beta * ratios[:, 0]) + F.sigmoid(beta * ratios[:, 1]),
+    "apo_down": lambda ratios, counts, beta, noise: F.sigmoid(beta * ratios[:, 0]) + F.sigmoid(-beta * margin(ratios)),
+}
+SMOOTHED = {"dpo", "dpo_norm", "robust"}
+
+
+def preference_loss(
+    ratios: Tensor, counts: Tensor, losses: dict[str, float], beta: float, smoothing: float = 0.0
+) -> Tensor:
+    """The loss of each pair, shape (pairs,): a sum of `LOSSES`.
+
+    Args:
+        ratios: log-probabilities less those of the reference, shape (pairs, 2).
+        counts: tokens of the answers, shape (pairs, 2).
+        losses: {name: weight}
+        beta: of the papers.
+        smoothing: the probability that a label is flipped, below 0.5.
+    """
+    terms = [weight * LOSSES[name](ratios, counts.clamp(min=1), beta, smoothing) for name, weight in losses.items()]
+    return torch.stack(terms).sum(0)
 
 
 @dataclass(kw_only=True)
@@ -70,7 +115,7 @@ class Config(ChatFlags):
 def make_forward_step(config: Config) -> ForwardStep:
     """`forward_step` for the flags. Raises UsageError for a loss that is none."""
     sft_weight = float(config.model_name_or_path is None) if config.sft_weight is None else config.sft_weight
-    losses = losses_of(config.loss, config.label_smoothing)
+    losses = weights_of_losses(config.loss, LOSSES, SMOOTHED, config.label_smoothing)
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         policy, counts = log_probabilities(model, batch)

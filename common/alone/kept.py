@@ -96,13 +96,8 @@ def _hooks_of_all() -> list[dict]:
 
 @dataclass
 class _Lent:
-    """A tensor that the block may change.
-
-    Attributes:
-        elsewhere: its data on another device, or in other memory, for the block; None: it works with its own, which
-            arrays of NumPy may share.
-        is_copied: whether its data are given back.
-    """
+    """A tensor that the block may change. `elsewhere`: its data on another device, or in other memory, for the block;
+    None: it works with its own, which arrays of NumPy may share. `is_copied`: whether its data are given back."""
 
     name: str
     tensor: Tensor

@@ -27,8 +27,7 @@ def source() -> str:
         for name, path in sorted((files_of_run() | _config_file()).items()):
             with suppress(OSError):  # a recipe that was typed in, or a file that is gone
                 entry = zipfile.ZipInfo(name, LONG_AGO)
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                opened.writestr(entry, path.read_bytes())
+                opened.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=9)
     return base64.b64encode(archive.getvalue()).decode()
 
 

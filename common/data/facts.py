@@ -1,10 +1,13 @@
 """What a run says of its data at its start. The run card keeps these lines."""
 
-from collections.abc import Mapping, Sized
+from collections import Counter
+from collections.abc import Mapping, Sequence, Sized
 
 from ..environment import print_once
 
 _said: list[str] = []
+
+NUM_NAMED = 6  # of a long list
 
 
 def say(line: str) -> None:
@@ -22,3 +25,19 @@ def say_sizes(num_training: int, eval_sets: Mapping[str, Sized]) -> None:
     """Says how many samples the sets have."""
     parts = [f"{len(part):,} for evaluation{f' ({name})' if name else ''}" for name, part in eval_sets.items()]
     say(f"{num_training:,} training samples, {', '.join(parts)}")
+
+
+def count_by_class(classes: Sequence[str], labels: Sequence[int]) -> str:
+    """How many samples each class has, for a line: "3 classes: bus 20, car 20, rail 20"; the first few of many."""
+    counts = Counter(labels)
+    return f"{len(classes):,} classes: {shorten([f'{name} {counts[number]:,}' for number, name in enumerate(classes)])}"
+
+
+def shorten(names: Sequence[str]) -> str:
+    """A list of names for a line, the first few of many."""
+    return printable(", ".join(names[:NUM_NAMED])) + (f", ... ({len(names):,} in all)" * (len(names) > NUM_NAMED))
+
+
+def printable(name: str) -> str:
+    """A name for a line, with a question mark for what no terminal shows, such as a line break."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)

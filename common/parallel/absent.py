@@ -17,13 +17,7 @@ READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of 
 
 class Absent(Tensor):
     """A tensor that was computed from the weights of another stage. In front of its first layer, a stage computes with
-    such tensors, and drops what comes of it. What decides by one, or writes it elsewhere, raises UsageError.
-
-    Args:
-        like: a tensor of its shape, type and device.
-        name: of the weight.
-        values: in its place in operations; None: numbers that are not numbers, of which one is in memory.
-    """
+    such tensors, and drops what comes of it. What decides by one, or writes it elsewhere, raises UsageError."""
 
     origin: str
     numbers: Tensor
@@ -103,7 +97,7 @@ def refuse_absent(values: Any, what: str) -> None:
 
 @contextmanager
 def in_front(is_front: bool) -> Iterator[None]:
-    """Lets the pass in the `with` block begin in front of the layers of a stage, if it is not the first one."""
+    """Whether the pass in the `with` block begins in front of the layers of its stage."""
     Absent.in_front = is_front
     try:
         yield

@@ -1,7 +1,6 @@
-"""Watches what a pass computes between layers that tensor parallelism divides: only the operations of the first passes,
-from which the plan was derived and which the parity check compared, may come between them."""
+"""Watches what a pass computes between layers that tensor parallelism divides: the operations of the first passes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from textwrap import shorten
@@ -9,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -21,17 +18,11 @@ from ..seeds import generator_states
 from ..step.engine import Engine
 from .tensor_plan import ENDS, NORM_OF_HEADS, PACKED
 
-ATTENTION = F.scaled_dot_product_attention  # its kernels differ with the mask and the device
 Origins = frozenset[str]  # the operations, and layers, that a tensor comes from
 
 
 class Operations(TorchDispatchMode):
-    """Notes the operations on the outputs of divided layers. One that treats each element by itself is the same for a
-    share of the features as for all, so that it does not count.
-
-    Attributes:
-        found: what was computed.
-    """
+    """Notes in `found` the operations on the outputs of divided layers, but for those of each element by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +58,6 @@ class Operations(TorchDispatchMode):
                         module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove
                     )
                     stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
-            stack.enter_context(_Attention(self))
             stack.enter_context(self)
             yield
 
@@ -81,18 +71,6 @@ class Operations(TorchDispatchMode):
         self._inside -= 1
         self.mark(output, self.origins_of((args, named)) if is_norm else Origins([name] * is_column))
 
-    def as_one(self, name: str, function: Callable, args: Any, kwargs: Any) -> Any:
-        """Calls a function as one operation."""
-        self._inside += 1
-        try:
-            output = function(*args, **kwargs)
-        finally:
-            self._inside -= 1
-        if not self._inside and (origins := self.origins_of((args, kwargs))):
-            self.note(name, (args, kwargs))
-            self.mark(output, Origins([f"{name}({', '.join(sorted(origins))})"]))
-        return output
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         schema = function._schema
@@ -101,35 +79,21 @@ class Operations(TorchDispatchMode):
         if torch.Tag.pointwise not in function.tags:
             dims = [value for argument, value in zip(schema.arguments, args) if argument.name.startswith("dim")]
             name = f"{schema.name.removeprefix('aten::')}{dims or ''}"
+            name = "attention" if "scaled_dot_product" in name else name  # kernels differ with the mask and the device
             self.note(name, (args, kwargs))
             origins = Origins([f"{name}({', '.join(sorted(origins))})"])
         self.mark((result, args[:1] if schema.is_mutable else ()), origins)
         return result
 
 
-class _Attention(TorchFunctionMode):
-    """Lets attention count as one operation."""
-
-    def __init__(self, operations: Operations):
-        super().__init__()
-        self._operations = operations
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is ATTENTION:
-            return self._operations.as_one("attention", function, args, kwargs or {})
-        return function(*args, **(kwargs or {}))
-
-
 def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
     """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers or does more between divided
-    layers, and those of the first steps did not.
-
-    Watched are the passes of steps whose result is read, the first one after each step in an evaluation, and those of
-    a batch of new shapes; of the others only whether they draw.
+    layers, and those of the first steps did not. Watched are the passes of steps whose result is read, the first one
+    after each step in an evaluation, and those of new shapes; of the others only whether they draw.
 
     Args:
         engine: with a divided model.
-        styles: of the plan that divides its layers; empty: it has none.
+        styles: of the plan that divides its layers, if there is one.
     """
     forward_step, plan, seen, known = engine.forward_step, engine.plan, set[Any](), set[str]()
     first, last, draws = list[int](), [(True, -1)], set[bool]()

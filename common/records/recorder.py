@@ -8,17 +8,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from accelerate import Accelerator
 from tqdm import tqdm
 
 from ..data.facts import data_lines
 from ..data.mixture import OF, SHARE, of_sources
 from ..environment import versions
-from ..errors import UsageError
+from ..errors import UsageError, first_line
 from ..files import for_json
+from ..plan import Plan
 from ..state import TrainState
 from ..step.engine import Engine, StepResult
 from ..step.options import FitOptions
@@ -27,7 +30,6 @@ from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
 from .run_card import attempts, git_commit, git_diff, launch_command, read_card
 from .running_sums import TOTAL_WEIGHT, RunningSums
-from .trackers import finish_trackers, start_trackers
 
 
 class Recorder:
@@ -272,3 +274,27 @@ class Recorder:
 
 def _short(value: float) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}" if value < 1e3 else f"{value:,.0f}"
+
+
+def start_trackers(accelerator: Accelerator, plan: Plan, versions: dict[str, str]) -> None:
+    """Starts the trackers, with the config of the run. Raises UsageError if one does not start."""
+    config = dataclasses.asdict(plan.config) | versions
+    config |= {"parallelism": str(plan.layout), "precision": plan.layout.precision}
+    for name, value in config.items():  # trackers accept neither None nor Path
+        config[name] = "" if value is None else str(value) if isinstance(value, Path) else value
+    try:
+        accelerator.init_trackers(Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(plan.config.output_dir)}})
+    except Exception as error:  # each tracker has its own error classes
+        reason = first_line(error)
+        advice = " (without a network: WANDB_MODE=offline)" if "wandb" in plan.config.report_to else ""
+        raise UsageError(f"--report_to {plan.config.report_to} did not start: {reason}{advice}") from None
+
+
+def finish_trackers(accelerator: Accelerator, summary: dict[str, float], step: float | None) -> None:
+    """Logs the summary of the run at its last recorded step, and closes the trackers."""
+    accelerator.log({f"summary/{name}": value for name, value in summary.items()}, step=step)
+    for tracker in accelerator.trackers:
+        try:
+            tracker.finish()
+        except Exception as error:  # it must not hide how the run ended
+            print(f"{tracker.name} did not finish: {error}", file=sys.stderr, flush=True)

@@ -15,18 +15,14 @@ from .labelled import Labelled, balanced_weights
 def average_precision(examples: dict[str, Tensor]) -> dict[str, float]:
     """For `examples` of `fit`: the mean, over the classes that an image has, of their average precision.
 
-    That of a class is the mean precision at the ranks of its images, when all are sorted by its score. Images of one
-    score have one rank, as in scikit-learn.
-
     Args:
         examples: "probability" of shape (images, classes), and "label", 1 where an image has a class.
     """
-    scores, order = examples["probability"].T.contiguous().sort(dim=1, descending=True)
-    hits = examples["label"].T.gather(1, order).double()
-    ranks = torch.searchsorted(-scores, -scores, right=True)  # of the last image with this score, from 1
-    precision = hits.cumsum(1).gather(1, ranks - 1) / ranks
-    occurs = hits.sum(1) > 0
-    return {"mean_average_precision": float(((hits * precision).sum(1) / hits.sum(1))[occurs].mean())}
+    from sklearn.metrics import average_precision_score  # takes 0.8 s
+
+    occurs = examples["label"].sum(0) > 0
+    label, probability = (examples[name][:, occurs].numpy() for name in ("label", "probability"))
+    return {"mean_average_precision": float(average_precision_score(label, probability))}
 
 
 def weights_of_classes(flag: str | None, parts: Sequence[Labelled], are_mixed: bool) -> list[float] | None:

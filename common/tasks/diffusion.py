@@ -1,20 +1,14 @@
-"""A diffusion transformer (DiT, Peebles and Xie 2023) for small images; a grid of what it makes, and its quality."""
+"""A diffusion transformer (DiT, Peebles and Xie 2023) for small images."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import UsageError
-from .images import ImageDataset
 
 FREQUENCIES = 16  # of the sine and cosine waves that stand for a time
-NUM_COMPARED = 10_000  # training images, about
-LEAST_PIXELS = 32  # a side of an image in a grid
 
 
 class Block(nn.Module):
@@ -123,20 +117,3 @@ def zero_weights(layer: nn.Linear) -> nn.Linear:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
-
-
-def share_recognised(generated: Tensor, labels: Tensor, sources: Sequence[ImageDataset]) -> float:
-    """The share of generated images whose nearest image, among about NUM_COMPARED of each source, has their label."""
-    every = [range(0, len(images), max(1, len(images) // NUM_COMPARED)) for images in sources]
-    known = [images.__getitems__(list(ids)) for images, ids in zip(sources, every)]
-    nearest = torch.cdist(generated.flatten(1), torch.cat([one["image"] for one in known]).flatten(1)).argmin(1)
-    return (torch.cat([one["label"] for one in known])[nearest] == labels).float().mean().item()
-
-
-def write_grid(images: Tensor, num_columns: int, path: Path) -> None:
-    """Writes images (batch, channels, height, width) in [0, 1] into one file, row by row, enlarged if small."""
-    framed = F.pad(images, (1, 1, 1, 1), value=0.5).unflatten(0, (-1, num_columns))
-    grid = framed.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # height, width, channels
-    image = Image.fromarray((grid * 255).round().byte().squeeze(-1).numpy())
-    scale = -(-LEAST_PIXELS // images.shape[2])
-    image.resize((scale * image.width, scale * image.height), Image.Resampling.NEAREST).save(path)

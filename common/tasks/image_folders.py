@@ -7,9 +7,8 @@ from typing import Any
 
 from PIL import Image
 
-from ..data.facts import say
+from ..data.facts import printable, say
 from ..errors import UsageError
-from .lists import printable
 from .rows import table_of, text_of_cell
 from .sources import SPLITS, LeftOut, walk
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.facts import say
-from .lists import shorten
+from ..data.facts import say, shorten
 
 
 def names_of(config: Any) -> list[str]:

@@ -7,12 +7,11 @@ import numpy
 import torch
 from PIL import Image
 
-from ..data.facts import say
+from ..data.facts import count_by_class, say, shorten
 from ..errors import UsageError
 from .image_decoding import Opener
 from .image_folders import FORM, LABELS, Files, read_folder
 from .labelled import Labelled, flatten, renumber
-from .lists import count_by_class, shorten
 from .rows import Table
 from .sources import load_tables
 from .text_files import local_path

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ..data.facts import say
+from ..data.facts import count_by_class, say
 from ..errors import UsageError
 from .labelled import Labelled
-from .lists import count_by_class
 from .rows import Table, rows_with_text
 from .sources import hold_out, load_tables
 from .tokenization import encode_texts

@@ -1,13 +1,12 @@
 """Pairs of answers, of which one is preferred, and the log-probabilities that a reference gives them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import inf
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset
 
 from ..checkpoint.samples import known_by
@@ -141,37 +140,10 @@ def log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return (-losses * counts).unflatten(0, (-1, 2)), counts.unflatten(0, (-1, 2))
 
 
-def _margin(ratios: Tensor) -> Tensor:
-    return ratios[:, 0] - ratios[:, 1]
-
-
-def _logistic(margin: Tensor, flipped: float) -> Tensor:
-    """The cross-entropy of a pair whose label is flipped with this probability."""
-    return -(1 - flipped) * F.logsigmoid(margin) - flipped * F.logsigmoid(-margin)
-
-
-# {`--loss`: function of the log-probabilities less those of the reference, shape (pairs, 2), the tokens of the answers,
-# of the same shape, beta and the label smoothing; to the loss of each pair, shape (pairs,)}
-LOSSES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
-    # Rafailov et al. 2023; with label smoothing cDPO (Mitchell 2023)
-    "dpo": lambda ratios, counts, beta, noise: _logistic(beta * _margin(ratios), noise),
-    # the same per token (Lambert et al. 2024, Tülu 3)
-    "dpo_norm": lambda ratios, counts, beta, noise: _logistic(beta * _margin(ratios / counts), noise),
-    # robust DPO (Chowdhury et al. 2024): its mean over flipped labels is the loss of the right ones
-    "robust": lambda ratios, counts, beta, noise: _logistic(beta * _margin(ratios), -noise / (1 - 2 * noise)),
-    # Azar et al. 2023, per token as its authors advise TRL
-    "ipo": lambda ratios, counts, beta, noise: (_margin(ratios / counts) - 1 / (2 * beta)) ** 2,
-    # SLiC (Zhao et al. 2023) on the rewards of DPO (Liu et al. 2023)
-    "hinge": lambda ratios, counts, beta, noise: F.relu(1 - beta * _margin(ratios)),
-    # APO (D'Oosterlinck et al. 2024): the chosen answers are better than the model, or worse
-    "apo_zero": lambda ratios, counts, beta, noise: F.sigmoid(-beta * ratios[:, 0]) + F.sigmoid(beta * ratios[:, 1]),
-    "apo_down": lambda ratios, counts, beta, noise: F.sigmoid(beta * ratios[:, 0]) + F.sigmoid(-beta * _margin(ratios)),
-}
-SMOOTHED = {"dpo", "dpo_norm", "robust"}
-
-
-def losses_of(text: str, smoothing: float = 0.0) -> dict[str, float]:
-    """{name in `LOSSES`: weight} of `--loss`, such as dpo, or dpo:0.8,hinge:0.2; a weight that is not there is 1.
+def weights_of_losses(
+    text: str, known: Collection[str], smoothed: Collection[str], smoothing: float
+) -> dict[str, float]:
+    """{name of a known loss: weight} of `--loss`, such as dpo, or dpo:0.8,hinge:0.2; a weight that is not there is 1.
 
     Raises:
         UsageError: another name, a name twice, a weight that is no number above 0, or none of them takes a smoothing.
@@ -181,30 +153,14 @@ def losses_of(text: str, smoothing: float = 0.0) -> dict[str, float]:
         found = {name: float(weight) if colon else 1.0 for name, colon, weight in pairs}
     except ValueError:
         found = {}
-    if len(found) < len(pairs) or not found.keys() <= LOSSES.keys() or not all(0 < w < inf for w in found.values()):
+    if len(found) < len(pairs) or not found.keys() <= {*known} or not all(0 < w < inf for w in found.values()):
         raise UsageError(
-            f"--loss {text}: expected one of {', '.join(LOSSES)}, or a sum of several with weights, such as "
+            f"--loss {text}: expected one of {', '.join(known)}, or a sum of several with weights, such as "
             "dpo:0.8,hinge:0.2"
         )
-    if smoothing and not found.keys() & SMOOTHED:
-        raise UsageError(f"--label_smoothing: --loss {text} takes none: use one of {', '.join(sorted(SMOOTHED))}")
+    if smoothing and not found.keys() & {*smoothed}:
+        raise UsageError(f"--label_smoothing: --loss {text} takes none: use one of {', '.join(sorted(smoothed))}")
     return found
-
-
-def preference_loss(
-    ratios: Tensor, counts: Tensor, losses: Mapping[str, float], beta: float, smoothing: float = 0.0
-) -> Tensor:
-    """The loss of each pair, shape (pairs,): a sum of `LOSSES`.
-
-    Args:
-        ratios: log-probabilities less those of the reference, shape (pairs, 2).
-        counts: tokens of the answers, shape (pairs, 2).
-        losses: {name: weight}
-        beta: of the papers.
-        smoothing: the probability that a label is flipped, below 0.5.
-    """
-    terms = [weight * LOSSES[name](ratios, counts.clamp(min=1), beta, smoothing) for name, weight in losses.items()]
-    return torch.stack(terms).sum(0)
 
 
 def add_reference(

@@ -1,12 +1,10 @@
-"""Tables of numbers with a column to predict: embedded, synthetic, or in a file."""
+"""Tables of numbers with a column to predict."""
 
-import numpy
 import torch
 from torch import Tensor
 
 from ..data.sets import Batch, InMemoryDataset
 from ..errors import UsageError
-from .embedded import sklearn_file
 from .sources import load_tables
 
 ADVICE = "use --data diabetes or synthetic, or the path of a .csv file"
@@ -35,25 +33,6 @@ class TableDataset(InMemoryDataset):
 
     def rows(self, ids: Tensor) -> Batch:
         return {"features": self.features[ids], "target": self.target[ids]}
-
-
-def load_diabetes() -> TableDataset:
-    """scikit-learn's diabetes set, 442 patients x 10 measurements, standardised.
-
-    Source: Efron, Hastie, Johnstone and Tibshirani (2004), Least Angle Regression.
-    """
-    features = numpy.loadtxt(sklearn_file("diabetes_data_raw.csv.gz"))
-    target = numpy.loadtxt(sklearn_file("diabetes_target.csv.gz"))
-    return TableDataset(standardise(torch.from_numpy(features)), standardise(torch.from_numpy(target)))
-
-
-def make_linear(num_samples: int, num_features: int) -> TableDataset:
-    """Normally distributed features x1, x2, ... and the target x1 + 2 x2 + 3 x3 + ... + 1, without noise.
-
-    The table does not depend on the seed of the run.
-    """
-    features = torch.randn(num_samples, num_features, generator=torch.Generator().manual_seed(0))
-    return TableDataset(features, features @ torch.arange(1.0, num_features + 1) + 1)
 
 
 def load_numbers(data: str, target: str | None) -> TableDataset:

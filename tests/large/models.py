@@ -1,6 +1,7 @@
 """Models of 24 million to a billion random weights, and data for a few steps, as files that recipes take."""
 
 import json
+import runpy
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 
+from support.runs import ROOT
 from support.small_mnist import write_idx
 from support.vision_models import write_chats
 
@@ -95,8 +97,7 @@ def _vision(folder: Path) -> None:
     """Writes an Idefics3, the architecture of SmolVLM, and its processor."""
     from transformers import Idefics3ForConditionalGeneration
 
-    from accelerate_recipes.common.tasks.vision_models import small_vision_model
-
+    small_vision_model = runpy.run_path(str(ROOT / "recipes" / "vision_language.py"))["small_vision_model"]
     small, processor = small_vision_model(512, "sdpa")
     layers = {"num_hidden_layers": 12, "num_attention_heads": 12}
     for part, sizes in (

@@ -2,16 +2,16 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from accelerate_recipes.common.tasks.diffusion import share_recognised
 from accelerate_recipes.common.tasks.images import load_images
 from support.launching import fork
 from support.recipes import DIFFUSION
-from support.runs import TOLERANCE, Run, refused
+from support.runs import ROOT, TOLERANCE, Run, refused
 
 SMALL = "--epochs 14 --warmup_steps 20 --hidden_size 64 --ema_decay 0.98 --eval_every 1000 --num_steps 20"
 
@@ -38,6 +38,7 @@ def test_exported_model_makes_images_of_a_class(tmp_path: Path) -> None:
 
 
 def test_nearest_training_image_recognises_digits() -> None:
+    share_recognised = runpy.run_path(str(ROOT / DIFFUSION))["share_recognised"]
     train_set, eval_set = load_images("digits")
     images, labels = eval_set.__getitems__(list(range(len(eval_set)))).values()
     assert share_recognised(images, labels, [train_set]) > 0.97

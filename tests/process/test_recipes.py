@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from accelerate_recipes.common.tasks.tables import make_linear
 from support.launching import TIMEOUT_S, environment, fork
 from support.recipes import LINEAR
 from support.runs import ROOT, Run
@@ -55,7 +55,7 @@ def test_introductory_example_prints_one_line_an_epoch(tmp_path: Path) -> None:
     assert len(re.findall(r"^step [1-5]/5  loss ", run.stdout, re.MULTILINE)) == 5
     assert run.column("epoch") == [1, 2, 3, 4, 5]
     # Gradient descent by hand on the weights 1 to 10 and the bias 1, in float64.
-    table = make_linear(100, 10)
+    table = runpy.run_path(str(ROOT / LINEAR))["make_linear"](100, 10)
     features = numpy.hstack([table.features.double().numpy(), numpy.ones((100, 1))])
     target = table.target.double().numpy()
     torch.manual_seed(0)

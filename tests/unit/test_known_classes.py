@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageClassification, PretrainedConfig, ViTConfig, ViTForImageClassification
 
+from accelerate_recipes.common.data.facts import count_by_class
 from accelerate_recipes.common.tasks.known_classes import names_of, order_of_head, with_classes
-from accelerate_recipes.common.tasks.lists import count_by_class
 from accelerate_recipes.common.tasks.pretrained import load
 
 Out = pytest.CaptureFixture[str]

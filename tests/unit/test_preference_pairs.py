@@ -33,10 +33,9 @@ from accelerate_recipes.common.tasks.preferences import (
     drawn_pairs,
     load_pairs,
     log_probabilities,
-    losses_of,
     pairs_by_rules,
-    preference_loss,
     split_pair,
+    weights_of_losses,
 )
 from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 from recipes import preferences as recipe
@@ -104,7 +103,9 @@ def test_loss_is_that_of_a_plain_computation(kind: str) -> None:
 )
 def test_losses_are_those_of_the_papers(kind: str, smoothing: float, values: list[float]) -> None:
     ratios, counts = torch.tensor([[1.0, -2.0], [-3.0, 1.0]]), torch.tensor([[2, 4], [5, 1]])
-    found = preference_loss(ratios, counts, losses_of(kind, smoothing), 0.5, smoothing)
+    found = recipe.preference_loss(
+        ratios, counts, weights_of_losses(kind, recipe.LOSSES, recipe.SMOOTHED, smoothing), 0.5, smoothing
+    )
     assert found.tolist() == pytest.approx(values, rel=1e-6, abs=1e-6)
 
 
@@ -129,9 +130,11 @@ def test_the_reference_is_that_of_the_pairs_that_the_steps_draw() -> None:
 def test_robust_loss_of_flipped_labels_is_on_average_that_of_the_right_ones(smoothing: float) -> None:
     """What its paper proves, and how it differs from cDPO."""
     ratios, counts = torch.randn(8, 2), torch.ones(8, 2)
-    right, flipped = (preference_loss(each, counts, {"robust": 1}, 0.5, smoothing) for each in (ratios, ratios.flip(1)))
+    right, flipped = (
+        recipe.preference_loss(each, counts, {"robust": 1}, 0.5, smoothing) for each in (ratios, ratios.flip(1))
+    )
     mean = (1 - smoothing) * right + smoothing * flipped
-    torch.testing.assert_close(mean, preference_loss(ratios, counts, {"dpo": 1}, 0.5))
+    torch.testing.assert_close(mean, recipe.preference_loss(ratios, counts, {"dpo": 1}, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ def test_robust_loss_of_flipped_labels_is_on_average_that_of_the_right_ones(smoo
 )
 def test_losses_that_are_none(text: str, smoothing: float, line: str) -> None:
     with pytest.raises(UsageError, match=re.escape(line)):
-        losses_of(text, smoothing)
+        weights_of_losses(text, recipe.LOSSES, recipe.SMOOTHED, smoothing)
 
 
 def test_only_what_differs_is_trained() -> None:
