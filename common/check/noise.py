@@ -52,8 +52,8 @@ def without_noise(
 
 
 def what_does_not_repeat(again: Step, expected: Step, plan: Plan, number: int, is_low: bool) -> str | None:
-    """What differs if one process takes the first step again, from the same state; None if nothing does. Kernels may add
-    in another order, as on GPUs: updates are compared where the gradients have the same bits."""
+    """What differs if one process takes the first step again, from the same state; None if nothing does. On GPUs
+    kernels may add in another order: updates are compared where the gradients have the same bits."""
     if not math.isfinite(expected.grad_norm):
         return None
     limit = BF16[""] if is_low else REPEATED

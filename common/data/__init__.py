@@ -1,6 +1,6 @@
 """Datasets and batches."""
 
-from .padding import pad_to_longest
+from .collate import pad_to_longest
 from .sets import Batch, Examples, ForwardStep, MapDataset, Metrics
 
 __all__ = ["Batch", "Examples", "ForwardStep", "MapDataset", "Metrics", "pad_to_longest"]

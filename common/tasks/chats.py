@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..data.collate import pad_to_longest
 from ..data.facts import say
-from ..data.padding import pad_to_longest
 from ..errors import UsageError
 from .cache import cache_folder
 from .causal_lm import IGNORED, find_trained_places

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 from accelerate_recipes.common.check.parity import mixed_types
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.data.batches import fetch
-from accelerate_recipes.common.data.padding import pad_to_longest
+from accelerate_recipes.common.data.collate import pad_to_longest
 from accelerate_recipes.common.data.sets import Collated, MapDataset, check_datasets
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
