@@ -287,10 +287,11 @@ def _take_numbers(
     """Takes what a pass of a layer of another stage would set: the attributes that it left in the first passes, and
     other numbers, which may be such attributes from the start, as `self.penalty = 0.0`."""
     for path, module in layer.named_modules():
-        for key, value in vars(module).items() if module not in here else ():
-            full = f"{name}.{path}.{key}".replace("..", ".")
-            if full in left or type(value) is float:
-                vars(module)[key] = Absent(torch.empty((), device=device), full)
+        prefix = f"{name}.{path}".rstrip(".")
+        keys = [each.rpartition(".")[2] for each in left if each.rpartition(".")[0] == prefix]
+        keys += [key for key, value in vars(module).items() if type(value) is float]
+        for key in keys if module not in here else ():
+            vars(module)[key] = Absent(torch.empty((), device=device), f"{prefix}.{key}")
 
 
 def copied(model: nn.Module) -> nn.Module:

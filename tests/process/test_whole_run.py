@@ -1,0 +1,92 @@
+"""Promise: equal or refused, for state that nobody lists, and for what begins after the checked steps."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.launching import fork
+from support.recipes import FLAGS
+from support.runs import Run, assert_same_result, refused
+
+STATE, LATE = "tests/users/state.py", "tests/users/late.py"
+GIVEN_BACK = (
+    *("cached", "least_recent", "user_dict", "chain_map", "bytes", "numbers", "ctypes", "shared_array", "namespace"),
+    *("queue", "context", "thread", "array", "weak", "decorated", "environment"),
+)
+OTHER, SEVERAL = "beside the hidden states: another stage of the pipeline has that", "times, where the pipeline was cut"
+PIPELINES = ("pipeline_parallel", "interleaved", "zbv")
+STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process; else a part of the line
+    **{(f"{where}{late}", "ddp"): None for where, late in product(GIVEN_BACK, ("", " --late"))},
+    ("file", "ddp"): "one process takes the first step again, from the same state, and",
+    ("logger", "fsdp2"): "one process takes the first step again, from the same state, and",
+    **{("hooks_clip", config): None for config in ("ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel")},
+    **{("hooks_clip_late", config): None for config in ("ddp", "fsdp2", "fsdp2_tensor_parallel")},
+    ("hooks_momentum", "ddp"): "does not give the result of one process: in step 1",
+    ("hooks_momentum", "tensor_parallel"): None,
+    ("hooks_after", "fsdp2"): "has a hook, after its gradient is accumulated",
+    ("hook_of_the_step", "ddp"): None,
+    ("hook_of_the_step", "fsdp2"): "of a tensor of which this process has a share: use .full_tensor() before",
+    ("hook_of_all_steps", "ddp"): None,
+}
+BEGINS: dict[tuple[str, str], str | None] = {
+    **{("nothing", config): None for config in (*PIPELINES, "tensor_parallel")},
+    **{("cap", config): None for config in ("pipeline_parallel", "fsdp2")},
+    **{("activity", config): f".activity, {OTHER}" for config in PIPELINES},
+    ("size", "pipeline_parallel"): f".size, {OTHER}",
+    ("skip_connection", "pipeline_parallel"): OTHER,
+    ("skipped_layer", "interleaved"): f"calls blocks.1 0 {SEVERAL}",
+    ("second_view", "pipeline_parallel"): f"calls blocks.1 2 {SEVERAL}",
+    ("target", "zbv"): f"calls blocks.2 2 {SEVERAL}",
+    ("dropout", "pipeline_parallel"): "the layers of LateNet draw random numbers",
+    ("early_exit", "pipeline_parallel"): "decides by stem.",
+    ("penalty", "interleaved"): OTHER,
+    ("number", "pipeline_parallel"): "decides by blocks.0.up.weight",
+    ("norm_in_a_hook", "pipeline_parallel"): OTHER,
+    ("clipping", "pipeline_parallel"): "into another tensor: another stage of the pipeline has that",
+    ("activity", "tensor_parallel"): "in step 4 a pass computes the values of forward_step of mean",
+    ("cap", "tensor_parallel"): "linalg_vector_norm",
+    ("dropout", "tensor_parallel"): "in step 4 a pass computes",
+    ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
+}
+
+
+def run_of(folder: Path, script: str, arguments: str, config: str) -> Run:
+    schedule = f" --pipeline_schedule {config}" if config in PIPELINES[1:] else ""
+    config = "pipeline_parallel" if config in PIPELINES else config
+    return fork(folder, config, script, f"{arguments}{schedule}{FLAGS.get(config, '')}", succeeds=False)
+
+
+def check(run: Run, expected: Run, line: str | None) -> None:
+    if line is None:
+        assert run.exit_code == 0, run.stderr
+        assert_same_result(run, expected)
+    else:
+        assert line in refused(run) and "Traceback" not in run.stderr and not (run.output_dir / "model").exists()
+
+
+def cells(often: dict[tuple[str, str], Any]) -> list[Any]:
+    return [pytest.param(*cell, id=" ".join(cell)) for cell in often]
+
+
+@pytest.mark.parametrize(("where", "config"), cells(STATES))
+def test_state_is_given_back_or_the_run_ends(
+    tmp_path: Path, reference: Callable[..., Run], where: str, config: str
+) -> None:
+    arguments = f"--hang_timeout 60 --where {where}"
+    check(run_of(tmp_path / "run", STATE, arguments, config), reference(STATE, arguments), STATES[where, config])
+
+
+@pytest.mark.parametrize(("what", "config"), cells(BEGINS))
+def test_what_begins_late_has_one_result_or_ends_the_run(
+    tmp_path: Path, reference: Callable[..., Run], what: str, config: str
+) -> None:
+    arguments = f"--hang_timeout 60 --what {what}"
+    check(run_of(tmp_path / "run", LATE, arguments, config), reference(LATE, arguments), BEGINS[what, config])
+
+
+def test_a_line_names_a_file_that_the_check_has_written(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", STATE, "--where file --late", "ddp")
+    assert run.exit_code == 0 and "the steps that one process took alone also wrote" in run.stdout

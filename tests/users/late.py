@@ -1,0 +1,112 @@
+"""A recipe that begins something, --what, at step 4, after the checked steps."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from samples import WIDTH, Samples
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from accelerate_recipes import RunConfig, fit, flag, run, start
+from accelerate_recipes.common.data import Batch
+
+BEGIN, NOW = 3, {"step": 0}
+
+
+def is_late() -> bool:
+    return NOW["step"] >= BEGIN
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.size = 0.0
+
+    def forward(self, hidden: Tensor, what: str) -> Tensor:
+        wide = F.gelu(self.up(self.norm(hidden)))
+        if what == "dropout" and is_late():
+            wide = F.dropout(wide, 0.3, self.training)
+        if what == "cap" and is_late():
+            wide = wide * (2 / wide.norm(dim=-1, keepdim=True)).clamp(max=1)
+        self.activity = wide.pow(2).mean(-1)
+        if is_late():
+            self.size = hidden.pow(2).mean(-1)
+        return hidden + self.down(wide)
+
+
+class LateNet(nn.Module):
+    def __init__(self, what: str):
+        super().__init__()
+        self.what, self.stem, self.head = what, nn.Linear(WIDTH, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        what = self.what if is_late() else ""
+        hidden = first = self.stem(x)
+        if what == "early_exit" and hidden.norm() < 1e9:
+            return self.head(hidden).squeeze(-1)
+        for number, block in enumerate(self.blocks):
+            if what != "skipped_layer" or number != 1:
+                hidden = block(hidden, self.what)
+        if what == "skip_connection":
+            hidden = hidden + torch.where(first > 0, first, 0)
+        self.penalty: Any = 0.0
+        if what in ("activity", "size"):
+            name = "activity" if what == "activity" else "size"
+            self.penalty = sum(getattr(block, name) for block in self.blocks)
+        return self.head(hidden).squeeze(-1) + 0.1 * self.penalty
+
+
+def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module) -> dict[str, Tensor]:
+    NOW["step"], what = step, whole.what if step >= BEGIN else ""
+    output, more = model(batch["x"]), torch.zeros(())
+    if what == "second_view":
+        output = output - model(-batch["x"])
+    if what == "target":
+        with torch.no_grad():
+            more = model(-batch["x"]).abs()
+    if what == "penalty":
+        more = 1e-2 * sum(weight.pow(2).sum() for weight in whole.parameters())
+    if what == "number":
+        more = torch.tensor(1e-3 * float(whole.blocks[0].up.weight.norm()))
+    return {"loss": (output - batch["y"]) ** 2 + more}
+
+
+def hook(module: Any, args: Any, output: Tensor, model: nn.Module) -> Tensor:
+    if not is_late():
+        return output
+    return output / (1 + torch.sqrt(sum(weight.pow(2).sum() for weight in model.parameters())))
+
+
+def clip(optimizer: Any, *others: Any, model: nn.Module) -> None:
+    if is_late():
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    what: str = flag("nothing", "what begins")
+    batch_size: int = 8
+    micro_batch_size: int | None = 2
+    max_steps: int | None = 6
+    log_every: int = 1
+    eval_every: int | None = 3
+
+
+def main(config: Config) -> None:
+    accelerator = start(config)
+    model = LateNet(config.what)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    if config.what == "norm_in_a_hook":
+        model.register_forward_hook(partial(hook, model=model))
+    if config.what == "clipping":
+        optimizer.register_step_pre_hook(partial(clip, model=model))
+    train_set, eval_set = Samples(32, 1), Samples(11, 2)
+    fit(accelerator, model, optimizer, partial(forward_step, whole=model), train_set, eval_set, config)
+
+
+if __name__ == "__main__":
+    run(main, Config)
