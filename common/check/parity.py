@@ -183,10 +183,9 @@ class ParityCheck:
             return
         if not self.numbers or self._error is not None or needs_no_traceback(error):
             return
-        in_recipe = is_own(traceback.extract_tb(error.__traceback__)[-1].filename) and not isinstance(
-            error, RuntimeError
-        )
-        if not is_checked and (self.group.size == 1 or in_recipe):
+        in_package = not is_own(traceback.extract_tb(error.__traceback__)[-1].filename)
+        of_torch = isinstance(error, RuntimeError) or (isinstance(error, AttributeError) and in_package)
+        if not is_checked and (self.group.size == 1 or not of_torch):
             return  # a mistake in the recipe, whose traceback says more
         path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")

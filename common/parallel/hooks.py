@@ -20,8 +20,9 @@ def take_hooks(model: nn.Module, layout: Layout, fallback: str) -> dict[str, lis
     several processes."""
     found: dict[str, list[Hook]] = {}
     for name, weight in model.named_parameters():
-        has_late = bool(weight._post_accumulate_grad_hooks)
-        hooks = [] if layout.num_processes == 1 else [*(weight._backward_hooks or {}).values()]
+        with torch._C.DisableTorchFunctionSubclass():  # a weight on the disk stays there
+            has_late = bool(weight._post_accumulate_grad_hooks)
+            hooks = [] if layout.num_processes == 1 else [*(weight._backward_hooks or {}).values()]
         if has_late and (layout.num_processes > layout.pp or "FSDP2" in layout.strategies):
             what = "after its gradient is accumulated, and a process accumulates that of its own micro-batches"
         elif hooks and layout.sp * layout.ep > 1:

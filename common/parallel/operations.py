@@ -95,13 +95,17 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
         engine: with a divided model.
         styles: of the plan that divides its layers, if there is one.
     """
-    forward_step, plan, seen, known = engine.forward_step, engine.plan, set[Any](), set[str]()
-    first, last, draws = list[int](), [(True, -1)], set[bool]()
+    forward_step, plan, last = engine.forward_step, engine.plan, [(True, -1)]
+    first = dict[bool, int]()  # {whether a pass has gradients: number of the first step with such a pass}
+    known, seen, draws = {True: set[str](), False: set[str]()}, set[Any](), set[bool]()
 
-    def compare(operations: Operations, number: int) -> None:
-        if number < first[0] + max(1, plan.config.check_steps):
-            known.update(operations.found)
-        for new in sorted(operations.found - known):
+    def is_first(is_training: bool, number: int) -> bool:
+        return number < first.setdefault(is_training, number) + max(1, plan.config.check_steps)
+
+    def compare(operations: Operations, is_training: bool, number: int) -> None:
+        if is_first(is_training, number):
+            known[is_training] |= operations.found
+        for new in sorted(operations.found - known[is_training]):
             raise UsageError(
                 f"in step {number + 1} a pass computes {shorten(new, 160, placeholder=' ...')}, of which {plan.layout} "
                 "gives a process a share; the first passes, from which the plan was derived, do not",
@@ -109,11 +113,10 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
             )
 
     def step(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
-        first.extend([number] * (not first))
         is_training, states = torch.is_grad_enabled(), generator_states(engine.accelerator.device)
         values = passed(model, batch, number, is_training)
         if generator_states(engine.accelerator.device) != states and is_training not in draws:
-            if number >= first[0] + max(1, plan.config.check_steps):
+            if not is_first(is_training, number):
                 raise UsageError(
                     f"a pass draws random numbers in step {number + 1}, as dropout does, and those of the first steps "
                     f"do not; {plan.layout} divides it",
@@ -125,20 +128,17 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
     def passed(model: Any, batch: Batch, number: int, is_training: bool) -> dict[str, Tensor]:
         key = (is_training, *((name, value.shape) for name, value in batch.items() if isinstance(value, Tensor)))
         is_read = plan.reads(number + 1) if is_training else (False, number) != last[0]
-        if not styles or (key in seen and not is_read and number >= first[0] + plan.config.check_steps):
+        if not (styles and (is_read or key not in seen or is_first(is_training, number))):
             return forward_step(model, batch, number)
         seen.add(key)
         last[0], operations = (is_training, number), Operations()
+        values: dict[str, Tensor] = {}
         try:
             with operations.watch(engine.running_modules(), styles):
                 values = forward_step(model, batch, number)
-        except Exception:
-            raise
-        except BaseException:  # a stage of a pipeline is left
-            compare(operations, number)
-            raise
-        operations.note("the values of forward_step", values)
-        compare(operations, number)
+        finally:  # also where a stage of a pipeline is left
+            operations.note("the values of forward_step", values)
+            compare(operations, is_training, number)
         return values
 
     return step

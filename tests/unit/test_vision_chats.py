@@ -15,7 +15,7 @@ from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.image_decoding import Opener
 from accelerate_recipes.common.tasks.vision_batches import VisionEncoder, unpad
 from accelerate_recipes.common.tasks.vision_chats import _Rows, load_vision_chats, shapes, with_parts
-from accelerate_recipes.common.tasks.vision_models import freeze_idle, freeze_named
+from recipes.vision_language import freeze_idle, freeze_named
 from support.vision_models import FAMILIES, made
 
 SIZES = ((20, 30), (40, 17), (16, 16), (33, 64))
