@@ -256,8 +256,9 @@ def _alone(setup: Setup) -> Iterator[Forward]:
     """`passes_alone`, with noise beside the weights: zeros, as of new adapters, would hide what depends on them."""
     in_memory = [weight for weight in setup.model.parameters() if origin_of(weight) is None]  # others become random
     with passes_alone(setup) as forward:
+        generators: dict[torch.device, torch.Generator] = {}
         for weight in in_memory:  # drawn on their device: a billion numbers take 8 s on a core
-            generator = torch.Generator(weight.device).manual_seed(weight.numel())
+            generator = generators.setdefault(weight.device, torch.Generator(weight.device).manual_seed(0))
             weight.add_((torch.randn(weight.shape, generator=generator, device=weight.device) * NOISE).to(weight))
         yield forward
 
