@@ -1,9 +1,6 @@
 """`verify --checkpoint`: the next steps of a run are taken from its checkpoint, and compared with one process."""
 
-import base64
-import io
 import shlex
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +10,7 @@ from accelerate_recipes.catalog import count_gpus, mapping_in, runs_here
 from accelerate_recipes.common.checkpoint.format import DamagedError
 from accelerate_recipes.common.checkpoint.reader import Reader
 from accelerate_recipes.common.checkpoint.resume import check_state
-from accelerate_recipes.common.checkpoint.source import COMMAND, CONFIGS, launch_option
+from accelerate_recipes.common.checkpoint.source import COMMAND, CONFIGS, launch_option, open_source
 from accelerate_recipes.common.errors import RunError, UsageError
 from accelerate_recipes.common.records.output_dir import checkpoints
 from accelerate_recipes.console import print_json
@@ -51,7 +48,7 @@ class Origin:
         config."""
         if "source" not in content:  # of a version that did not keep it
             return cls(script.name)
-        archive = zipfile.ZipFile(io.BytesIO(base64.b64decode(content["source"])))
+        archive = open_source(content["source"])
         words = shlex.split(archive.read(COMMAND).decode())
         at = next((at for at, word in enumerate(words) if at and word.endswith(".py")), len(words))
         name, *flags = words[at:] or [script.name]

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import lzma
 import shlex
 import zipfile
 from collections.abc import Sequence
@@ -18,17 +19,22 @@ LONG_AGO = (1980, 1, 1, 0, 0, 0)  # one archive for one source
 
 @cache
 def source() -> str:
-    """A zip archive as base64: the recipe, what it imports from its folder, the config file, the command that started
-    the run, the version of this package and, unless that names its code, the package."""
+    """A zip archive, compressed with xz, as base64: the recipe, what it imports from its folder, the config file, the
+    command that started the run, the version of this package and, unless that names its code, the package."""
     archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
+    with zipfile.ZipFile(archive, "w") as opened:
         opened.writestr(zipfile.ZipInfo(COMMAND, LONG_AGO), launch_command() + "\n")
         opened.writestr(zipfile.ZipInfo("version.txt", LONG_AGO), f"accelerate-recipes {version()}\n")
         for name, path in sorted((files_of_run() | _config_file()).items()):
             with suppress(OSError):  # a recipe that was typed in, or a file that is gone
-                entry = zipfile.ZipInfo(name, LONG_AGO)
-                opened.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=9)
-    return base64.b64encode(archive.getvalue()).decode()
+                opened.writestr(zipfile.ZipInfo(name, LONG_AGO), path.read_bytes())
+    return base64.b64encode(lzma.compress(archive.getvalue())).decode()
+
+
+def open_source(text: str) -> zipfile.ZipFile:
+    """The archive that `source` returned; earlier versions compressed each file by itself."""
+    content = base64.b64decode(text)
+    return zipfile.ZipFile(io.BytesIO(content if content.startswith(b"PK") else lzma.decompress(content)))
 
 
 def _config_file() -> dict[str, Path]:

@@ -1,18 +1,16 @@
 """Promise: the version that a run records names its code, or says that it does not."""
 
-import base64
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from accelerate_recipes import __version__
+from accelerate_recipes.common.checkpoint.source import open_source
 from support.launching import execute, fork
 from support.recipes import LATEST, LINEAR
 from support.runs import ROOT
@@ -87,7 +85,7 @@ def test_unpacked_source_trains(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "single", LINEAR, flags)
     manifest = json.loads((run.output_dir / "checkpoints" / "step_00000002" / "manifest.json").read_text())
     assert manifest["versions"]["accelerate-recipes"] == run.card["versions"]["accelerate-recipes"]
-    zipfile.ZipFile(io.BytesIO(base64.b64decode(manifest["source"]))).extractall(tmp_path / "source")
+    open_source(manifest["source"]).extractall(tmp_path / "source")
     with (tmp_path / "source" / "accelerate_recipes" / "common" / "loop.py").open("a") as loop:
         loop.write("\nprint('unpacked')\n")
     command = [sys.executable, "source/linear_regression.py", "--output_dir", "again", *flags.split()]
