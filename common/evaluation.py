@@ -23,7 +23,7 @@ from .parallel.strategies import check_trainable, prepare
 from .records.recorder import Recorder
 from .seeds import EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
-from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gather, put
+from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gather, put, widened
 from .step.engine import Engine, evaluating
 from .step.guards import check_same_start, freeze_what_is_not_trained
 from .step.options import FitOptions
@@ -195,6 +195,9 @@ def evaluate_set(
             weight = batch.get("weight", torch.ones(size, device=device))
             put(rows, index, num_passes, values | {SAMPLE_WEIGHT: weight})
     rows = engine.share_values(rows)
+    for name in (name for name, each in rows.items() if each.ndim > 2):  # predictions, longer in other processes
+        sizes = torch.tensor(rows[name].shape[2:], device=device)
+        rows[name] = widened(rows[name], engine.accelerator.gather(sizes[None]).amax(0).tolist())
     examples = {name: gather(engine.accelerator, plan.layout, each)[:num_samples] for name, each in rows.items()}
     weight = examples.pop(SAMPLE_WEIGHT).double()
     metrics = examples if batch_loss is None else _in_batches(batch_loss, examples, plan.config.batch_size)

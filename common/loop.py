@@ -26,7 +26,7 @@ from .step.checks import check_given
 from .step.guards import check_same_start, freeze_what_is_not_trained
 from .step.lazy import with_sizes
 from .step.options import FitOptions
-from .step.setup import Setup
+from .step.setup import Setup, of_options
 from .stopping.watch import Watch
 
 
@@ -69,7 +69,7 @@ def fit(
     train_set, eval_sets = check_datasets(train_set, eval_set, options.get("collate_fn"))
     group = CpuGroup(config.hang_timeout)
     plan = Plan.of(config, accelerator.layout, len(train_set), options.get("schedule"), sampler)
-    setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss"), train_set))
+    setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, **of_options(options, train_set)))
     if config.evaluate_only:
         return evaluate_exported(setup, train_set, eval_sets, options, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:

@@ -84,7 +84,7 @@ def refusals(
     from accelerate_recipes.common.parallel.strategies import layout_of, model_checks, with_plans
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.checks import check_given
-    from accelerate_recipes.common.step.setup import Setup
+    from accelerate_recipes.common.step.setup import Setup, of_options
 
     path, has_gpu, likely, takes_passes = json.loads(os.environ[QUESTION])
     flags = config or RunConfig(pipeline_stages=2 if Path(path).stem in PIPELINES else 1)
@@ -121,8 +121,8 @@ def refusals(
             for of_model in model_checks(layout):
                 _note(found, of_model, model, optimizer, plan)
             if not found and takes_passes:
-                loss = options.get("batch_loss")
-                _note(found, with_plans, Setup(accelerator, model, optimizer, forward_step, plan, loss, samples))
+                setup = Setup(accelerator, model, optimizer, forward_step, plan, **of_options(options, samples))
+                _note(found, with_plans, setup)
     except UsageError as error:
         found.append(error)
     return {"refusals": found, "of_the_launcher": refused, "facts": facts}
@@ -137,7 +137,7 @@ def _give_sizes(accelerator: Any, model: Any, optimizer: Any, forward_step: Any,
 
     if without_size(model):
         plan = Plan.of(config, Layout(), len(samples))
-        with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, train_set=samples))
+        with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, train_set=samples, examples=dict))
 
 
 def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, list[str]]:

@@ -83,7 +83,7 @@ def _measure(
     from accelerate_recipes.common.parallel.pipeline import PIPELINE
     from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
     from accelerate_recipes.common.plan import Plan
-    from accelerate_recipes.common.step.setup import Setup
+    from accelerate_recipes.common.step.setup import Setup, of_options
 
     config = replace(config, **question.flags)
     os.environ[QUESTION] = json.dumps([question.config, True, [], False])  # that of the doctor
@@ -98,7 +98,7 @@ def _measure(
     plan = Plan.of(config, layout, len(train_set), options.get("schedule"), sampler)
     why_not = why_not_checked(layout.precision, sum(weight.nbytes for weight in model.parameters()), gpu.usable)
     run, offloads = _run(plan, check_steps, why_not, options), layout.environment.is_true("fsdp_offload_params")
-    setup = Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss"), train_set)
+    setup = Setup(accelerator, model, optimizer, forward_step, plan, **of_options(options, train_set))
     if layout.pp > 1:
         setup = replace(setup, plans={PIPELINE.name: cut_without_values(setup, gpu)})
     step = DryRun(with_plans(setup), gpu, question.last).measure()

@@ -49,7 +49,10 @@ def _value_gaps(
             text = f"forward_step returns {', '.join(values)} in process {rank}, {', '.join(expected)} on one process"
             return {(kind, next(iter(values.keys() ^ expected.keys()))): Gap(math.inf, text)}
         for name, value in values.items():
-            value, other = value.reshape(len(value), -1), expected[name].reshape(len(value), -1)
+            other = expected[name]
+            if value.shape != other.shape:  # of generated answers: a rounding error may change their length
+                continue
+            value, other = (each.reshape(len(each), -1) for each in (value, other))
             is_equal = (value == other) | (value.isnan() & other.isnan())  # also infinities
             distances, norms = (value - other).masked_fill(is_equal, 0.0), other.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
             sizes = distances.norm(dim=1) / norms.clamp(min=max(float(norms.mean()), 1e-30))

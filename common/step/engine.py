@@ -338,10 +338,21 @@ class Engine:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode for the `with` block."""
     _set_training(model, False)
+    vars(model).update(reached := _to_generate(model))
     try:
         yield
     finally:
+        for name in reached:
+            del vars(model)[name]
         _set_training(model, True)
+
+
+def _to_generate(model: nn.Module) -> dict[str, Any]:
+    """What a model lacks for `model.generate` and `model.module.generate`: DDP has one, a bare one the other."""
+    if hasattr(model, "generate"):
+        return {} if hasattr(model, "module") else {"module": model}
+    generate = getattr(getattr(model, "module", None), "generate", None)
+    return {} if generate is None else {"generate": generate}
 
 
 def _set_training(model: nn.Module, training: bool) -> None:

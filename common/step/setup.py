@@ -28,7 +28,7 @@ class Setup:
         optimizer: over its weights.
         forward_step: as for `fit`.
         plan: of the run.
-        batch_loss: as for `fit`.
+        batch_loss, examples: as for `fit`.
         train_set: for passes before the run; None: there are none.
         plans: {strategy: how it will divide the model}; one that is there already is not found again.
         watched: `forward_step` -> one that an observer watches; None: nobody does.
@@ -43,6 +43,7 @@ class Setup:
     train_set: MapDataset | None = None
     plans: Mapping[str, Any] = field(default_factory=dict)
     watched: Callable[[NumberedStep], NumberedStep] | None = None
+    examples: Callable[[Any], Any] | None = None
 
     def first_batch(self, size: int | None = None) -> Batch:
         """The first micro-batch of the run, or so many samples of it, on the CPU, the same in all processes."""
@@ -53,12 +54,18 @@ class Setup:
 
     def check_functions(self) -> tuple[NumberedStep, BatchLoss | None]:
         """(forward_step, batch_loss), which raise UsageError for wrong results."""
-        forward_step = check_values(self.forward_step, self.plan.micro_batch_size, self.batch_loss is not None)
+        size, keeps = self.plan.micro_batch_size, self.examples is not None or self.plan.config.save_predictions
+        forward_step = check_values(self.forward_step, size, self.batch_loss is not None, keeps)
         if self.plan.layout.num_processes > 1:
             forward_step = knows_what_is_trained(self.model, forward_step)
         if self.batch_loss is None:
             return forward_step, None
         return forward_step, BatchLoss(self.batch_loss, self.plan, self.accelerator.device)
+
+
+def of_options(options: Mapping[str, Any], train_set: MapDataset) -> dict[str, Any]:
+    """What else a `Setup` has: the options of `fit` that concern it, and the training set."""
+    return {name: options.get(name) for name in ("batch_loss", "examples")} | {"train_set": train_set}
 
 
 def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] = ()) -> None:
