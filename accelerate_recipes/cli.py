@@ -124,6 +124,10 @@ def verify(
     accelerate: Annotated[
         bool, typer.Option("--accelerate", help="a script on plain Accelerate, watched from outside")
     ] = False,
+    split_batches: Annotated[
+        bool,
+        typer.Option("--split_batches", help="with --accelerate: loaders divide each batch, in an order from the seed"),
+    ] = False,
     record: Annotated[
         Path | None, typer.Option(help="file for the first steps of one process, to compare with later, and no more")
     ] = None,
@@ -141,6 +145,8 @@ def verify(
     from accelerate_recipes.verify import checkpoint as of_run
     from accelerate_recipes.verify import run
 
+    if split_batches and (not accelerate or checkpoint or against or record):
+        raise UsageError("--split_batches needs --accelerate, and no --record, --against, --checkpoint: remove it")
     if checkpoint is not None:
         if accelerate or against or record or output or steps:
             raise UsageError("--checkpoint takes --config, --json and flags of the recipe: remove the others")
@@ -153,7 +159,7 @@ def verify(
         if config or output:
             raise UsageError("--record runs one process: remove --config and --output")
         sys.exit(single.record(script, flags or [], steps or 20, record, accelerate, as_json))
-    sys.exit(run(script, flags or [], steps or 20, config, output, accelerate, as_json))
+    sys.exit(run(script, flags or [], steps or 20, config, output, accelerate, as_json, split_batches))
 
 
 @app.command()
