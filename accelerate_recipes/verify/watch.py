@@ -28,6 +28,10 @@ _ERROR = re.compile(
 )
 
 
+class FailedError(UsageError):
+    """A script that fails after the compared steps."""
+
+
 def verify_watched(
     script: Path, flags: list[str], steps: int, output: Path | None, as_json: bool, splits: bool = False
 ) -> int:
@@ -78,7 +82,7 @@ def _watched_or_failed(watched: Callable[[str, str], Trace], table: Table) -> Tr
     """What the script did under DDP; None if it failed, which becomes a row."""
     try:
         return watched("ddp", "ddp")
-    except UsageError as error:
+    except FailedError as error:
         table.add(Row("ddp", None, failure=str(error)))
         return None
 
@@ -114,7 +118,7 @@ def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path,
         reason = "it takes no step with an optimizer that Accelerate prepared"
         reason = found[1] if found else f"it ends with exit code {run.returncode}" if took_steps else reason
         if took_steps:
-            raise UsageError(f"{script} fails under {config}.yaml, after the compared steps: {reason}")
+            raise FailedError(f"{script} fails under {config}.yaml, after the compared steps: {reason}")
         raise UsageError(f"{script} cannot be watched under {config}.yaml: {reason}")
     return _trace(processes, folder)
 
