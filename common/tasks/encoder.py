@@ -177,7 +177,7 @@ class Embedder(nn.Module):
 
 def word_tokenizer(texts: Iterable[str], num_tokens: int) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are the most frequent words of `texts`, in lower case; a digit or a punctuation mark is
-    a word. The first token of a text is [CLS].
+    a word. The first token of a text is [CLS], also of each in a pair.
 
     Args:
         texts: the training texts.
@@ -194,7 +194,9 @@ def word_tokenizer(texts: Iterable[str], num_tokens: int) -> PreTrainedTokenizer
             vocab_size=num_tokens, special_tokens=[PAD, UNKNOWN, FIRST], min_frequency=2, show_progress=False
         ),
     )
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{FIRST} $A", special_tokens=[(FIRST, 2)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{FIRST} $A", pair=f"{FIRST} $A {FIRST}:1 $B:1", special_tokens=[(FIRST, 2)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNKNOWN, cls_token=FIRST, model_max_length=10**6
     )

@@ -98,6 +98,16 @@ def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None
     return export
 
 
+def exported_pipeline(task: str, output_dir: Path) -> Any:
+    """transformers' pipeline of a task with the model that a run has exported. Raises UsageError if there is none."""
+    from transformers import pipeline  # takes seconds
+
+    folder = output_dir / "model"
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"no model in {folder}: train first (the same command without --predict)")
+    return pipeline(task, model=str(folder))
+
+
 class Folder:
     """Reads the weights in safetensors files, as a `TensorReader`. A whole tensor is a map of its file."""
 

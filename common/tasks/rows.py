@@ -164,9 +164,9 @@ def holds_images(kind: Any) -> bool:
     return getattr(kind, "feature", kind).__class__.__name__ == "Image"
 
 
-def rows_with_text(table: Table, *columns: str) -> list[tuple[str, ...]]:
-    """The texts in these columns of each row. A row without one is left out, and a line counts them. Raises UsageError
-    like `Table.texts`."""
+def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
+    """The texts in these columns of each row, and what stands `beside` it. A row without one is left out, and a line
+    counts them. Raises UsageError like `Table.texts`."""
     rows = list(zip(*map(table.texts, columns)))
     empty = {number for number, row in enumerate(rows) if not all(text and text.strip() for text in row)}
     if empty:
@@ -174,7 +174,8 @@ def rows_with_text(table: Table, *columns: str) -> list[tuple[str, ...]]:
             f"--data {table.name}: {len(empty):,} of {len(rows):,} rows have no text in column {' or '.join(columns)}, "
             f"such as row {min(empty) + 1}: left out"
         )
-    return [row for number, row in enumerate(rows) if number not in empty]
+    more = [()] * len(rows) if beside is None else [*zip(beside)]
+    return [(*row, *more[number]) for number, row in enumerate(rows) if number not in empty]
 
 
 def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type

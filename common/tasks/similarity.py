@@ -129,9 +129,14 @@ def _measures(scores: Tensor, right: Tensor) -> dict[str, Tensor]:
 
 
 def correlations(examples: Examples) -> Metrics:
-    """What EmbeddingSimilarityEvaluator measures: Pearson's and Spearman's correlation of cosines and scores. Cosines
-    that differ by rounding share a rank."""
-    values = _cosines(examples).double(), examples["score"].double()
+    """What EmbeddingSimilarityEvaluator measures, of cosines and scores."""
+    return correlations_of(_cosines(examples), examples["score"])
+
+
+def correlations_of(predicted: Tensor, target: Tensor) -> Metrics:
+    """Pearson's and Spearman's correlation of numbers of about 1. Predicted ones that differ by rounding share a
+    rank."""
+    values = predicted.double(), target.double()
     ranks = _ranks((values[0] / ROUNDING).round()), _ranks(values[1])
     return {
         name: float(F.cosine_similarity(one - one.mean(), other - other.mean(), dim=0, eps=0))

@@ -66,7 +66,7 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
     texts = [f"{word} {word},{word}" for word in ("good", "bad", "fair")] * 30
     (tmp_path / "path" / "to" / "texts.csv").write_text("\n".join(["review,stars", *texts]))
-    pairs = ["question,answer", *(f"where is {word},{word} is here" for word in ("one", "two") * 30)]
+    pairs = ["question,answer,score", *(f"where is {word},{word} is here,{len(word)}" for word in ("one", "two") * 30)]
     (tmp_path / "path" / "to" / "pairs.csv").write_text("\n".join(pairs))
     chat = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]}
     (tmp_path / "path" / "to" / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 40))
