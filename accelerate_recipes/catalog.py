@@ -18,6 +18,15 @@ from accelerate_recipes.paths import is_path, text_of
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
 DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
 
+GROUPS = {  # what people want to do: recipes
+    "Classify, tag or score": ("mnist", "image_classification", "text_classification", "token_classification"),
+    "Train or adapt a language model": ("transformer", "masked_lm", "finetune", "preferences", "vision_language"),
+    "Answer questions, translate": ("question_answering", "translation"),
+    "Search by meaning": ("embeddings",),
+    "Generate images": ("diffusion",),
+    "Fit numbers": ("linear_regression",),
+}
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -66,8 +75,12 @@ def show(as_json: bool) -> None:
             {"recipes": [asdict(recipe) for recipe in recipes], "configs": [asdict(config) for config in configs]}
         )
         return
-    for recipe in recipes:
-        print_entry(asdict(recipe))
+    for title, names in GROUPS.items():
+        print(f"{title}\n")
+        for recipe in recipes:
+            if recipe.name in names:
+                print_entry(asdict(recipe))
+    print("Where it runs\n")
     for config in configs:
         print_entry(asdict(config))
     print("Make a project of your own from a recipe: accelerate-recipes new mnist my_project --config ddp")

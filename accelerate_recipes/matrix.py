@@ -8,8 +8,9 @@ from accelerate_recipes import bundle
 # A recipe, or one of its models that configs divide in another way, as somebody types it.
 EXPERTS = "transformer --num_experts 4"
 RECIPES = (
-    *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification", "embeddings"),
-    *("finetune", "preferences", "image_classification", "diffusion", "vision_language"),
+    *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification"),
+    *("token_classification", "masked_lm", "embeddings", "finetune", "preferences", "image_classification"),
+    *("diffusion", "vision_language"),
 )
 # Those that one machine compares with one process, which single.yaml is.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))

@@ -217,10 +217,10 @@ def _column(value: Any, number: int, length: int) -> Tensor | None:
 
 
 def _is_shifted(tokens: Tensor, labels: Tensor) -> bool:
-    """Whether a label is the next token, not the token at its own place."""
+    """Whether each label is the next token; others are tokens, or classes of tokens, at their own places."""
     known = labels != IGNORED
-    own = int((labels == tokens)[known].sum())
-    return int((labels[:-1] == tokens[1:])[known[:-1]].sum()) > own or own == 0
+    is_next = bool((labels[:-1] == tokens[1:])[known[:-1]].all())
+    return is_next and not bool((labels == tokens)[known].all())
 
 
 def _decode(ids: Iterable[int], tokenizer: Any) -> str:

@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     BertConfig,
+    BertForMaskedLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -30,7 +31,7 @@ from .pooling import POOLINGS
 from .pretrained import load
 
 PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
-PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
+PAD, UNKNOWN, FIRST, MASK = "[PAD]", "[UNK]", "[CLS]", "[MASK]"
 
 
 @dataclass(kw_only=True)
@@ -69,14 +70,15 @@ def small_bert(
         max_position_embeddings=config.max_length,
         hidden_dropout_prob=config.dropout,
         attention_probs_dropout_prob=config.dropout,
-        **({"architectures": ["BertModel"]} if classes is None else config_of_classes(classes)),
+        **({} if classes is None else config_of_classes(classes)),
     )
     model = make(shape)
+    model.config.architectures = [type(model).__name__]
     freeze_key_biases(model)
     always_mask(model)
     if config.evaluate_only:
         return model, load_exported_tokenizer(config.output_dir / "model", classes)
-    return model, word_tokenizer(texts, config.vocabulary)
+    return model, word_tokenizer(texts, config.vocabulary, masks=isinstance(model, BertForMaskedLM))
 
 
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
@@ -175,14 +177,16 @@ class Embedder(nn.Module):
         return F.normalize((hidden * self.pooling(mask)[..., None]).sum(1), dim=-1)  # the mean's length does not matter
 
 
-def word_tokenizer(texts: Iterable[str], num_tokens: int) -> PreTrainedTokenizerFast:
+def word_tokenizer(texts: Iterable[str], num_tokens: int, masks: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are the most frequent words of `texts`, in lower case; a digit or a punctuation mark is
     a word. The first token of a text is [CLS], also of each in a pair.
 
     Args:
         texts: the training texts.
         num_tokens: size of the vocabulary, with three special tokens.
+        masks: one of the tokens is [MASK].
     """
+    special = [PAD, UNKNOWN, FIRST] + [MASK] * masks
     tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -190,16 +194,13 @@ def word_tokenizer(texts: Iterable[str], num_tokens: int) -> PreTrainedTokenizer
     )
     tokenizer.train_from_iterator(
         texts,
-        trainers.WordLevelTrainer(
-            vocab_size=num_tokens, special_tokens=[PAD, UNKNOWN, FIRST], min_frequency=2, show_progress=False
-        ),
+        trainers.WordLevelTrainer(vocab_size=num_tokens, special_tokens=special, min_frequency=2, show_progress=False),
     )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{FIRST} $A", pair=f"{FIRST} $A {FIRST}:1 $B:1", special_tokens=[(FIRST, 2)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNKNOWN, cls_token=FIRST, model_max_length=10**6
-    )
+    named = {"pad_token": PAD, "unk_token": UNKNOWN, "cls_token": FIRST} | ({"mask_token": MASK} if masks else {})
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=10**6, **named)
 
 
 def load_exported_tokenizer(folder: Path, classes: list[str] | None = None) -> Any:

@@ -106,6 +106,8 @@ def load_labelled_texts(
         for part in parts
     )
     if is_number:
+        if min(len({*part.labels}) for part in (first, second)) < 2:  # as of a test split whose numbers are hidden
+            raise UsageError(f"--data {data}: the training or evaluation texts all have one number: expected others")
         return first, second
     first, second = (Labelled.of_names(part.samples, part.labels, classes) for part in (first, second))
     several = " (several of a text)" * (target == "classes")

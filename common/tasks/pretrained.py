@@ -105,6 +105,7 @@ def exported_pipeline(task: str, output_dir: Path) -> Any:
     folder = output_dir / "model"
     if not (folder / "config.json").is_file():
         raise UsageError(f"no model in {folder}: train first (the same command without --predict)")
+    logging.disable_progress_bar()
     return pipeline(task, model=str(folder))
 
 

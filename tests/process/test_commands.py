@@ -68,6 +68,9 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     (tmp_path / "path" / "to" / "texts.csv").write_text("\n".join(["review,stars", *texts]))
     pairs = ["question,answer,score", *(f"where is {word},{word} is here,{len(word)}" for word in ("one", "two") * 30)]
     (tmp_path / "path" / "to" / "pairs.csv").write_text("\n".join(pairs))
+    tags = [*("ada B-PER\nwrites O\n", "a O\nprogram B-THING\n") * 20]
+    (tmp_path / "path" / "to" / "tags.conll").write_text("\n".join(tags))
+    (tmp_path / "path" / "to" / "tags.jsonl").write_text('{"words": ["good", "day"], "tags": ["B-DAY", "O"]}\n' * 90)
     chat = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]}
     (tmp_path / "path" / "to" / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 40))
     pair = {"prompt": "one two", "chosen": "three", "rejected": "four"}

@@ -183,9 +183,11 @@ def test_a_text_is_classified(tmp_path: Path) -> None:
         ("--label_column kinds", "column kinds has lists of classes: use --target classes"),
         ("--target number", "column kind, row 1 below the header: expected a number, got 'other'"),
         ("--target probability --label_column number", "in column number is none: use --target number"),
+        ("--data {folder}/one.jsonl --target number --label_column number", "evaluation texts all have one number"),
         ("--data stdlib --target number", "--data stdlib has single texts with a class each: use the path of a file"),
     ],
 )
 def test_wrong_flags(tmp_path: Path, data: Path, flags: str, line: str) -> None:
-    flags = f"--data {data} --text_column first --label_column kind {flags}"
+    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, [row | {"number": -1} for row in rows(20, 0)])))
+    flags = f"--data {data} --text_column first --label_column kind {flags.format(folder=tmp_path)}"
     assert line in refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))

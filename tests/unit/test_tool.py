@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelerate_recipes.bundle import COMMON, VERSION
-from accelerate_recipes.catalog import runs_here
+from accelerate_recipes.catalog import GROUPS, runs_here
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.compare import Difference, relative
@@ -29,7 +29,12 @@ def test_list_reads_every_header(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert all(value for entry in (*found["recipes"], *found["configs"]) for value in entry.values())
     assert {config["name"]: config["here"] for config in found["configs"]}["ddp"] == "rehearsal on the CPU"
     assert tool(monkeypatch, "list") == 0
-    assert "recipes/transformer.py --pipeline_stages 2\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "recipes/transformer.py --pipeline_stages 2\n" in printed
+    grouped = [name for names in GROUPS.values() for name in names]
+    names = {recipe["name"] for recipe in found["recipes"]}
+    assert names <= {*grouped} and len(grouped) == len({*grouped})
+    assert {*GROUPS} < {*printed.splitlines()} and printed.index("Fit numbers") < printed.index("linear_regression\n")
 
 
 def test_shell_completes_commands_and_flags(
