@@ -50,7 +50,7 @@ GROUPS = {
     "records": ("log_every", "eval_every", "evaluate_only", "save_predictions", "report_to"),
     "machine": (
         *("pipeline_stages", "pipeline_schedule", "expert_parallel", "compile", "deterministic", "tf32", "check_steps"),
-        "hang_timeout",
+        *("check_every", "hang_timeout"),
     ),
 }
 OF_THE_LAUNCHER = [

@@ -96,6 +96,12 @@ class RunConfig:
     check_steps: int = flag(
         2, "first optimizer steps that one process repeats alone, to compare; 0: no comparison", minimum=0
     )
+    check_every: int = flag(
+        0,
+        "after the save that follows so many optimizer steps, one process on the CPU repeats the next two steps, to "
+        "compare; 0: never",
+        minimum=0,
+    )
     hang_timeout: float = flag(1800.0, "end the run after this many seconds without a step; 0: never", minimum=0)
     save_predictions: bool = flag(
         False, "write what forward_step returns for each evaluation sample to <output_dir>/predictions.jsonl"
@@ -130,6 +136,8 @@ class RunConfig:
             raise UsageError(
                 f"--pipeline_schedule {self.pipeline_schedule} is of a pipeline: use --pipeline_stages, too"
             )
+        if self.check_every and not self.save_every:
+            raise UsageError(f"--check_every {self.check_every} begins at a checkpoint: use --save_every, too")
         if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would begin anew
             raise UsageError(
                 "--overwrite_output_dir starts over, --resume_from_checkpoint latest goes on: use one of them; in a "

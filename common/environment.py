@@ -121,6 +121,14 @@ def without_ranks() -> Iterator[None]:
         os.environ.update(removed)
 
 
+def variables_of_one_process() -> dict[str, str]:
+    """The environment of a process of its own on the CPU: in the precision of this run, without its launcher."""
+    launchers = re.compile(f"{SETTINGS.pattern}|{RANKS.pattern}$|MASTER_|TORCHELASTIC_|GROUP_|CUDA_VISIBLE_DEVICES$")
+    kept = {name: value for name, value in os.environ.items() if not launchers.match(name)}
+    precision = {"ACCELERATE_MIXED_PRECISION": Environment.read().mixed_precision}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} | precision
+
+
 @contextmanager
 def restored_variables() -> Iterator[None]:
     """Gives the environment back what it was before the `with` block."""

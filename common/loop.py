@@ -90,7 +90,7 @@ def fit(
         recorder = Recorder(engine, output_dir, state, options, check.facts)
         checkpoint.load_rest(engine, recorder.unrecorded)
         evaluation = Evaluation(engine, eval_sets, options, state, watch)
-        with recorder, Saver(engine, this_run, group, watch, options.get("export")) as saver:
+        with recorder, check, Saver(engine, this_run, group, watch, check.after_save, options.get("export")) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:

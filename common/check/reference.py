@@ -1,6 +1,7 @@
 """What the main process does before `prepare`, while the model is whole: it takes the first steps alone."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -37,15 +38,15 @@ class Perturbed:
     start: dict[str, Sketch]
 
     @classmethod
-    def take(cls, run: ReferenceRun, numbers: range, roundings: int) -> "Perturbed":
-        """Takes these steps, from weights that are perturbed by so many rounding errors."""
+    def take(cls, run: ReferenceRun, numbers: Sequence[int], roundings: int, first: int | None = None) -> "Perturbed":
+        """Takes these steps, after those from `first` on, from weights perturbed by so many rounding errors."""
         start: dict[str, Sketch] = {}
 
         def change(model: nn.Module) -> None:
             perturb(model, roundings, run.is_low)
             start.update(sketches(model))
 
-        return cls(run.steps(numbers, None, change), start)
+        return cls(run.steps(numbers, None, change, first=first), start)
 
 
 @torch.no_grad()

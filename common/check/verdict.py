@@ -106,7 +106,10 @@ def _causes_in_the_recipe(
     if (cause := _cause_in_a_sample(sample)) is not None:
         yield cause
     for name in first.written:
-        yield (f"the forward pass changes {name}, and each process sees other samples: do it outside the forward pass")
+        yield (
+            f"the forward pass changes {name}, and each process sees other samples, or with tensor parallelism other "
+            "features: do it outside the forward pass"
+        )
     for name in changes.generators:
         yield (
             f"forward_step or the model draws from a generator of its own, {name}: draw from those of torch, numpy or "

@@ -30,7 +30,8 @@ from .writer import OwnShards, collect_shards, remove, write
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
 
-    Before the first one the main process also writes the small files of an export, with `export` of `fit`.
+    Before the first one the main process also writes the small files of an export, with `export` of `fit`. After each
+    one `after_save` gets the number of steps taken, and `finish`.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Saver:
         identity: dict[str, Any],
         group: CpuGroup,
         watch: Watch,
+        after_save: Callable[[int, Callable[[], Path | None]], None] = lambda step, finish: None,
         export: Callable[[Path], Any] | None = None,
     ):
+        self._after_save = after_save
         self._export, self._has_model_files = export, group.rank != 0
         self._engine, self._identity, self._group, self._watch = engine, identity, group, watch
         in_background = engine.plan.config.async_save
@@ -93,6 +96,7 @@ class Saver:
         else:
             path = self._write(shards, content)
             self._newest = lambda: path
+        self._after_save(state.step, self.finish)
 
     def finish(self) -> Path | None:
         """Waits for the save in progress. Returns the newest checkpoint; None if it could not be written, or

@@ -55,8 +55,9 @@ class Strategy:
     fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
     cause_at_once: ClassVar[str] = ""
     cause_in_update: ClassVar[str] = (
-        "{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or forward_step "
-        "takes gradients itself, as a penalty does: use {fallback}"
+        "{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or a hook finds "
+        "weights by id(p), and the config makes new ones; or forward_step takes gradients itself, as a penalty does: "
+        "use {fallback}"
     )
 
     def is_requested(self, layout: Layout) -> bool:

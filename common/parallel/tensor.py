@@ -49,8 +49,9 @@ class TensorParallel(Strategy):
                 plan = derive(model, lambda: forward(model), layout.tp, PACKS if packs else PACKS[:1])
             if not plan:
                 raise UsageError(
-                    f"{why_not}, and none can be derived: no two linear layers follow each other without a layer "
-                    "between them that needs all features",
+                    f"{why_not}, and none can be derived: that takes two linear layers in a row, which share no weight "
+                    "with others, have no layer between them that needs all features, and are not differentiated in "
+                    "the forward pass",
                     "use --config_file accelerate_configs/fsdp2.yaml",
                 )
             which, why = f"{why_not}: a derived one", "all features are needed"
