@@ -49,7 +49,7 @@ class Replicas:
         accelerator = self._engine.accelerator
         rows = torch.zeros(accelerator.num_processes, MOST, 2, dtype=torch.float64, device=accelerator.device)
         if self._compares:
-            for column, keys in enumerate([*self._shared.values()][:MOST]):
+            for column, keys in enumerate([*self.shared.values()][:MOST]):
                 rows[accelerator.process_index, column, 0] = zlib.crc32(repr(keys).encode())
                 rows[accelerator.process_index, column, 1] = sum_of_sums([bits[name] for name, _ in keys], rows.device)
         return rows
@@ -69,7 +69,7 @@ class Replicas:
         return None
 
     @cached_property
-    def _shared(self) -> dict[Sequence[int], list[Key]]:
+    def shared(self) -> dict[Sequence[int], list[Key]]:
         """{ranks of the processes that hold them: shards of weights, of which this process is not the only holder}"""
         found: dict[Sequence[int], list[Key]] = {}
         for name, tensor in self._engine.saved_tensors().items():
@@ -83,7 +83,7 @@ class Replicas:
         """Compares weight by weight. A collective."""
         rank, tensors, own = self._engine.accelerator.process_index, self._engine.saved_tensors(), self._engine.bits()
         group = CpuGroup(self._engine.plan.config.hang_timeout)  # the whole weights below may not fit on a GPU
-        bits = group.all_gather({key: int(own[key[0]]) for keys in self._shared.values() for key in keys})
+        bits = group.all_gather({key: int(own[key[0]]) for keys in self.shared.values() for key in keys})
         for key in dict.fromkeys(key for own in bits for key in own):
             first, *others = [number for number, own in enumerate(bits) if key in own]
             for other in [number for number in others if bits[number][key] != bits[first][key]]:

@@ -6,7 +6,7 @@ import pytest
 
 from support.launching import fork
 
-DRIFTS = "tests/scripts/drifts.py"
+DRIFTS, INEXACT = "tests/scripts/drifts.py", "tests/scripts/inexact.py"
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,11 @@ def test_rounding_of_other_processors_is_said_once(tmp_path: Path) -> None:
 def test_a_run_without_a_fault_is_not_stopped(tmp_path: Path, config: str) -> None:
     run = fork(tmp_path / "run", config, DRIFTS, "--by 0")
     assert run.card["status"] == "done"
+
+
+@pytest.mark.parametrize("config", ["tensor_parallel", "fsdp2_tensor_parallel"])
+def test_processes_that_compute_a_gradient_inexactly_stay_together(tmp_path: Path, config: str) -> None:
+    apart = fork(tmp_path / "apart", config, INEXACT, succeeds=False)
+    assert "holds another 0.weight than process" in apart.stderr and apart.exit_code == 3
+    together = fork(tmp_path / "together", config, INEXACT, "--average")
+    assert together.card["status"] == "done" and together.records[-1]["step"] == 4
