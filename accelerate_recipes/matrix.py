@@ -46,7 +46,7 @@ _NOT_SUPPORTED = (
     ("calls a layer 2 times", PIPELINES, ["embeddings"]),
     ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
 )
-# DeepSpeed's bf16 rounds at other places than autocast. For all but one, the parity check ends the run.
+# DeepSpeed's bf16 rounds at different points than autocast. For all but one, the parity check ends the run.
 _DIFFER = ("finetune", "preferences", "image_classification")
 
 MATRIX = (

@@ -55,7 +55,7 @@ def leave_on_disk(weight: Tensor, reader: TensorReader, name: str) -> None:
 
 
 def origin_of(weight: Tensor) -> Origin | None:
-    """Where a weight is read from; None if it is in memory."""
+    """The source of a weight on disk; None if it is in memory."""
     return getattr(weight, "origin", None)
 
 

@@ -12,10 +12,10 @@ DRIFTS = "tests/scripts/drifts.py"
 @pytest.mark.parametrize(
     ("config", "num_processes", "weight", "others"),
     [
-        ("ddp", 4, "norm.weight", "process 1 holds another norm.weight than process 0"),
-        ("hsdp", 4, "up.weight", "process 3 holds another up.weight than process 1"),
-        ("tensor_parallel", 2, "norm.weight", "process 1 holds another norm.weight than process 0"),
-        ("fsdp2_tensor_parallel", 4, "norm.bias", "process 1 holds another norm.bias than process 0"),
+        ("ddp", 4, "norm.weight", "process 1 holds a different norm.weight than process 0"),
+        ("hsdp", 4, "up.weight", "process 3 holds a different up.weight than process 1"),
+        ("tensor_parallel", 2, "norm.weight", "process 1 holds a different norm.weight than process 0"),
+        ("fsdp2_tensor_parallel", 4, "norm.bias", "process 1 holds a different norm.bias than process 0"),
     ],
 )
 def test_one_element_of_one_process_ends_the_run(
