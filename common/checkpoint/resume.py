@@ -98,7 +98,7 @@ class Checkpoint:
         if have_state and anew:  # normal for a weight that no forward pass has used
             accelerator.print(f"it has no optimizer state for {', '.join(anew)}: that state starts from scratch")
         if content["layout"] != here:
-            accelerator.print(f"it was saved under {content['layout']} and continues under {here}")
+            accelerator.print(f"it was saved by {content['layout']} and continues on {here}")
         self.reader.close()
 
 

@@ -197,7 +197,7 @@ def test_state_of_several_parameter_groups_is_saved(tmp_path: Path, config: str)
 def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
     path = undisturbed("ddp", COURSE).output_dir / "checkpoints" / "step_00000012"
     run = fork(tmp_path / "run", "single", DISTURBED, f"{COURSE} --resume_from_checkpoint {path}")
-    assert "it was saved under 2 processes (DDP) and continues under 1 process (no parallelism)\n" in run.stdout
+    assert "it was saved by 2 processes (DDP) and continues on 1 process (no parallelism)\n" in run.stdout
     assert run.column("learning_rate") == undisturbed("ddp", COURSE).column("learning_rate")[-1:]
 
 
