@@ -11,7 +11,7 @@ RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification", "embeddings"),
     *("finetune", "preferences", "image_classification", "diffusion", "vision_language"),
 )
-# Those that one machine compares with one process, which single.yaml is.
+# The configs that one machine compares with one process, which is single.yaml.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
 # Sizes that are no settings of a config file, but flags of all recipes: {config: [flag, size]}.
 PIPELINES = ("pipeline_parallel", "fsdp2_pipeline", "fsdp2_tensor_pipeline")

@@ -25,7 +25,7 @@ NO_SHARED_MEMORY = re.compile(
     r"unable to (?:allocate|open|mmap|resize).* shared memory|shared memory.*No space left", re.I
 )
 
-# What a full disk, a quota, a read-only file system and a folder of somebody else say.
+# The errors of a full disk, a quota, a read-only file system and somebody else's folder.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ESTALE)  # only of an error that names the file
 FULL = re.compile(r"\d+ requested and \d+ written|Not enough disk space")  # of numpy, and of datasets

@@ -65,7 +65,7 @@ def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
     unequal = [name for name, found in shapes.items() if len(found) > 1]
     if is_own and not (unequal and isinstance(error, RuntimeError)):
         return f"collate_fn makes no batch of the samples: {line_of(error)}"
-    # What pad_to_longest cannot pad: the first dimension of tensors may differ, and no other.
+    # pad_to_longest pads only the first dimension of tensors.
     tensors = [name for name in unequal if isinstance(dicts[0][name], torch.Tensor)]
     others = [name for name in unequal if name not in tensors or len({shape[1:] for shape in shapes[name]}) > 1]
     for name in (*others, *unequal):

@@ -21,8 +21,8 @@ OF = "@"  # between the names of a metric and a source
 class Mixture(Dataset):
     """The samples of several sources. As a training set of `fit`, an epoch has of each source its share.
 
-    What a step takes is a function of the seed and the step, as of any training set. Each epoch draws other samples of
-    a source that has more than its share, in another order.
+    The samples of a step are a function of the seed and the step, as for any training set. Each epoch draws other
+    samples of a source that has more than its share, in another order.
 
     Args:
         sources: {name: map-style dataset}

@@ -141,7 +141,7 @@ def check_compiler_of_torch(layout: Layout, config: RunConfig) -> None:
 
 def launch_checks(layout: Layout) -> list[LaunchCheck]:
     """The refusals of a launch. A run raises the first; `accelerate-recipes doctor` lists all."""
-    # What joins another strategy says what it joins.
+    # Strategies that join another one come first: their refusals name it.
     strategies = sorted(strategies_of(layout), key=lambda strategy: strategy.wraps)
     of_strategies = [check for strategy in strategies for check in strategy.launch_checks]
     return [

@@ -23,7 +23,7 @@ class Opener:
     """Opens images.
 
     An image is what a viewer shows: upright, in 8 bits, on white where it is transparent, the first frame of several.
-    What it does with animations and with numbers whose white nobody defines, it says once, in all workers of a loader.
+    It says once, in all DataLoader workers, what it does with animations and with numbers whose white is undefined.
     """
 
     def __init__(self) -> None:
