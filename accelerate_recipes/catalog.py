@@ -93,7 +93,7 @@ def read_config(path: Path, num_gpus: int) -> Config:
 
 
 def runs_here(config: dict[str, Any], num_gpus: int) -> str:
-    """How a config runs on a machine with so many GPUs: for real, as a rehearsal, or what it needs."""
+    """Whether a config runs for real or as a rehearsal on a machine with so many GPUs, or what it needs."""
     num_processes, num_machines = config["num_processes"], config.get("num_machines", 1)
     if config.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
         return "needs pip install deepspeed"

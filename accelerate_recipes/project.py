@@ -82,7 +82,7 @@ def make(
 def _single_file(name: str) -> Path:
     known = {path.stem: path for path in sorted(SINGLE_FILES.glob("*.py"))}
     if name not in known:
-        raise UsageError(f"{name}: no recipe as a single file; use one of {', '.join(known)}")
+        raise UsageError(f"{name}: no such recipe as a single file; use one of {', '.join(known)}")
     return known[name]
 
 

@@ -94,7 +94,7 @@ class RunConfig:
         None, "end the run after this many evaluations in a row without a new best value", minimum=1
     )
     check_steps: int = flag(
-        2, "first optimizer steps that one process repeats alone, to compare; 0: no comparison", minimum=0
+        2, "first optimizer steps that one process repeats, to compare the results; 0: no check", minimum=0
     )
     check_every: int = flag(
         0,
@@ -134,14 +134,14 @@ class RunConfig:
             raise UsageError("--early_stopping_patience needs a metric: use --metric_for_best_model loss")
         if self.pipeline_schedule != "1f1b" and self.pipeline_stages == 1:
             raise UsageError(
-                f"--pipeline_schedule {self.pipeline_schedule} is of a pipeline: use --pipeline_stages, too"
+                f"--pipeline_schedule {self.pipeline_schedule} needs a pipeline: use --pipeline_stages, too"
             )
         if self.check_every and not self.save_every:
             raise UsageError(f"--check_every {self.check_every} begins at a checkpoint: use --save_every, too")
         if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would begin anew
             raise UsageError(
-                "--overwrite_output_dir starts over, --resume_from_checkpoint latest goes on: use one of them; in a "
-                "job that may be restarted the latter, which starts afresh where there is no checkpoint"
+                "--overwrite_output_dir starts over, --resume_from_checkpoint latest continues: use one of them; in "
+                "a job that may restart use the latter, which starts afresh if there is no checkpoint"
             )
 
 

@@ -37,7 +37,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def facts(found: dict[str, Any]) -> list[str]:
-    """What a run says of its data, the sizes of the sets, and what a batch holds, a line each."""
+    """Lines about the data of a run, the sizes of the sets, and the contents of a batch."""
     lines = list(found["lines"])
     for name, sizes in found["sizes"].items():
         each = ", ".join(f"{source} {size:,}" if source else f"{size:,}" for source, size in sizes.items())

@@ -1,4 +1,4 @@
-"""What a run would refuse: the loop's own checks, asked under the variables that `accelerate launch` would set.
+"""What a run would refuse: the loop's own checks, called under the variables that `accelerate launch` would set.
 
 `refusals` runs in the process of a recipe; without a recipe, in this one.
 """
@@ -53,7 +53,7 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
             return refusals()
     except Exception as error:  # a word in place of a number, for example
         line = f"{type(error).__name__}: {first_line(error)}"
-        raise UsageError(f"the loop does not get to its call of fit: {line}") from None
+        raise UsageError(f"the loop does not reach its call of fit: {line}") from None
     finally:
         os.environ.clear()
         os.environ |= before

@@ -1,4 +1,4 @@
-"""What `accelerate launch` makes of a config file, without starting a process: variables, or an error."""
+"""The variables or the error that `accelerate launch` makes of a config file, without starting a process."""
 
 import os
 import re

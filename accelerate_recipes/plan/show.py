@@ -110,7 +110,7 @@ def show_cheapest(rows: Sequence[tuple[str, Speed]], hours: float | None) -> Non
     """Names the row with the fewest GPU hours of those that end in time."""
     in_time = [(config, row) for config, row in rows if hours is None or row.hours <= hours]
     if not in_time:
-        print(f"\nnothing here ends in {hours:g} hours: use --scaling, or another --hours")
+        print(f"\nnothing here finishes in {hours:g} hours: use --scaling, or another --hours")
         return
     config, row = min(in_time, key=lambda pair: (pair[1].gpu_hours, pair[1].hours))
     limit = "" if hours is None else f" that ends in {hours:g} hours"

@@ -75,7 +75,7 @@ def weight_gap(name: str, weight: Sketch, expected: Sketch, initial: Sketch) -> 
 
 
 def _share(distance: float, slack: float, update: float) -> float:
-    """What a distance is beyond the slack, relative to the update; infinite if it is not a number."""
+    """The distance beyond the slack, relative to the update; infinite if it is NaN."""
     if distance <= slack:
         return 0.0
     share = (distance - slack) / max(update, slack, 1e-30)

@@ -269,7 +269,7 @@ class ParityCheck:
         """Raises UsageError in all processes if step `number` is not that of one process."""
         if self._error is not None:
             raise UsageError(
-                f"one process alone cannot train this, several can: {self._error}; call model(...) in forward_step, "
+                f"several processes can train this, but not one: {self._error}; call model(...) in forward_step, "
                 "and nothing that only a wrapped model or a group of processes has"
             )
         gaps, updates = self._weight_gaps(engine, number)

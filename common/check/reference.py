@@ -19,7 +19,7 @@ from .reference_run import ReferenceRun, sketches
 from .sketch import BLOCK, Sketch, random_signs
 from .trace import Step
 
-# By so many rounding errors (ulp) the weights are perturbed to measure the noise floor. A few elements of a weight take
+# The weights are perturbed by so many rounding errors (ulp) to measure the noise floor. A few elements of a weight take
 # another way under Adam: with one rounding error often none, where the run has some. A large weight has many elements.
 ROUNDINGS = (8, 4)
 LARGE = 100_000_000  # bytes of weights from which on one measurement is enough

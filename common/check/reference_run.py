@@ -110,8 +110,8 @@ class ReferenceRun:
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(
-                f"forward_step changes {name}, which the parity check cannot set back: let it have a third "
-                "argument, step, which is the number of the optimizer step, and compute from it"
+                f"forward_step changes {name}, which the parity check cannot restore: give it a third argument, "
+                "step, the number of the optimizer step, and compute from it"
             )
         return steps
 
@@ -180,7 +180,7 @@ def _record_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Ite
 
 
 def _use_precision(model: nn.Module, precision: str, device: torch.device) -> None:
-    """Lets the model run in the precision of the run, as Accelerate does without sharding."""
+    """Runs the model in the precision of the run, as Accelerate does without sharding."""
     if precision != "float32":
         autocast = torch.autocast(device.type, torch.bfloat16)
         model.forward = convert_outputs_to_fp32(autocast(model.forward))

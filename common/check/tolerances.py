@@ -1,4 +1,4 @@
-"""How far two results may be from each other and count as the same: in the parity check, in `verify`, in tests.
+"""Tolerances: how far two results may differ and count as the same, in the parity check, `verify` and the tests.
 
 A difference is relative. It may also be a few times the noise floor, what rounding errors change in one process. The
 parity check compares a step: there a difference has had no time to grow, and few elements of a weight jump. A

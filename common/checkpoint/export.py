@@ -101,7 +101,7 @@ def _write_small_files(
             settings: Any = getattr(module, part, None)
             if hasattr(settings, "save_pretrained"):
                 if part == "config" and dtype is not None:
-                    settings = deepcopy(settings)  # the run goes on with its own
+                    settings = deepcopy(settings)  # the run continues with its own
                     settings.dtype = dtype
                 settings.save_pretrained(folder)
     if export is not None:
@@ -168,7 +168,7 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
 
 
 def _digests(weights: Mapping[str, Tensor]) -> list[int]:
-    """Of the name, type and bytes of each; they find accidents, not forgeries."""
+    """A digest of the name, type and bytes of each weight. Digests find accidents, not forgeries."""
     digests = []
     for name, tensor in weights.items():
         digest = xxhash.xxh3_64(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

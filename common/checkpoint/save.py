@@ -67,8 +67,8 @@ class Saver:
             thread.shutdown()
 
     def save(self, state: TrainState, unrecorded: RunningSums) -> None:
-        """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`. A save
-        that fails prints one line, and the run goes on.
+        """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`. If a
+        save fails, it prints one line, and the run continues.
 
         Raises:
             UsageError: the optimizer keeps something that a checkpoint does not hold.
@@ -113,8 +113,7 @@ class Saver:
                 write(path, shards, content, group)
         except WriteError as error:
             self._engine.accelerator.print(
-                f"the checkpoint of step {step} could not be written ({error}): earlier ones are complete, the run "
-                "goes on"
+                f"the checkpoint of step {step} could not be written ({error}): earlier ones stay, the run continues"
             )
             return None
         if group.rank == 0:

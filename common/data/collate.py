@@ -19,7 +19,7 @@ def collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
     is_own, first = collate_fn is not default_collate, samples[0] if isinstance(samples, list) and samples else samples
     if not is_own and not isinstance(first, dict):
         raise UsageError(
-            f'samples are of the type {type(first).__name__}: expected dicts, such as {{"image": ..., "label": ...}}, '
+            f'samples have the type {type(first).__name__}: expected dicts, such as {{"image": ..., "label": ...}}, '
             "or a collate_fn that makes such a dict of a list of samples"
         )
     try:
@@ -42,7 +42,7 @@ def collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
 
 def _no_tensor(name: str, value: Any, where: str) -> str:
     inner = value[0] if isinstance(value, list | tuple) and value else value
-    instead = 'make it a tensor; of datasets, .with_format("torch") does so with lists'
+    instead = 'make it a tensor; .with_format("torch") of datasets does this for lists'
     if isinstance(inner, dict):
         instead = "give each tensor in it a name of its own, and pad what differs in number, such as boxes, with a mask"
     return f'"{name}" of a {where} is a {type(value).__name__}: expected a tensor, number or string: {instead}'
@@ -65,7 +65,7 @@ def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
     unequal = [name for name, found in shapes.items() if len(found) > 1]
     if is_own and not (unequal and isinstance(error, RuntimeError)):
         return f"collate_fn makes no batch of the samples: {line_of(error)}"
-    # What pad_to_longest cannot pad: the first dimension of tensors may differ, and no other.
+    # pad_to_longest pads only the first dimension of tensors.
     tensors = [name for name in unequal if isinstance(dicts[0][name], torch.Tensor)]
     others = [name for name in unequal if name not in tensors or len({shape[1:] for shape in shapes[name]}) > 1]
     for name in (*others, *unequal):

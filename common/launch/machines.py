@@ -99,11 +99,11 @@ def _exchange(facts: dict[str, Any], environment: Environment) -> list[dict[str,
     except dist.DistStoreError:
         raise RunError(
             f"the processes of machine {len(machines)} of {environment.num_machines} did not start within "
-            f"{ARRIVAL_S} s: its own output says why"
+            f"{ARRIVAL_S} s: its output says why"
         ) from None
     except dist.DistNetworkError:
         raise RunError(
-            f"machine 0 at {environment.main_address}:{environment.main_port} has gone: its own output says why"
+            f"machine 0 at {environment.main_address}:{environment.main_port} has gone: its output says why"
         ) from None
     return machines
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 
 import torch
-import torch.distributed.nn  # before a process group exists: else its default arguments keep the group for ever
+import torch.distributed.nn  # before a process group exists: else its default arguments keep the group forever
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,

@@ -15,13 +15,13 @@ from .strategy import Strategy
 
 
 class Ddp(Strategy):
-    """Takes what no other strategy asks for."""
+    """The default: one process or DDP, if no other strategy applies."""
 
     name = "DDP"
     needs_all_weights = True  # DDP waits for the gradient of each
     takes_means = True  # as torch's does; a hook that sums takes 60 µs a step more
     fallback = "--config_file accelerate_configs/single.yaml"
-    cause_in_update = "{optimizer} changes weights in another way in each process: let gradients alone decide"
+    cause_in_update = "{optimizer} changes weights differently in each process: use only gradients"
 
     def title(self, layout: Layout) -> str:
         if layout.sp > 1:

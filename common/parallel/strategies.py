@@ -78,8 +78,7 @@ def main_strategy(layout: Layout) -> Strategy:
 
 
 def model_checks(layout: Layout) -> list[ModelCheck]:
-    """What a run refuses of a model or an optimizer: it raises the first refusal, `accelerate-recipes doctor` asks for
-    all of them."""
+    """The refusals of a model or optimizer. A run raises the first; `accelerate-recipes doctor` lists all."""
     return [check_optimizer, *(check for strategy in strategies_of(layout) for check in strategy.model_checks)]
 
 

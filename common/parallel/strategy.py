@@ -65,19 +65,19 @@ class Strategy:
         return bool(self.axis) and getattr(layout, self.axis) > 1
 
     def title(self, layout: Layout) -> str:
-        """For the terminal; "" if there is nothing to say."""
+        """The name for the terminal; "" if there is nothing to say."""
         return f"{self.name} {getattr(layout, self.axis)}"
 
     def rehearse(self, layout: Layout, timeout: timedelta) -> None:
-        """Lets Accelerate run this strategy on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
-        tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
+        """Makes Accelerate run this strategy on the CPU. By default Accelerate would silently turn FSDP into DDP,
+        refuse tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
     def after_start(self) -> None:
         """Called when the processes have joined."""
 
     def plan(self, setup: Setup) -> Any:
-        """What `divide` needs to know of the whole model, which `model_checks` have accepted. The main process alone
+        """What `divide` needs to know about the whole model, which `model_checks` accepted. Only the main process
         calls it. Raises UsageError if this strategy cannot divide it."""
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:

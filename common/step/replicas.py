@@ -1,4 +1,4 @@
-"""Whether processes that hold the same weights still agree, while a run goes on."""
+"""Checks during a run whether processes that hold the same weights still agree."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -55,8 +55,8 @@ class Replicas:
         return rows
 
     def drift(self, rows: Sequence[float], step: int) -> str | None:
-        """Which process holds another weight than which; None if none does. The same in all processes, and a collective
-        if bits differ.
+        """Which process holds a different weight than which; None if all are equal. The same in all
+        processes, and a collective if bits differ.
 
         Args:
             rows: the sum of what `rows` returned in all processes, flat.
@@ -91,7 +91,7 @@ class Replicas:
                 values = group.all_gather(held)
                 size = relative_distance(values[other], values[first])
                 if not size <= ROUNDING:
-                    return f"process {other} holds another {key[0]} than process {first}, by {size:.1e} of its size"
+                    return f"process {other} holds a different {key[0]} than process {first}, by {size:.1e} of its size"
         self._compares = False
         self._engine.accelerator.print(
             "the processes round differently, as processors of several kinds do: their weights are no longer compared"

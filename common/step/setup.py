@@ -1,4 +1,4 @@
-"""What takes the steps of a run, before it is wrapped, and what several strategies do with it."""
+"""The model and optimizer of a run before they are wrapped, and what several strategies do with them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from .values import check_values
 
 @dataclass(frozen=True)
 class Setup:
-    """What takes the steps of a run, before `prepare`.
+    """The model, the optimizer and what else takes the steps of a run, before `prepare`.
 
     Attributes:
         accelerator: from `start(config)`.

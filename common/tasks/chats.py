@@ -53,7 +53,7 @@ class Chats:
         return Conversation.of(self.chat(index)).messages
 
     def select_answered(self, number: int) -> list[Conversation]:
-        """Of the first conversations of so many samples, those that end with an answer that is a text."""
+        """Among the first conversations of so many samples, those that end with an answer in text."""
         every = range(0, len(self), self.per_sample)[:number]
         return [chat for chat in (Conversation.of(self.chat(index)) for index in every) if chat.is_answered]
 

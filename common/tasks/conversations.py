@@ -98,7 +98,7 @@ def _without_none(value: Any) -> Any:
 
 def _role_first(message: dict[str, Any]) -> dict[str, Any]:
     """A message of either form in the first of them. An empty list of calls is none. What was thought has both names
-    that templates read: transformers below 5.21 hands on the one that the data have."""
+    that templates read: transformers below 5.21 passes on the one that the data have."""
     if not message.get("tool_calls", True):
         message = {name: value for name, value in message.items() if name != "tool_calls"}
     thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
@@ -243,7 +243,7 @@ def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> d
 
 
 def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: str) -> str | None:
-    """What is wrong with a text: it has a Python object in it, or lacks a part or the calls of these messages."""
+    """What is wrong with a text: it contains a Python object, or lacks a part or the calls of these messages."""
     for name, value in {"messages": messages, **options}.items():
         if any(shown in text for shown in _python_objects(value)):
             return f"the chat template writes a Python object of its {name}: give the tokenizer another chat_template"
@@ -256,7 +256,7 @@ def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: 
 
 
 def _python_objects(value: Any) -> Iterator[str]:
-    """How Python writes each dict and list in a value, if JSON writes it in another way."""
+    """Python's form of each dict and list in a value, if JSON's differs."""
     if isinstance(value, dict | list):
         if str(value) != json.dumps(value, ensure_ascii=False):
             yield str(value)
@@ -323,7 +323,7 @@ def answer_spans(
 
 
 def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
-    """Raises the UsageError for a conversation up to an answer that does not begin as the text that asks for it."""
+    """Raises the UsageError for an answer that does not begin as the prompt that asks for it ends."""
     shared = num_shared(asking, after)
     if shared < num_shared(earlier, asking):
         raise UsageError(CHANGES)

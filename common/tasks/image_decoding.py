@@ -23,7 +23,7 @@ class Opener:
     """Opens images.
 
     An image is what a viewer shows: upright, in 8 bits, on white where it is transparent, the first frame of several.
-    What it does with animations and with numbers whose white nobody defines, it says once, in all workers of a loader.
+    It says once, in all DataLoader workers, what it does with animations and with numbers whose white is undefined.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Opener:
         if not self.said[FRAMES]:
             with suppress(Exception):  # frames after the first may be damaged
                 if image.format != "MPO" and getattr(image, "is_animated", False):  # phones add a preview
-                    self._say(FRAMES, f"{name} has several frames: of such images the first is taken")
+                    self._say(FRAMES, f"{name} has several frames: the first of such images is used")
 
     def _say(self, kind: int, line: str) -> None:
         if not self.said[kind]:
@@ -131,5 +131,5 @@ def _reason(file: Any, error: Exception) -> str:
         return f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels: make it smaller"
     if isinstance(error, UnidentifiedImageError):
         is_empty = Path(file).stat().st_size == 0 if isinstance(file, str | Path) else not file
-        return "it is empty" if is_empty else "no image that Pillow knows: expected a file such as PNG or JPEG"
+        return "it is empty" if is_empty else "not an image that Pillow knows: expected a file such as PNG or JPEG"
     return getattr(error, "strerror", None) or first_line(error)

@@ -81,7 +81,7 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list
         raise UsageError(f"--data {data} has a folder {evaluation[0]}, but none called train: {FORM}")
     parts = [train[0], *[top for top in evaluation if tops[top]][:1]]
     names = [f"{part} for {task}" for part, task in zip(parts, ("training", "evaluation"))]
-    say(f"--data {data}: {' and '.join(names)}, by the names of the folders: they are no classes")
+    say(f"--data {data}: {' and '.join(names)}, by the names of the folders, so they are not classes")
     left_out["images in other folders"] = [file for file in files if file.split("/")[0] not in parts]
     return [part + "/" for part in parts]
 

@@ -67,7 +67,7 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
 
     Returns:
         (training set, evaluation set). If the source has only one split, 20 % of it is held out,
-        the same samples for every seed of the run.
+        the same samples forevery seed of the run.
 
     Raises:
         UsageError: no data, damaged files, images of different sizes or more than half of the free memory, or no

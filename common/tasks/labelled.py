@@ -25,7 +25,7 @@ class Labelled:
 
     @classmethod
     def of_names(cls, samples: Any, names: Sequence[Any], classes: list[str] | None = None) -> Self:
-        """From the name of each sample's class, or the names of its classes. Those are sorted if no order is given."""
+        """Makes the labels from the name of each sample's class or classes. Classes are sorted if no order is given."""
         if any(isinstance(name, list | tuple) for name in names):
             names = [name if isinstance(name, list | tuple) else [name] for name in names]
         classes = classes or sorted({*flatten(names)})

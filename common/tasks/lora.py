@@ -27,8 +27,8 @@ class LoraFlags(RunConfig):
 
     model_name_or_path: str | None = None
     lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
-    lora_alpha: float | None = flag(None, "adapters count lora_alpha / lora_rank times (default: twice)", above=0)
-    lora_dropout: float = flag(0.0, "dropout of what the adapters get", minimum=0, below=1)
+    lora_alpha: float | None = flag(None, "scale the adapters by lora_alpha / lora_rank (default: 2)", above=0)
+    lora_dropout: float = flag(0.0, "dropout on the input of the adapters", minimum=0, below=1)
     lora_targets: str = flag(
         "all-linear", "the layers to adapt, such as q_proj,v_proj, or a regular expression for their whole names"
     )
@@ -78,7 +78,8 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
     """`--model_name_or_path`, or if that is a folder of adapters, the model to which they belong.
 
     Raises:
-        UsageError: flags of adapters without a pretrained model, or beside adapters that go on; `--merge` without any.
+        UsageError: flags of adapters without a pretrained model, or beside adapters that continue; `--merge` without
+        any.
     """
     path, own = config.model_name_or_path, (LoraFlags(), config)
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
@@ -87,7 +88,7 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
     if given and path is None:
         raise UsageError(f"{given[0]} adapts a pretrained model: use --model_name_or_path, too")
     if given and goes_on:
-        raise UsageError(f"{given[0]}: the adapters in {path} go on as they are: leave it out, or --merge them first")
+        raise UsageError(f"{given[0]}: the adapters in {path} train on: leave it out, or --merge them first")
     if (given or merge) and not config.lora_rank and not goes_on:
         raise UsageError(f"{'--merge' if merge else given[0]} is for adapters: use --lora_rank, too")
     if path is None or not goes_on:

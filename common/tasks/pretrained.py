@@ -83,8 +83,8 @@ def load(
 
 
 def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
-    """What `fit` calls to write files beside the exported weights: those of the tokenizer or processor, the Python code
-    that the model brought, and {path in the folder: content of a JSON file}."""
+    """Makes the function with which `fit` writes files beside the exported weights: those of the tokenizer or
+    processor, the Python code that the model brought, and {path in the folder: content of a JSON file}."""
 
     def export(folder: Path) -> None:
         processor.save_pretrained(folder)
@@ -166,8 +166,8 @@ class _WithoutMemory(TorchDispatchMode):
 
 @contextmanager
 def runnable(model: PreTrainedModel) -> Iterator[None]:
-    """Lets a model run in evaluation, even if its weights are still on disk: it has random ones then, and of its layers
-    the first few, one of each type among them."""
+    """Makes a model run in evaluation, even if its weights are still on disk: with random weights, and only the first
+    few layers, one of each type among them."""
     training = model.training
     model.eval()
     try:

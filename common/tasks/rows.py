@@ -1,4 +1,4 @@
-"""Rows of tables as they stand in their files: no type is guessed, and a cell is the text that stands there."""
+"""Rows of tables, as their files have them: no type is guessed, and a cell is its text."""
 
 import csv
 import json
@@ -100,7 +100,7 @@ class Table:
         return self.column(column) if self.column else (row.get(column) for row in self.each())
 
     def texts(self, column: str) -> Iterator[str | None]:
-        """The text that stands in each row of a column; None where there is none. Raises UsageError for lists."""
+        """The text in each row of a column; None if there is none. Raises UsageError for lists."""
         kind = self.kinds.get(column)
         for number, cell in enumerate(self.values(column), start=1):
             try:
@@ -109,7 +109,7 @@ class Table:
                 raise UsageError(f"--data {self.name}, row {number}, column {column}: {error}") from None
 
     def numbers(self, column: str) -> Iterator[float]:
-        """The number that stands in each row of a column. Raises UsageError where there is none."""
+        """The number in each row of a column. Raises UsageError if there is none."""
         for row, text in enumerate(self.texts(column), start=1):
             try:
                 number = float(text or "nan") if "_" not in (text or "") else math.nan  # Python reads 1_000 as 1000
@@ -273,11 +273,11 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     first = next((line for line in text if line.strip()), "")
     if "\0" in first:
-        raise UsageError(f"{place} holds zero bytes: it is no text in UTF-8")
+        raise UsageError(f"{place} holds zero bytes: it is not UTF-8 text")
     each = ["\t"] if ending_of(place) == ".tsv" else SEPARATORS
     separator = next((one for one in each if len(next(csv.reader([first], delimiter=one), [])) > 1), each[0])
     if separator not in (",", "\t"):
-        say(f"{place}: '{separator}' stands between its columns")
+        say(f"{place}: '{separator}' separates its columns")
     lines = csv.reader(chain([first], text), delimiter=separator, strict=True)
     try:
         header = next(lines, [])
@@ -286,14 +286,14 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
         for number, cells in enumerate(filter(None, lines), start=1):
             if len(cells) > len(header):
                 raise UsageError(
-                    f"{place}: row {number} has {len(cells)} values, the header has {len(header)} names: put a text "
-                    f'that holds "{separator}" into quotes'
+                    f"{place}: row {number} has {len(cells)} values, the header has {len(header)} names: put text "
+                    f'that contains "{separator}" in quotes'
                 )
             yield dict(zip(header, cells))
     except csv.Error as error:
         raise UsageError(
-            f'{place}, line {lines.line_num}: {error}: put a text that holds quotes into quotes, and write "" for each '
-            "of its own"
+            f"{place}, line {lines.line_num}: {error}: put text that contains quotes in quotes, and "
+            "double the quotes inside"
         ) from None
 
 
@@ -312,8 +312,8 @@ def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tup
         if isinstance(error, UnicodeDecodeError):
             raise
         raise UsageError(
-            f'{place}, line {number}: {first_line(error)}: expected an object a line, such as {{"text": "Why?"}}, or '
-            "one list of them"
+            f'{place}, line {number}: {first_line(error)}: expected one object per line, such as {{"text": "Why?"}}, '
+            "or one list of them"
         ) from None
 
 
@@ -324,7 +324,7 @@ def _items(text: str) -> Iterator[str]:
         end = _after_gap(text, DECODER.raw_decode(text, at)[1])
         yield text[at:end]
         if text[end : end + 1] not in (",", "]"):
-            raise ValueError(f"the list goes on with {text[end : end + 20]!r}")
+            raise ValueError(f"the list continues with {text[end : end + 20]!r}")
         at = _after_gap(text, end + 1) if text[end] == "," else end
     if text[at:].strip() != "]":
         raise ValueError("the list does not end with ]")
@@ -362,7 +362,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     found = dict(pairs)
     if len(found) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {name} stands twice in one object")
+        raise ValueError(f"the name {name} occurs twice in one object")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Where data lie: a file, a folder or the Hub; which files are read, and to which split they belong."""
+"""Sources of data: a file, a folder or the Hub; which files are read, and to which split they belong."""
 
 import glob
 import os
@@ -119,7 +119,7 @@ def table_files(data: str, advice: str) -> Files | None:
 def _check_is_hub_id(data: str, path: Path, advice: str) -> None:
     """Raises UsageError if `--data`, where there is no file or folder of this name, cannot be a Hub id."""
     if os.path.lexists(path):
-        raise UsageError(f"--data {data} is no file or folder that can be read; {advice}")
+        raise UsageError(f"--data {data} is not a file or folder that can be read; {advice}")
     if ending_of(path) in (*TABLES, ".txt") or not HUB_ID.fullmatch(data):
         raise UsageError(f"--data {data}: no such file or folder; {advice}")
 

@@ -48,7 +48,7 @@ class VisionChats:
             return self.load(self.rows[index])
 
     def select_answered(self, number: int) -> list[Conversation]:
-        """Of the first so many conversations, those that end with an answer that is a text."""
+        """Among the first so many conversations, those that end with an answer in text."""
         read = map(self.read, range(min(number, len(self))))
         found = [Conversation(messages, images=images) for messages, images in read]
         return [chat for chat in found if chat.is_answered]
@@ -193,8 +193,8 @@ def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
     is_left = next(left, None) is not None and not any("index" in part for part in shown)
     if is_left or any(image is None for image in found):
         raise UsageError(
-            f"{len(shown)} places for images in its messages, {len(images)} images in its column: expected as "
-            "many, none of them empty (--images_column names the column)"
+            f"{len(shown)} places for images in its messages, {len(images)} images in its column: expected the same "
+            "number, none of them empty (--images_column names the column)"
         )
     return found
 

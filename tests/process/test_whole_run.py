@@ -20,8 +20,8 @@ OTHER, SEVERAL = "beside the hidden states: another stage of the pipeline has th
 PIPELINES = ("pipeline_parallel", "interleaved", "zbv")
 STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process; else a part of the line
     **{(f"{where}{late}", "ddp"): None for where, late in product(GIVEN_BACK, ("", " --late"))},
-    ("file", "ddp"): "one process takes the first step again, from the same state, and",
-    ("logger", "fsdp2"): "one process takes the first step again, from the same state, and",
+    ("file", "ddp"): "when one process repeats the first step from the same state,",
+    ("logger", "fsdp2"): "when one process repeats the first step from the same state,",
     **{("hooks_clip", config): None for config in ("ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel")},
     **{("hooks_clip_late", config): None for config in ("ddp", "fsdp2", "fsdp2_tensor_parallel")},
     ("hooks_momentum", "ddp"): "does not give the result of one process: in step 1",
@@ -91,7 +91,7 @@ def test_what_begins_late_has_one_result_or_ends_the_run(
 
 def test_a_line_names_a_file_that_the_check_has_written(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", STATE, "--where file --late", "ddp")
-    assert run.exit_code == 0 and "the steps that one process took alone also wrote" in run.stdout
+    assert run.exit_code == 0 and "the parity check also wrote" in run.stdout
 
 
 @pytest.mark.parametrize("begins", [True, False])

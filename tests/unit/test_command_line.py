@@ -32,7 +32,7 @@ from accelerate_recipes.common.schedule import Schedule
         ("--ema_decay 1", "--ema_decay 1.0: expected less than 1"),
         ("--seed 3000000000", "--seed 3000000000: expected less than 2147483648"),
         ("--batch_size 100000000000", "--batch_size 100000000000: expected less than 2147483648"),
-        ("--overwrite_output_dir --resume_from_checkpoint latest", "use one of them; in a job that may be restarted"),
+        ("--overwrite_output_dir --resume_from_checkpoint latest", "use one of them; in a job that may restart"),
         ("stray", "stray: no such flag; --help lists them"),
         ("--num_processes 4", "--num_processes belongs before the script: accelerate launch --num_processes ... "),
         ("--config-file=x.yaml", "--config_file belongs before the script: accelerate launch --config_file ... "),

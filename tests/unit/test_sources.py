@@ -121,7 +121,7 @@ def test_a_pipe_and_a_link_to_nowhere(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.csv")
     (tmp_path / "b.csv").symlink_to("nowhere")
     for name in ("a.csv", "b.csv"):
-        with pytest.raises(UsageError, match="is no file or folder that can be read"):
+        with pytest.raises(UsageError, match="is not a file or folder that can be read"):
             found(tmp_path / name)
 
 

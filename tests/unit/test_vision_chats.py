@@ -177,7 +177,11 @@ def test_places_of_images(content: Any, given: list[str], expected: list[Any], o
 @pytest.mark.parametrize(
     ("content", "given", "line"),
     [
-        ("<image><image>", ["a"], "2 places for images in its messages, 1 images in its column: expected as many"),
+        (
+            "<image><image>",
+            ["a"],
+            "2 places for images in its messages, 1 images in its column: expected the same number",
+        ),
         ("<image>", ["a", "b"], "1 places for images in its messages, 2 images"),
         ("<image>", [None], "none of them empty"),
         ([{**IMAGE, "index": 2}], ["a"], "1 places for images"),
