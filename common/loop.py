@@ -14,12 +14,10 @@ from .checkpoint.save import Saver
 from .config import RunConfig
 from .cpu_group import CpuGroup
 from .data.batches import batches
-from .data.mixture import by_source
-from .data.sets import ForwardStep, MapDataset, Metrics, check_datasets
+from .data.sets import ForwardStep, MapDataset, Metrics
 from .evaluation import Evaluation, evaluate_exported
 from .launch.observed import ObservedAccelerator
 from .parallel.strategies import check_trainable, prepare
-from .plan import Plan
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
 from .step.checks import check_given
@@ -65,13 +63,10 @@ def fit(
         DriftError: processes that hold the same weights no longer agree; `model/` is not written.
     """
     check_given(model, optimizer, locals())
-    forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
-    train_set, eval_sets = check_datasets(train_set, eval_set, options.get("collate_fn"))
-    group = CpuGroup(config.hang_timeout)
-    plan = Plan.of(config, accelerator.layout, len(train_set), options.get("schedule"), sampler)
-    setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss"), train_set))
+    setup = with_sizes(Setup.of(accelerator, model, optimizer, forward_step, train_set, eval_set, config, **options))
+    plan, train_set, eval_sets, group = setup.plan, setup.train_set, setup.eval_sets, CpuGroup(config.hang_timeout)
     if config.evaluate_only:
-        return evaluate_exported(setup, train_set, eval_sets, options, group)
+        return evaluate_exported(setup, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
         this_run = identity(plan, model, optimizer, train_set, eval_sets, group)
         state = (checkpoint := find_checkpoint(plan, this_run, model, optimizer, group)).state

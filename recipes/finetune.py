@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
-from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.data.facts import say
+from accelerate_recipes.common.data import Batch, say
 from accelerate_recipes.common.tasks.causal_lm import with_losses, with_perplexity
 from accelerate_recipes.common.tasks.chat_models import ChatFlags, load_chat_model, small_chat_model, write_answers
 from accelerate_recipes.common.tasks.chats import PAD_CHATS, ChatDataset, load_chats

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
-from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.data.sets import ForwardStep
+from accelerate_recipes.common.data import Batch, ForwardStep
 from accelerate_recipes.common.seeds import CPU, restore_generators
 from accelerate_recipes.common.tasks.causal_lm import with_losses
 from accelerate_recipes.common.tasks.chat_models import (

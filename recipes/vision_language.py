@@ -32,9 +32,8 @@ from transformers import (
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.causal_lm import with_losses, with_perplexity
 from accelerate_recipes.common.tasks.chat_models import END, ChatFlags, load_chat_model, write_answers
 from accelerate_recipes.common.tasks.encoder import freeze_key_biases

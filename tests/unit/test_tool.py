@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 
+from accelerate_recipes import package
 from accelerate_recipes.bundle import COMMON, VERSION
 from accelerate_recipes.catalog import runs_here
+from accelerate_recipes.templates import FOLDER, render
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.compare import Difference, relative
@@ -215,3 +218,14 @@ def test_a_missing_value_is_a_difference() -> None:
 def test_weights_alone_may_differ_by_rounding_noise() -> None:
     clean = {name: [] for name in ("random_samples", "batch_norm", "random_loss", "draws", "depends_on_batch")}
     assert "key bias" in likely_cause(clean, replace(SAME, weights=1e-4, tensor="k.bias", is_same=False))
+
+
+def test_every_template_ships_and_is_filled_in() -> None:
+    """What a template asks for and nobody gives is an error, not an empty place."""
+    shipped = {name for name in package.files() if name.startswith("accelerate_recipes/templates/")}
+    assert {Path(name).name for name in shipped} == {path.name for path in FOLDER.iterdir() if path.is_file()}
+    with pytest.raises(UndefinedError, match="'title' is undefined"):
+        render("data.html", facts=[])
+    assert "<li>&lt;b&gt;</li>" in render(
+        "data.html", title="", facts=["<b>"], has_marks=False, found={"lengths": {}, "samples": []}
+    )
