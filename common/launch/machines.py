@@ -22,7 +22,7 @@ from ..environment import CODE_FILE, Environment, versions
 from ..errors import RunError, UsageError, first_line
 from ..package import files_of_run
 
-PATIENCE_S = 15  # until a line says what is waited for
+PATIENCE_S = 10  # until a line says what is waited for
 ARRIVAL_S = 300  # longest wait of one machine's processes for those of the others
 
 # Keeps the store alive: the first process may serve it (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE), and others

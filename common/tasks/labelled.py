@@ -1,10 +1,10 @@
 """Samples with classes: texts or images, each with one class, or with several."""
 
-import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from typing import Any, Self
 
 import torch
@@ -60,12 +60,12 @@ def in_order(names: Iterable[str]) -> list[str]:
     return texts if None in numbers else [name for _, name in sorted(zip(numbers, texts))]
 
 
-def _number(name: str) -> float | None:
+def _number(name: str) -> Decimal | None:
     try:
-        number = float(name)
-    except ValueError:
+        number = Decimal(name)
+    except InvalidOperation:
         return None
-    return number if math.isfinite(number) else None
+    return number if number.is_finite() else None
 
 
 def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[Labelled]:
@@ -75,7 +75,7 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
     own, used, size = parts[0].classes, trained | evaluated, sum(len(part.labels) for part in parts)
     if len(used) > max(MANY, size / 2):
         names = shorten(in_order(used))
-        raise UsageError(f"--data {data}: {size:,} {what}s have {names}: as ids do: expected several of a class")
+        raise UsageError(f"--data {data}: {size:,} {what}s have {names}, as ids do: expected several of a class")
     classes = [*dict.fromkeys(name for part in parts for name in part.classes)]
     classes = in_order(classes) if own == in_order(own) else classes
     alike: dict[Any, list[str]] = {}

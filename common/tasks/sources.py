@@ -32,7 +32,7 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
 }
 SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")  # of a split in several files: train-00000-of-00003.parquet
-OUTPUT = ("run.json", "metrics.jsonl", "predictions.jsonl")
+OUTPUT = ("run.json", "metrics.jsonl", "predictions.jsonl", "model", "best", "checkpoints", "previous")  # of a run
 # Files of the Hub, and of `datasets`, about data.
 ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Options of a builder of `datasets` that do not say how to read a file.
@@ -260,7 +260,8 @@ def _why_not(entry: os.DirEntry[str]) -> str:
         return "hidden"
     if entry.is_symlink() and not path.exists():  # or a link to itself
         return "broken links"
-    if "command" in read_card(path if entry.is_dir() else path.parent) and (entry.is_dir() or entry.name in OUTPUT):
+    is_output = entry.name in OUTPUT
+    if (is_output or entry.is_dir()) and "command" in read_card(path.parent if is_output else path):
         return "output of runs"
     return "" if entry.is_dir() or entry.is_file() else "no ordinary files"  # such as a pipe, which would be waited for
 

@@ -165,6 +165,7 @@ def test_mask_for_each_batch_gives_the_same_logits(tmp_path: Path, kind: str) ->
         (["1.5", "-1", "10", "1e1"], ["-1", "1.5", "10", "1e1"]),
         (["b", "10", "2"], ["10", "2", "b"]),
         (["nan", "1"], ["1", "nan"]),
+        ([f"{10**20 + 1}", f"{10**20}"], [f"{10**20}", f"{10**20 + 1}"]),
     ],
 )
 def test_numbers_are_ordered_as_numbers(tmp_path: Path, names: list[object], order: list[object]) -> None:

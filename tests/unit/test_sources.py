@@ -215,11 +215,13 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
 
 
 def test_the_output_of_runs_is_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "set", "a.jsonl", "outputs/x/metrics.jsonl", "outputs/x/model/a.csv", "metrics.jsonl", "run.json")
+    write(
+        tmp_path / "set", "a.jsonl", "outputs/x/metrics.jsonl", "outputs/x/model/a.csv", "metrics.jsonl", "model/b.csv"
+    )
     for folder in ("set", "set/outputs/x"):
         (tmp_path / folder / "run.json").write_text('{"command": "recipe.py"}')
     assert found(tmp_path / "set") == [["a.jsonl"]]
-    assert "1 for train, 3 not read, such as metrics.jsonl" in capsys.readouterr().out
+    assert "1 for train, 4 not read, such as metrics.jsonl" in capsys.readouterr().out
     for name in ("cat/1.png", "dog/2.png", "outputs/x/confusion.png"):
         (tmp_path / "images" / name).parent.mkdir(parents=True)
         Image.new("L", (4, 4)).save(tmp_path / "images" / name)
