@@ -100,7 +100,7 @@ def saying_who_waits(environment: Environment) -> Iterator[None]:
         timer.start()
     try:
         yield
-    except dist.DistError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise UsageError(f"the port of {place} is taken", "use another --main_process_port") from None
         raise RunError(f"the processes did not meet at {place} ({first_line(error)[:200]})") from None

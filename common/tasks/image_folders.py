@@ -122,6 +122,4 @@ def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> 
 
 def names_in(cell: Any, kind: Any = None) -> str | tuple[str | None, ...] | None:
     """The class that a cell names; its classes if it holds a list. `kind`: as in `text_of_cell`."""
-    if isinstance(cell, list):
-        return tuple(text_of_cell(each, kind) for each in cell)
-    return text_of_cell(cell, kind)
+    return tuple(text_of_cell(each, kind) for each in cell) if isinstance(cell, list) else text_of_cell(cell, kind)

@@ -60,7 +60,8 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
     if path.is_dir() and not is_saved(path) and (folders := read_folder(data, path, advice)):
         parts = [_of_folder(data, folder, max_samples) for folder in folders]
     else:
-        parts = [_of_table(data, table) for table in load_tables(data, advice, max_samples, _has_classes)]
+        tables = load_tables(data, advice, max_samples, lambda table: table.has_classes(_label_column(table)))
+        parts = [_of_table(data, table) for table in tables]
     if parts[0].has_several != parts[-1].has_several:
         raise UsageError(f"--data {data}: one part has lists of classes, the other has not: use lists in both")
     parts = with_same_classes(data, parts, "image")
@@ -105,7 +106,3 @@ def _of_table(data: str, table: Table) -> Labelled:
 def _label_column(table: Table) -> str | None:
     typed = [name for name, kind in table.kinds.items() if type(kind).__name__ == "ClassLabel"]
     return next(iter(typed + [name for name in LABELS if name in table.kinds]), None)
-
-
-def _has_classes(table: Table) -> bool:
-    return table.has_classes(_label_column(table))
