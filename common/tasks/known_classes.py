@@ -37,7 +37,7 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
     """The classes in the order of the head that a pretrained model gets, and whether this head must be new.
 
     A head that knows all classes by name keeps its order and its weights. One without names (LABEL_0, ...) takes the
-    classes in the order of the data; if they are fewer, and numbers of its outputs, it takes all numbers. Any other
+    classes in the order of the data; if these are numbers of most of its outputs, it takes all numbers. Any other
     would give its outputs other names: it is new, and a line says so.
     """
     from transformers import PretrainedConfig
@@ -52,7 +52,10 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
     names = names_of(config)
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)):
         numbers = [*map(str, range(len(names)))]
-        return numbers if {*classes} < {*numbers} else classes, False
+        if not ({*classes} < {*numbers} and 2 * len(classes) > len(names)):
+            return classes, False
+        say(f"the outputs of {name_or_path} have no names: they are taken for the classes 0 to {numbers[-1]}")
+        return numbers, False
     say(
         f"the head is new: that of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)} (a head "
         "keeps its weights if it knows all classes of the data by name)"
