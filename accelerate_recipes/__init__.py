@@ -38,7 +38,10 @@ __all__ = [*_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".common.{_HOMES[name]}", __name__), name)
+    try:
+        return getattr(import_module(f".common.{_HOMES[name]}", __name__), name)
+    except KeyboardInterrupt:  # the imports take seconds
+        raise SystemExit(130) from None
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.errors import RunError, UsageError
 from accelerate_recipes.common.streams import Output
 
 app = typer.Typer(
@@ -41,8 +41,9 @@ def main() -> None:
             sys.exit(_refused(error.format_message()))
         command = error.ctx.command_path if error.ctx else "accelerate-recipes"
         sys.exit(_refused(f"{error.format_message().rstrip('.')}: run {command} --help"))
-    except UsageError as error:
-        sys.exit(_refused(str(error)))
+    except RunError as error:
+        _refused(str(error))
+        sys.exit(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
 
@@ -92,7 +93,7 @@ def new(
 def data(
     recipe: Annotated[Path, typer.Argument(help="a recipe")],
     flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
-    samples: Annotated[int, typer.Option(help="how many samples of the first step to show", min=0)] = 4,
+    samples: Annotated[int, typer.Option(help="how many samples of the first step to show", min=0, max=1000)] = 4,
     output: Annotated[Path | None, typer.Option(help="an HTML page, with the images")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -109,7 +110,9 @@ def data(
 def verify(
     script: Annotated[Path, typer.Argument(help="a recipe")],
     flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
-    steps: Annotated[int | None, typer.Option(help="optimizer steps of each run (default: 20)", min=4)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="optimizer steps of each run (default: 20)", min=4, max=10_000)
+    ] = None,
     config: Annotated[
         list[str] | None,
         typer.Option(help="config by name or path; repeatable (default: all that this machine runs)"),

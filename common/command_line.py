@@ -137,8 +137,14 @@ def _options(hint: Any, name: str) -> dict[str, Any]:
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     if hint is Path:
-        return {"type": str, "metavar": name.upper()}  # not Path: an empty text would become the current folder
+        return {"type": _path, "metavar": name.upper()}
     return {"type": _converter(hint), "metavar": {int: "N", float: "X"}.get(hint, name.upper())}
+
+
+def _path(text: str) -> Path:
+    if not text.strip():  # Path makes the current folder of it
+        raise argparse.ArgumentTypeError("expected the path of a folder, got nothing")
+    return Path(text)
 
 
 def _converter(kind: type) -> Any:

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .errors import UsageError
+
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
@@ -46,6 +48,13 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def check_is_pulled(path: Path) -> None:
+    """Raises UsageError for a pointer of Git LFS in the place of a file."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            raise UsageError(f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
 
 
 def read_file(path: Path) -> str:

@@ -50,7 +50,7 @@ class Config(RunConfig):
     weight_decay: float = 0.1
     log_every: int = 100
     eval_every: int | None = 1000
-    context: int = flag(64, "tokens per sample", minimum=1)
+    context: int = flag(64, "tokens per sample", minimum=8)
     num_layers: int = flag(4, "decoder layers", minimum=1)
     num_heads: int = flag(4, "attention heads; --hidden_size must be a multiple of twice this number", minimum=1)
     hidden_size: int = flag(128, "width of the model", minimum=2)

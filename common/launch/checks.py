@@ -15,9 +15,23 @@ SUPPORTED = ("cpu", "cuda", "xpu", "npu")
 
 
 def check_launcher(layout: Layout, config: RunConfig) -> None:
-    """Processes that would train alone."""
+    """Processes that would train alone, or wait for others in vain: what another launch has left in the shell."""
     environment = layout.environment
     launched = environment.local_rank is not None
+    has_place = environment.main_address and environment.main_port
+    kinds = [f"ACCELERATE_USE_{kind}" for kind in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")]
+    for name, is_wrong, what in [
+        (
+            "RANK",
+            environment.rank >= environment.world_size,
+            f"{environment.rank} of {environment.world_size} processes",
+        ),
+        ("LOCAL_RANK", launched and not has_place, f"{environment.local_rank} without MASTER_ADDR or MASTER_PORT"),
+        *((kind, not launched and environment.is_true(kind), "true without a launcher") for kind in kinds),
+    ]:
+        if is_wrong:
+            what = f"{name} is {what}: another launch has left it"
+            raise UsageError(what, f"unset {name}", beside="or start with accelerate launch")
     if not launched and layout.num_processes > 1:
         raise UsageError(
             f"WORLD_SIZE is {layout.num_processes} but LOCAL_RANK is not set, so each process would train alone",

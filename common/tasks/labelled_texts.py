@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from ..data.facts import count_by_class, say
 from ..errors import UsageError
-from .labelled import Labelled
+from .labelled import Labelled, with_same_classes
 from .rows import Table, rows_with_text
 from .sources import hold_out, load_tables
 from .tokenization import encode_texts
@@ -60,24 +60,21 @@ def load_labelled_texts(data: str, text_column: str = "text", label_column: str 
     if data == "stdlib":
         parts = [_standard_library()]
     else:
-        tables = load_tables(data, ADVICE)
+        tables = load_tables(data, ADVICE, is_labelled=lambda table: table.has_classes(label_column))
         parts = [_rows(table, text_column, label_column) for table in tables]
         declared = getattr(tables[0].kinds.get(label_column), "names", declared)
     if len(parts) == 1:
         parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
-    train, evaluation = parts
-    classes = declared or sorted({label for part in (train, evaluation) for _, label in part})
-    if len(classes) < 2 or not train or not evaluation:
+    texts, names = ([[row[at] for row in part] for part in parts] for at in (0, 1))
+    if len(classes := {name for part in names for name in part}) < 2 or not all(texts):
         raise UsageError(
-            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation texts of {len(classes)} "
+            f"--data {data} has {len(texts[0])} training and {len(texts[1])} evaluation texts of {len(classes)} "
             "classes: expected both, and two or more classes"
         )
-    first, second = (
-        Labelled.of_names([text for text, _ in part], [label for _, label in part], classes)
-        for part in (train, evaluation)
-    )
-    say(f"--data {data}: {count_by_class(classes, first.labels + second.labels)}")
-    return first, second
+    both = [Labelled.of_names(*each, declared) for each in zip(texts, names)]
+    train, evaluation = with_same_classes(data, both, "text")
+    say(f"--data {data}: {count_by_class(train.classes, train.labels + evaluation.labels)}")
+    return train, evaluation
 
 
 def _standard_library() -> list[tuple[str, ...]]:

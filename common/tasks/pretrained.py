@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from ..environment import print_once
 from ..errors import UsageError, first_line
+from ..files import check_is_pulled
 from ..weights.on_disk import leave_on_disk, on_disk, with_random_weights
 
 
@@ -56,6 +57,8 @@ def load(
         if not _left_on_disk(model, name_or_path):
             model, info = kind.from_pretrained(name_or_path, **options)
     except Exception as error:  # the library and its network stack raise dozens of types
+        for path in Path(name_or_path).glob("*") if Path(name_or_path).is_dir() else ():
+            check_is_pulled(path)
         if "trust_remote_code" in str(error):  # transformers would ask, in each process, if it were not told
             advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
             raise UsageError(f"--model_name_or_path {name_or_path} brings Python code of its own: {advice}") from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, dropwhile, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,12 +24,14 @@ from .cache import cache_folder
 from .streams import rows_on_disk
 from .text_files import Place, ending_of, open_text, packing_of
 
-VERSION = 1  # of the rows on disk: another number makes them anew
+VERSION = 2  # of the rows on disk: another number makes them anew
 MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
 UNPACKED = 8  # times the size of a packed file, about
 ROWS_PER_READ = 1000  # of a large file
 ROWS_LOOKED_AT = 100  # for the names of the columns of a large file
 SEPARATORS = (",", ";", "\t", "|")
+EXCEL = re.compile(r'"?sep=(.)"?\s*', re.IGNORECASE)  # its first line may name the separator
+QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell that CSV reads without its quotes
 SOLID, HALF = re.compile(r"\S"), re.compile(r"\\u[dD][89a-fA-F]")  # half of a character in UTF-16
 NARROW = ("float16", "float32")
 NO_CLASS = -1  # of `datasets`: a class that is not known
@@ -94,6 +96,12 @@ class Table:
             if name not in self.column_names:
                 found = ", ".join(self.column_names)
                 raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}")
+
+    def has_classes(self, column: str | None) -> bool:
+        """Whether there is such a column, with a cell that is not empty or -1, which stand for no class."""
+        return column in self.column_names and any(
+            cell is not None and str(cell).strip() not in ("", "[]", str(NO_CLASS)) for cell in self.values(str(column))
+        )
 
     def values(self, column: str) -> Iterable[Any]:
         """The cells of a column."""
@@ -275,10 +283,13 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     if "\0" in first:
         raise UsageError(f"{place} holds zero bytes: it is not UTF-8 text")
     each = ["\t"] if ending_of(place) == ".tsv" else SEPARATORS
+    if named := EXCEL.fullmatch(first):
+        each, first = [named[1]], next(text, "")
     separator = next((one for one in each if len(next(csv.reader([first], delimiter=one), [])) > 1), each[0])
     if separator not in (",", "\t"):
         say(f"{place}: '{separator}' separates its columns")
-    lines = csv.reader(chain([first], text), delimiter=separator, strict=True)
+    quoting: Any = _quoting_of_tabs(place, first) if separator == "\t" else csv.QUOTE_MINIMAL
+    lines = csv.reader(chain([first], text), delimiter=separator, strict=True, quoting=quoting)
     try:
         header = next(lines, [])
         if twice := [name for name, number in Counter(header).items() if number > 1 and name]:
@@ -295,6 +306,35 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
             f"{place}, line {lines.line_num}: {error}: put text that contains quotes in quotes, and "
             "double the quotes inside"
         ) from None
+
+
+def _quoting_of_tabs(place: Place, first: str) -> Any:
+    """Whether quotes are text, as text/tab-separated-values says; or CSV's, which many programs write there: if more
+    rows have a cell for each name then, or as many, and the header is in quotes or quotes are doubled. A line says what
+    is assumed, if it matters."""
+    fits, sizes, begins, doubled = list[tuple[int, int]](), list[int](), False, False
+    for quoting in (csv.QUOTE_NONE, csv.QUOTE_MINIMAL):
+        with open_text(place, "", says_encoding=False) as text, suppress(csv.Error):
+            lines = csv.reader(dropwhile(first.__ne__, text), delimiter="\t", strict=True, quoting=quoting)
+            header, widths = next(lines, []), Counter[int]()
+            for cells in chain([header], filter(None, lines)):
+                widths[len(cells)] += 1
+                if not fits and (quoted := [cell for cell in cells if cell.startswith('"')]):
+                    begins = True
+                    doubled |= cells is header or any('""' in cell and QUOTED.fullmatch(cell) for cell in quoted)
+            good, size = widths[len(header)], widths.total()
+            fits.append((good if len(header) > 1 else 0, good - size))
+            sizes.append(size - 1)
+        if not begins:
+            break
+    if len(fits) < 2:
+        return csv.QUOTE_NONE
+    as_csv = fits[1] > fits[0] or (fits[1] == fits[0] and doubled)
+    rule, other = (
+        ("stand around cells, as in CSV", "as text") if as_csv else ("are text, as in all such files", "as CSV")
+    )
+    say(f"{place}: its quotation marks {rule}: {sizes[as_csv]:,} rows ({other} {sizes[not as_csv]:,})")
+    return csv.QUOTE_MINIMAL if as_csv else csv.QUOTE_NONE
 
 
 def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tuple[Row, str]]:

@@ -72,6 +72,7 @@ MODES = {
     "RGBX": (flat("RGBX", (1, 2, 3, 4)), [1, 2, 3]),
     "RGBA": (flat("RGBA", (255, 0, 0, 128)), HALF_RED),
     "RGBa": (flat("RGBa", (128, 0, 0, 128)), HALF_RED),
+    "LAB in TIFF": (saved(flat("LAB", (138, 209, 198)), "TIFF"), [255, 0, 0]),
     "CMYK": (flat("CMYK", (255, 0, 51, 0)), [0, 255, 204]),
     "CMYK in TIFF": (saved(flat("CMYK", (255, 0, 51, 0)), "TIFF"), [0, 255, 204]),
     "CMYK in JPEG": (saved(flat("CMYK", (0, 0, 0, 153)), "JPEG", quality=100), [102, 102, 102]),
@@ -117,6 +118,7 @@ def test_brightness(mode: str, tmp_path: Path) -> None:
     image, expected = MODES[mode]
     rounded = {
         "LAB": 6,
+        "LAB in TIFF": 6,
         "LAB, grey": 1,
         "YCbCr": 2,
         "La": 1,

@@ -267,9 +267,9 @@ def test_splits_and_their_leavings_are_said(tmp_path: Path, capsys: Out) -> None
 
 
 def test_long_lists_of_classes_are_cut(tmp_path: Path, capsys: Out) -> None:
-    write(tmp_path, *[f"{number:03}/a.png" for number in range(200)])
+    write(tmp_path, *[f"{number:03}/{name}.png" for number in range(200) for name in "ab"])
     load(tmp_path)
-    assert capsys.readouterr().out.endswith("200 classes: 000 1, 001 1, 002 1, 003 1, 004 1, 005 1, ... (200 in all)\n")
+    assert capsys.readouterr().out.endswith("200 classes: 000 2, 001 2, 002 2, 003 2, 004 2, 005 2, ... (200 in all)\n")
 
 
 def test_max_samples_takes_images_of_all_classes(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,3 +231,28 @@ def test_every_template_ships_and_is_filled_in() -> None:
     assert "<li>&lt;b&gt;</li>" in render(
         "data.html", title="", facts=["<b>"], has_marks=False, found={"lengths": {}, "samples": []}
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--checkpoint", __file__], f"--checkpoint {__file__}: no such folder; use the folder of one"),
+        (["--steps", "99999999999999999999"], "'--steps'"),
+    ],
+)
+def test_what_verify_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert tool(monkeypatch, "verify", str(ROOT / "recipes" / "mnist.py"), *arguments) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
+
+
+def test_an_interrupt_during_imports_prints_nothing() -> None:
+    script = "import accelerate_recipes; print('begins', flush=True); from accelerate_recipes import fit"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], text=True, env=environment(), **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begins\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == ("", "") and process.returncode == 130
