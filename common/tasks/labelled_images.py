@@ -90,7 +90,8 @@ def _of_table(data: str, table: Table) -> Labelled:
 
     def holds_image(kind: Any) -> bool:
         # Parquet files from other tools lack the Image type but have its layout.
-        return type(kind).__name__ == "Image" or (isinstance(kind, dict) and "bytes" in kind)
+        is_bytes = getattr(kind, "dtype", None) in ("binary", "large_binary")
+        return type(kind).__name__ == "Image" or (isinstance(kind, dict) and "bytes" in kind) or is_bytes
 
     kinds = table.kinds
     images = [name for name, kind in kinds.items() if holds_image(kind)]
@@ -102,6 +103,8 @@ def _of_table(data: str, table: Table) -> Labelled:
             f"{', '.join(table.column_names)}"
         )
     files, found = ImageFiles(data, table.values(images[0])), [*table.values(labels[0])]
+    if None in found:
+        raise UsageError(f"--data {data}: row {1 + found.index(None)} has no class in column {labels[0]}: remove it")
     if all(isinstance(name, str) for name in flatten(found)):
         return Labelled.of_names(files, found)
     numbers = numpy.asarray(flatten(found))

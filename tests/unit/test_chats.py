@@ -51,6 +51,18 @@ def test_answers_alone_are_trained() -> None:
     assert bytes(sample["labels"][sample["labels"] != IGNORED].tolist()).decode() == "Because.\x03"
 
 
+def test_messages_of_weight_0_are_context() -> None:
+    plain = chats([QUESTION, ANSWER, QUESTION, ANSWER]).rows[0]
+    some = chats([QUESTION, ANSWER | {"weight": 0}, QUESTION | {"weight": 1}, ANSWER | {"weight": 1}]).rows[0]
+    half = len(plain["tokens"]) // 2
+    assert some["tokens"] == plain["tokens"] and not any(some["trained"][:half])
+    assert some["trained"][half:] == plain["trained"][half:] and some["num_trained"] == plain["num_trained"] / 2
+    with pytest.raises(
+        UsageError, match=r"message 2 .assistant. has the weight 0\.5: expected 1, or 0 for one that is"
+    ):
+        chats([QUESTION, ANSWER | {"weight": 0.5}])
+
+
 def test_umlauts_have_several_tokens() -> None:
     row = chats([{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "Übergröße €"}]).rows[0]
     assert trained_text(row) == "Übergröße €\x03"
