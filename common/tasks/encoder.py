@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..config import RunConfig, flag
+from ..data.collate import Padding, pad_to_longest
 from ..environment import print_once
 from ..errors import UsageError
 from .known_classes import config_of_classes, names_of
 from .pooling import POOLINGS
-from .pretrained import load
+from .pretrained import load, runnable
 
 PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
 PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
@@ -138,6 +140,28 @@ def freeze_key_biases(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if name.endswith(("key.bias", "k_proj.bias", "k_lin.bias", "attn.k.bias")):  # k_lin: DistilBERT, attn.k: MPNet
             weight.requires_grad_(False)
+
+
+@torch.no_grad()
+def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
+    """A `collate_fn` for texts, with padding where it changes no value of a text: on the right, or on the left, as for
+    XLNet, whose head reads the last position. A line says it if it changes values on both sides."""
+    tokens = torch.tensor([tokenizer("a a")["input_ids"]])
+    kept, added = torch.ones_like(tokens), torch.full((1, 2), tokenizer.pad_token_id)
+
+    def values(*parts: Tensor) -> Tensor:
+        mask = torch.cat([kept if part is tokens else torch.zeros_like(part) for part in parts], 1)
+        return model(input_ids=torch.cat(parts, 1), attention_mask=mask)[0]
+
+    sides, right = {"right": (tokens, added), "left": (added, tokens)}, ["right"]
+    with suppress(Exception), runnable(model):  # one that cannot take the text says so in the run
+        alone = values(tokens)
+        right = [side for side, parts in sides.items() if torch.allclose(values(*parts), alone, 1e-3, 1e-5)]
+    if not right:
+        print_once(f"{type(model).__name__} sees padding: the result depends on --micro_batch_size")
+    elif right[0] == "left":
+        tokenizer.padding_side = "left"  # goes with the export
+    return pad_to_longest({"input_ids": tokenizer.pad_token_id}, side=right[0] if right else "right")
 
 
 class Embedder(nn.Module):
