@@ -57,7 +57,7 @@ def load(
     try:
         tokenizer = reads.from_pretrained(tokenizer_path, **trust) if reads else None
         config = AutoConfig.from_pretrained(name_or_path, **trust)
-        options |= (dequantized := _dequantized(config))
+        options |= (dequantized := _undo_quantization(config))
         model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
         folder = Folder(files_of(name_or_path))  # they are here now
         if dequantized or not _left_on_disk(model, folder):
@@ -109,7 +109,7 @@ def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None
     return export
 
 
-def _dequantized(config: Any) -> dict[str, Any]:
+def _undo_quantization(config: Any) -> dict[str, Any]:
     """The option with which transformers computes the weights of a quantized model; empty for one that is not. Raises
     UsageError if it cannot."""
     parts = config, config.get_text_config()
