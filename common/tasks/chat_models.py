@@ -29,7 +29,7 @@ SHORT_TEMPLATE = (  # for bytes: U question, A answer
     "{% for message in messages %}{{ message['role'][0].upper() + ' ' + message['content'] + '\x03' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A ' }}{% endif %}"
 )
-ANSWER = "answer"
+ANSWER = "So it is."  # no mark has these words
 MORE_TOKENS = 16
 
 
@@ -121,6 +121,8 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
     if ends or known:
         model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends + known))
     model.ends_otherwise = not {*ends} <= {*known}
+    if mark and not ends:
+        print_once(f"the chat template ends an answer with {after!r}, which is no single token: nothing stops there")
 
 
 def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:

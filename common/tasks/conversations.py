@@ -127,7 +127,9 @@ def check_messages(messages: Messages) -> Messages:
         if not isinstance(content, str | list | None):
             raise UsageError(f"the content of {where} is of the type {type(content).__name__}: expected a text")
         if message.get("weight", 1) not in (0, 1):
-            raise UsageError(f"{where} has the weight {message['weight']}: expected 1, or 0 for one that is not learnt")
+            raise UsageError(
+                f"{where} has the weight {message['weight']!r}: expected 1, or 0 for one that is not learnt"
+            )
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise UsageError(f"the tool_calls of {where} are no list of dicts")

@@ -144,24 +144,29 @@ def freeze_key_biases(model: nn.Module) -> None:
 
 @torch.no_grad()
 def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
-    """A `collate_fn` for texts, with padding where it changes no value of a text: on the right, or on the left, as for
-    XLNet, whose head reads the last position. A line says it if it changes values on both sides."""
+    """A `collate_fn` for texts, with padding that changes no value of a text: on the right, with the token of the
+    tokenizer or that for which the head looks; or on the left, as for XLNet, whose head reads the last position. A line
+    says it if it changes values in any case."""
     tokens = torch.tensor([tokenizer("a a")["input_ids"]])
-    kept, added = torch.ones_like(tokens), torch.full((1, 2), tokenizer.pad_token_id)
+    usual = tokenizer.pad_token_id
 
-    def values(*parts: Tensor) -> Tensor:
-        mask = torch.cat([kept if part is tokens else torch.zeros_like(part) for part in parts], 1)
-        return model(input_ids=torch.cat(parts, 1), attention_mask=mask)[0]
+    def values(pad: int, left: int, right: int) -> Tensor:
+        padded, mask = (
+            F.pad(each, (left, right), value=value) for each, value in ((tokens, pad), (torch.ones_like(tokens), 0))
+        )
+        return model(input_ids=padded, attention_mask=mask)[0]
 
-    sides, right = {"right": (tokens, added), "left": (added, tokens)}, ["right"]
+    ways = [way for way in ((usual, 0, 2), (model.config.pad_token_id, 0, 2), (usual, 2, 0)) if way[0] >= 0]
+    fitting = ways[:1]
     with suppress(Exception), runnable(model):  # one that cannot take the text says so in the run
-        alone = values(tokens)
-        right = [side for side, parts in sides.items() if torch.allclose(values(*parts), alone, 1e-3, 1e-5)]
-    if not right:
+        alone = values(usual, 0, 0)
+        fitting = [way for way in ways if torch.allclose(values(*way), alone, 1e-3, 1e-5)]
+    if not fitting:
         print_once(f"{type(model).__name__} sees padding: the result depends on --micro_batch_size")
-    elif right[0] == "left":
+    pad, left, _ = (fitting or ways)[0]
+    if left:
         tokenizer.padding_side = "left"  # goes with the export
-    return pad_to_longest({"input_ids": tokenizer.pad_token_id}, side=right[0] if right else "right")
+    return pad_to_longest({"input_ids": pad}, side="left" if left else "right")
 
 
 class Embedder(nn.Module):

@@ -418,3 +418,15 @@ def test_plain_template_begins_and_ends_as_the_tokenizer_does() -> None:
     row = encode([QUESTION, ANSWER], with_chat_template(tokenizer, model), 100)
     assert tokenizer.decode(row["tokens"]) == "<s><|user|>Why?</s><|assistant|>Because.</s>"
     assert model.config.eos_token_id == model.generation_config.eos_token_id == [257, 3]
+
+
+def test_mark_of_several_tokens_ends_no_answer_at_its_first(capsys: pytest.CaptureFixture) -> None:
+    tokenizer, (model, _) = byte_tokenizer(), small_chat_model(64, "sdpa")
+    known = model.generation_config.eos_token_id
+    for mark, ends in (("</answer>", known), ("</a><|end|>", [256, known])):
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+        tokenizer.chat_template = "{% for one in messages %}{{ one['content'] + '" + mark + "' }}{% endfor %}"
+        with_chat_template(tokenizer, model)
+        found = model.generation_config.eos_token_id
+        assert (found if isinstance(ends, list) else found[0]) == ends
+    assert capsys.readouterr().out.count("ends an answer with '</answer>', which is no single token") == 1

@@ -135,7 +135,7 @@ def gpt2(pad: int) -> Any:
     return GPT2ForSequenceClassification(GPT2Config(vocab_size=32, num_labels=3, pad_token_id=pad, **shape))
 
 
-@pytest.mark.parametrize(("make", "side"), [(xlnet, "left"), (lambda: gpt2(0), "right")])
+@pytest.mark.parametrize(("make", "side"), [(xlnet, "left"), (lambda: gpt2(0), "right"), (lambda: gpt2(1), "right")])
 def test_padding_changes_no_loss(make: Any, side: str) -> None:
     torch.manual_seed(0)
     model, tokenizer = make().eval(), word_tokenizer(["a b c a b c"], 16)
