@@ -89,7 +89,14 @@ class _Parser(argparse.ArgumentParser):
             self.add_argument(f"--{OF_OLD_LAUNCHERS}", help=argparse.SUPPRESS)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        values, unknown = self.parse_known_args([_with_underscores(argument) for argument in arguments])
+        words = [_with_underscores(argument) for argument in arguments]
+        for word, following in zip(words, [*words[1:], "--"]):
+            name, equals, value = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is not None and action.nargs == 0 and (equals or not following.startswith("-")):
+                off = f"--no_{action.dest} turns it off"
+                self.error(f"{name} takes no value, got '{value if equals else following}': leave the value out; {off}")
+        values, unknown = self.parse_known_args(words)
         if unknown:
             self._refuse(unknown[0])
         if getattr(values, "help", False):

@@ -17,7 +17,7 @@ from .data.batches import batches, resident
 from .data.facts import say_sizes
 from .data.mixture import of_sources, without_sources
 from .data.sets import Collated, Examples, MapDataset, Metrics
-from .errors import StoppedError, UsageError
+from .errors import RunError, StoppedError, UsageError
 from .files import for_json
 from .parallel.strategies import check_trainable, prepare
 from .records.recorder import Recorder
@@ -92,7 +92,10 @@ class Evaluation:
             state.evaluation_due = False
             name = config.metric_for_best_model
             if name is not None and state.records_best(name, metrics[name]):
-                export_model(engine, config.output_dir / "best", self.options.get("export"))
+                try:
+                    export_model(engine, config.output_dir / "best", self.options.get("export"))
+                except RunError as error:
+                    engine.accelerator.print(f"{error}; the run goes on")
         recorder.evaluation(metrics)
         self.metrics = metrics
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .check.parity import ParityCheck
-from .checkpoint.export import export_model
+from .checkpoint.export import try_export
 from .checkpoint.identity import identity
 from .checkpoint.resume import find_checkpoint
 from .checkpoint.save import Saver
@@ -72,6 +72,7 @@ def fit(
         state = (checkpoint := find_checkpoint(plan, this_run, model, optimizer, group)).state
         if output_dir.is_done(state):
             return {}
+        try_export(plan, model, options.get("export"), group)
         checkpoint.load_weights(model)
         check_same_start(model, train_set, eval_sets, group)
         setup = check_trainable(setup)
@@ -109,6 +110,5 @@ def fit(
                         saver.save(state, recorder.unrecorded)
                 if stops:
                     watch.raise_stopped(saver.finish())
-            with engine.ema_weights():
-                recorder.facts["model_digest"] = export_model(engine, output_dir.path / "model", options.get("export"))
+            recorder.facts["model_digest"] = saver.export(state, recorder.unrecorded)
     return evaluation.metrics

@@ -26,7 +26,7 @@ from transformers import AutoModel, BertModel
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
 from accelerate_recipes.common.tasks.encoder import PADDING, Embedder, EncoderFlags, load_encoder, small_bert
-from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
+from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, naming_base, with_adapters
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pairs import EncodedPairs, Pair, load_pairs, text_names
 from accelerate_recipes.common.tasks.pooling import read_pooling
@@ -78,7 +78,8 @@ def build(config: Config, pooling: str, pairs: list[Pair]) -> tuple[Embedder, An
     if (path := base_of(config)) is not None:
         trust = {"trust_remote_code": config.trust_remote_code}
         encoder: Any
-        encoder, tokenizer = load_encoder(AutoModel, path, config.max_length, **trust)
+        with naming_base(config, path):
+            encoder, tokenizer = load_encoder(AutoModel, path, config.max_length, **trust)
         encoder = with_adapters(encoder, config)
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler.requires_grad_(False)  # no vector uses it

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
-from accelerate_recipes.common.data import Batch, Examples, Metrics, pad_to_longest
-from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, small_bert
+from accelerate_recipes.common.data import Batch, Examples, Metrics
+from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, pad_texts, small_bert
 from accelerate_recipes.common.tasks.known_classes import names_of, with_classes
 from accelerate_recipes.common.tasks.labelled import Labelled, balanced_weights
 from accelerate_recipes.common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
@@ -112,7 +112,7 @@ def main(config: Config) -> None:
         eval_set,
         config,
         examples=macro_f1,
-        collate_fn=pad_to_longest({"input_ids": tokenizer.pad_token_id}),
+        collate_fn=pad_texts(model, tokenizer),
         export=export_of(model, tokenizer),
     )
 

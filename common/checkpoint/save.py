@@ -1,5 +1,6 @@
 """Writes checkpoints."""
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
@@ -19,7 +20,7 @@ from ..records.running_sums import RunningSums
 from ..state import TrainState
 from ..step.engine import Engine
 from ..stopping.watch import Watch
-from .export import export_dtype, write_model_files
+from .export import export_dtype, export_model, write_model
 from .format import MODEL_FILES, DamagedError, WriteError
 from .identity import curve, describe, differences, own_flags
 from .reader import Reader
@@ -30,8 +31,8 @@ from .writer import OwnShards, collect_shards, remove, write
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
 
-    Before the first one the main process also writes the small files of an export, with `export` of `fit`. After each
-    one `after_save` gets the number of steps taken, and `finish`.
+    Before the first step the main process also writes the small files of an export, with `export` of `fit`. After
+    each save `after_save` gets the number of steps taken, and `finish`.
     """
 
     def __init__(
@@ -43,8 +44,7 @@ class Saver:
         after_save: Callable[[int, Callable[[], Path | None]], None] = lambda step, finish: None,
         export: Callable[[Path], Any] | None = None,
     ):
-        self._after_save = after_save
-        self._export, self._has_model_files = export, group.rank != 0
+        self._after_save, self._export = after_save, export
         self._engine, self._identity, self._group, self._watch = engine, identity, group, watch
         in_background = engine.plan.config.async_save
         # Two threads must not use the same group at once.
@@ -56,6 +56,8 @@ class Saver:
         self._newest: Callable[[], Path | None] = lambda: None
 
     def __enter__(self) -> Self:
+        if self._group.rank == 0:
+            self._write_model_files()
         return self
 
     def __exit__(
@@ -65,6 +67,25 @@ class Saver:
             self.finish()
         for thread in filter(None, (self._writer, self._remover)):
             thread.shutdown()
+        output_dir = self._engine.plan.config.output_dir
+        with suppress(OSError, RunError):  # there is more in it, or it cannot be read
+            if self._group.rank == 0 and not checkpoints(output_dir):
+                shutil.rmtree(output_dir / "checkpoints" / MODEL_FILES, ignore_errors=True)
+                (output_dir / "checkpoints").rmdir()
+
+    def export(self, state: TrainState, unrecorded: RunningSums) -> str | None:
+        """Exports the weights, or their averages, and returns their digest. If that fails, saves a checkpoint, so that
+        no step is lost, and raises RunError."""
+        folder = self._engine.plan.config.output_dir / "model"
+        try:
+            with self._engine.ema_weights():
+                return export_model(self._engine, folder, self._export)
+        except RunError as error:
+            if (path := self.finish()) is None or path.name != checkpoint_name(state.step):
+                self.save(state, unrecorded)
+            if (path := self.finish()) is None:
+                raise
+            raise RunError(f"{error}: accelerate-recipes export {path} NEW_FOLDER makes the model") from None
 
     def save(self, state: TrainState, unrecorded: RunningSums) -> None:
         """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`. If a
@@ -89,7 +110,6 @@ class Saver:
         }
         if self._group.rank == 0:
             content |= {"source": source(), "versions": versions("torch", "accelerate")}
-        self._write_model_files()
         shards = collect_shards(held, self._group.rank, self._buffers)
         if self._writer is not None:
             self._newest = self._writer.submit(self._write, shards, content).result
@@ -122,14 +142,12 @@ class Saver:
         return path
 
     def _write_model_files(self) -> None:
-        if self._has_model_files:
-            return
         folder = self._engine.plan.config.output_dir / "checkpoints"
         try:
             folder.mkdir(exist_ok=True)
             flush(folder.parent)  # once in a run: a run that was killed may have made it
-            write_model_files(self._engine, folder / MODEL_FILES, self._export)
-            self._has_model_files = True
+            dtype = self._engine.plan.config.export_dtype
+            write_model(self._engine.module, folder / MODEL_FILES, dtype, self._export, with_weights=False)
         except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.
             print(f"accelerate-recipes export will lack files beside the weights: {first_line(error)}", flush=True)
 

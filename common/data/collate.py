@@ -80,6 +80,7 @@ def pad_to_longest(
     padding: Mapping[str, float] | None = None,
     mask: str | None = "attention_mask",
     multiple_of: int = 1,
+    side: str = "right",
 ) -> "Padding":
     """A `collate_fn` that pads the first dimension of each tensor to the longest in the batch.
 
@@ -88,12 +89,13 @@ def pad_to_longest(
         mask: name of a tensor to add, of shape (batch, length) and type int64: 1 for a position of the sample, 0 for
             padding. It follows the first padded tensor. None adds nothing; a sample's own tensor of this name stays.
         multiple_of: pad to a multiple of this length.
+        side: where the padding stands: "right", or "left" for a model that reads the last position.
 
     Returns:
         A function from samples, dicts of tensors and numbers, to a batch. Tensors of one name may differ in their first
         dimension only.
     """
-    return Padding(dict(padding or {}), mask, multiple_of)
+    return Padding(dict(padding or {}), mask, multiple_of, side)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Padding:
     padding: Mapping[str, float]
     mask: str | None
     multiple_of: int
+    side: str
 
     def __call__(self, samples: list[Any]) -> Batch:
         batch: Batch = {}
@@ -113,14 +116,14 @@ class Padding:
                 continue
             if self.mask is not None and self.mask not in batch and self.mask not in samples[0]:
                 ones = [torch.ones(len(tensor), dtype=torch.int64) for tensor in column]
-                batch[self.mask] = _pad(ones, 0, self.multiple_of)
-            batch[name] = _pad(column, self.padding.get(name, 0), self.multiple_of)
+                batch[self.mask] = self._pad(ones, 0)
+            batch[name] = self._pad(column, self.padding.get(name, 0))
         return batch
 
-
-def _pad(column: list[Tensor], value: float, multiple_of: int) -> Tensor:
-    longest = -(-max(len(tensor) for tensor in column) // multiple_of) * multiple_of
-    padded = column[0].new_full((len(column), longest, *column[0].shape[1:]), value)
-    for row, tensor in zip(padded, column):
-        row[: len(tensor)] = tensor
-    return padded
+    def _pad(self, column: list[Tensor], value: float) -> Tensor:
+        longest = -(-max(len(tensor) for tensor in column) // self.multiple_of) * self.multiple_of
+        padded = column[0].new_full((len(column), longest, *column[0].shape[1:]), value)
+        for row, tensor in zip(padded, column):
+            start = longest - len(tensor) if self.side == "left" else 0
+            row[start : start + len(tensor)] = tensor
+        return padded

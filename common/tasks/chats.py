@@ -25,7 +25,7 @@ from .streams import rows_on_disk
 from .tokenization import digest_of
 
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
-VERSION = 5  # of the encoded rows: another number makes it work anew
+VERSION = 6  # of the encoded rows: another number makes it work anew
 NUM_LOOKED_AT = 16  # conversations, for what the template does not use
 
 

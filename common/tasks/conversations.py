@@ -126,6 +126,10 @@ def check_messages(messages: Messages) -> Messages:
                 raise UsageError(f'{where} has a part of the type {kind}: expected {{"type": "text", "text": "Why?"}}')
         if not isinstance(content, str | list | None):
             raise UsageError(f"the content of {where} is of the type {type(content).__name__}: expected a text")
+        if message.get("weight", 1) not in (0, 1):
+            raise UsageError(
+                f"{where} has the weight {message['weight']!r}: expected 1, or 0 for one that is not learnt"
+            )
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise UsageError(f"the tool_calls of {where} are no list of dicts")
@@ -282,7 +286,7 @@ def find_unused(chats: Iterable[Conversation], template: Any) -> list[str]:
             messages, _ = fit_to_template(chat.messages, template, chat.options)
         except UsageError:  # whoever encodes it says so
             continue
-        found = {*chat.options, *(name for message in messages for name in message)} - {"role", "content"}
+        found = {*chat.options, *(name for message in messages for name in message)} - {"role", "content", "weight"}
         names |= dict.fromkeys(sorted(found))
         used |= {name for name in found - used if _uses(name, messages, template, chat.options)}
     return [name for name in names if name not in used]
@@ -310,7 +314,7 @@ def answer_spans(
     messages, text = fit_to_template(messages, template, options)
     spans = []
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or turn < first:
+        if message["role"] != "assistant" or turn < first or message.get("weight") == 0:
             continue
         asking = render(messages[:turn], template, **{**options, "add_generation_prompt": True})
         after = text if turn + 1 == len(messages) else render(messages[: turn + 1], template, **options)

@@ -86,7 +86,8 @@ def _of_table(data: str, table: Table) -> Labelled:
 
     def holds_image(kind: Any) -> bool:
         # Parquet files from other tools lack the Image type but have its layout.
-        return type(kind).__name__ == "Image" or (isinstance(kind, dict) and "bytes" in kind)
+        is_bytes = getattr(kind, "dtype", None) in ("binary", "large_binary")
+        return type(kind).__name__ == "Image" or (isinstance(kind, dict) and "bytes" in kind) or is_bytes
 
     images, label = [name for name, kind in table.kinds.items() if holds_image(kind)], _label_column(table)
     if not images or label is None:
