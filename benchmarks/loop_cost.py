@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.data.sets import Batch, ForwardStep
+from accelerate_recipes.common.launch.start import start
 from accelerate_recipes.common.loop import fit
 from accelerate_recipes.common.tasks.images import ImageDataset
 from accelerate_recipes.common.tasks.text import TokenDataset
@@ -129,7 +130,7 @@ def tasks() -> list[Task]:
 
 
 class Clock:
-    """Times the steps after a warm-up."""
+    """Times the steps after a warm-up of one step or more."""
 
     def __init__(self, num_steps: int, warmup: int):
         self.num_steps, self.warmup, self.seen = num_steps, warmup, 0
@@ -278,7 +279,7 @@ def train_ours(model: nn.Module, task: Task, clock: Clock) -> None:
             max_grad_norm=MAX_NORM,
             output_dir=folder,
         )
-        fit(Accelerator(cpu=True), model, optimizer, task.forward_step, task.dataset, few, config)
+        fit(start(config), model, optimizer, task.forward_step, task.dataset, few, config)
 
 
 LOOPS: dict[str, tuple[Callable[..., None], str | None]] = {
@@ -300,7 +301,7 @@ def measure(task: Task, num_steps: int, rounds: int, chosen: list[str]) -> None:
         names = list(loops)
         for name in names[index % len(names) :] + names[: index % len(names)]:
             torch.manual_seed(0)
-            clock = Clock(num_steps, warmup=num_steps // 5)
+            clock = Clock(num_steps, warmup=max(1, num_steps // 5))
             loops[name](task.make_model(), task, clock)
             seconds[name].append(clock.seconds)
     print("| loop | µs per step, median (min to max) | ratio to raw, median (min to max) |")
