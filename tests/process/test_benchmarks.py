@@ -66,6 +66,7 @@ ELSEWHERE = {
     "launchers/network.py": "tests/process/test_commands.py",
     "launchers/node.py": "tests/cluster/test_multi_node.py",
     "launchers/slurm/train.sbatch": "tests/cluster/test_slurm.py",
+    "tests/gpu/lease.py": "tests/process/test_one_device.py",
 }
 NUMBER = re.compile(r"\d")
 
