@@ -30,7 +30,7 @@ FORKED = {
 # several libraries, 15 to 200 CPU seconds.
 COMMANDS = {
     "benchmarks/checkpoint.py": "--megabytes 1 --rounds 1",
-    "benchmarks/gpt2_variants.py": f"--variants residual=bf16 attention=cudnn {GPT2} --inductor none",
+    "benchmarks/gpt2_variants.py": f"--variants residual=bf16 {GPT2} --inductor none",
     "benchmarks/gpu_goals.py": "--max_steps 2 --mnist {folder}/mnist --text {folder}/text.txt",
     "benchmarks/large_text.py": "--sizes 1 --tokenizers bytes",
     "benchmarks/loss_memory.py": "--rounds 1 --vocabulary 64 --context 16",
