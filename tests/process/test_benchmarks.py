@@ -88,8 +88,8 @@ def folder_of(tmp_path: Path) -> Path:
     for path in ROOT.iterdir():
         if path.is_dir() and path.name[0] != "." and path.name not in ("docs", "outputs"):
             (tmp_path / path.name).symlink_to(path)
-    write_mnist(tmp_path / "mnist")
-    (tmp_path / "text.txt").write_text("one two three four " * 500)
+    write_mnist(tmp_path / "mnist", num_images=800)  # more than a batch of the goals, as are the texts
+    (tmp_path / "text.txt").write_text("one two three four " * 5000)
     return tmp_path
 
 
