@@ -29,7 +29,7 @@ GROUPS = {  # what people want to do: recipes
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeHeader:
     """A recipe, from its docstring.
 
     Attributes:
@@ -47,7 +47,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Config:
+class ConfigHeader:
     """A config file, from its header.
 
     Attributes:
@@ -86,27 +86,27 @@ def show(as_json: bool) -> None:
     print("Make a project of your own from a recipe: accelerate-recipes new mnist my_project --config ddp")
 
 
-def read_recipe(path: Path) -> Recipe:
+def read_recipe(path: Path) -> RecipeHeader:
     """Reads a recipe's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     what, _, rest = text.partition("\n\n")
     command = re.search(r"^ +(accelerate launch .*)$", rest, re.MULTILINE)
     data, expect, time = (_paragraph(rest, label) for label in ("Data:", "Expect:", "Time:"))
-    return Recipe(path.stem, _one_line(what), data, expect, time, command[1] if command else "")
+    return RecipeHeader(path.stem, _one_line(what), data, expect, time, command[1] if command else "")
 
 
-def read_config(path: Path, num_gpus: int) -> Config:
+def read_config(path: Path, num_gpus: int) -> ConfigHeader:
     """Reads a config's header, and how the config runs on a machine with so many GPUs."""
     text = bundle.header(path)
     what = _one_line(re.split(r"\n\n|^(?:Needs:|Pick it) ", text, maxsplit=1, flags=re.MULTILINE)[0])
     here = runs_here(yaml.safe_load(path.read_text(encoding="utf-8")), num_gpus)
-    return Config(
+    return ConfigHeader(
         path.stem, what, here, _paragraph(text, "Needs:"), _paragraph(text, "Pick it"), text.splitlines()[-1].strip()
     )
 
 
 def runs_here(config: dict[str, Any], num_gpus: int) -> str:
-    """How a config runs on a machine with so many GPUs: for real, as a rehearsal, or what it needs."""
+    """Whether a config runs for real or as a rehearsal on a machine with so many GPUs, or what it needs."""
     num_processes, num_machines = config["num_processes"], config.get("num_machines", 1)
     if config.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
         return "needs pip install deepspeed"

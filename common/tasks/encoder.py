@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..config import RunConfig, flag
+from ..data.collate import Padding, pad_to_longest
 from ..environment import print_once
 from ..errors import UsageError
 from .known_classes import config_of_classes, names_of
 from .pooling import POOLINGS
-from .pretrained import load
+from .pretrained import load, runnable
 
 PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
 PAD, UNKNOWN, FIRST, MASK = "[PAD]", "[UNK]", "[CLS]", "[MASK]"
@@ -140,6 +142,33 @@ def freeze_key_biases(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if name.endswith(("key.bias", "k_proj.bias", "k_lin.bias", "attn.k.bias")):  # k_lin: DistilBERT, attn.k: MPNet
             weight.requires_grad_(False)
+
+
+@torch.no_grad()
+def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
+    """A `collate_fn` for texts, with padding that changes no value of a text: on the right, with the token of the
+    tokenizer or that for which the head looks; or on the left, as for XLNet, whose head reads the last position. A line
+    says it if it changes values in any case."""
+    tokens = torch.tensor([tokenizer("a a")["input_ids"]])
+    usual = tokenizer.pad_token_id
+
+    def values(pad: int, left: int, right: int) -> Tensor:
+        padded, mask = (
+            F.pad(each, (left, right), value=value) for each, value in ((tokens, pad), (torch.ones_like(tokens), 0))
+        )
+        return model(input_ids=padded, attention_mask=mask)[0]
+
+    ways = [way for way in ((usual, 0, 2), (model.config.pad_token_id, 0, 2), (usual, 2, 0)) if way[0] >= 0]
+    fitting = ways[:1]
+    with suppress(Exception), runnable(model):  # one that cannot take the text says so in the run
+        alone = values(usual, 0, 0)
+        fitting = [way for way in ways if torch.allclose(values(*way), alone, 1e-3, 1e-5)]
+    if not fitting:
+        print_once(f"{type(model).__name__} sees padding: the result depends on --micro_batch_size")
+    pad, left, _ = (fitting or ways)[0]
+    if left:
+        tokenizer.padding_side = "left"  # goes with the export
+    return pad_to_longest({"input_ids": pad}, side="left" if left else "right")
 
 
 class Embedder(nn.Module):
