@@ -95,7 +95,7 @@ class Evaluation:
                 try:
                     export_model(engine, config.output_dir / "best", self.options.get("export"))
                 except RunError as error:
-                    engine.accelerator.print(f"{error}; the run goes on")
+                    engine.accelerator.print(f"{error}; the run continues")
         recorder.evaluation(metrics)
         self.metrics = metrics
 
