@@ -72,7 +72,7 @@ def chosen_configs(names: list[str] | None) -> list[Path]:
         paths = [find_config(name) for name in names]
         for path in paths:
             if not is_count(mapping_in(path).get("num_processes")):
-                raise UsageError(f"{path} has no num_processes above 0, which verify needs: use it into the file")
+                raise UsageError(f"{path} has no num_processes above 0, which verify needs: add it to the file")
         return paths
     return [find_config(name) for name in CONFIGS]
 

@@ -78,7 +78,7 @@ def weight_gap(name: str, weight: Sketch, expected: Sketch, initial: Sketch) -> 
 
 
 def _share(distance: float, slack: float, update: float) -> float:
-    """What a distance is beyond the slack, relative to the update; infinite if it is not a number."""
+    """The distance beyond the slack, relative to the update; infinite if it is NaN."""
     if distance <= slack:
         return 0.0
     share = (distance - slack) / max(update, slack, 1e-30)
@@ -87,12 +87,15 @@ def _share(distance: float, slack: float, update: float) -> float:
 
 def fingerprints(engine: Engine) -> dict[Any, tuple[float, float]]:
     """{(name of a weight, range): (a sum, norm) of this process's part}, to compare with processes that hold the
-    same."""
+    same. Of buffers, those of processes that see the same samples are the same."""
     sums: dict[Any, tuple[float, float]] = {}
+    layout = engine.plan.layout
     for name, tensor in engine.saved_tensors().items():
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():  # buffers may differ
+        is_weight = isinstance(tensor, nn.Parameter)
+        if tensor.is_floating_point() and (is_weight or layout.tp > 1):
             sketch = Sketch.of(local(tensor))
-            sums[name, range_of(tensor)] = (float(sketch.sums.sum()), sketch.norm)
+            samples = None if is_weight else layout.data_parallel_rank
+            sums[name, range_of(tensor), samples] = (float(sketch.sums.sum()), sketch.norm)
     return sums
 
 

@@ -1,23 +1,27 @@
 """One process, or DDP: each process holds the whole model."""
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..layout import Layout
 from ..step.engine import Engine
+from ..step.guards import not_used
 from ..step.setup import Setup, compile_if_asked
 from .grid import Division, Part
 from .strategy import Strategy
 
 
 class Ddp(Strategy):
-    """Takes what no other strategy asks for."""
+    """The default: one process or DDP, if no other strategy applies."""
 
     name = "DDP"
     needs_all_weights = True  # DDP waits for the gradient of each
     takes_means = True  # as torch's does; a hook that sums takes 60 µs a step more
     fallback = "--config_file accelerate_configs/single.yaml"
-    cause_in_update = "{optimizer} changes weights in another way in each process: let gradients alone decide"
+    cause_in_update = "{optimizer} changes weights differently in each process: use only gradients"
 
     def title(self, layout: Layout) -> str:
         if layout.sp > 1:
@@ -28,7 +32,27 @@ class Ddp(Strategy):
         division.apply(Part(setup.model, setup.model))
         compile_if_asked(setup.model, setup.plan)
         _let_ddp_send_state_alone(setup.model)
-        return Engine(setup, setup.accelerator.prepare_model(setup.model))
+        engine = Engine(setup, setup.accelerator.prepare_model(setup.model))
+        if isinstance(engine.model, DistributedDataParallel) and not engine.model.find_unused_parameters:
+            _refuse_missing_gradients(setup.model, setup.optimizer)
+        return engine
+
+
+def _refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Ends the run in a step without the gradient of a weight that had one in the first step. DDP waits for it, and
+    leaves other gradients as they are in each process."""
+    waited: dict[str, Tensor] = {}
+
+    def check(*args: Any) -> None:
+        if not waited:
+            waited.update((name, weight) for name, weight in model.named_parameters() if weight.grad is not None)
+        for name, weight in waited.items():
+            if weight.grad is None:
+                raise not_used(
+                    f"no pass of this step uses {name}, as earlier steps did, and DDP waits for its gradient"
+                )
+
+    optimizer.register_step_pre_hook(check)
 
 
 def _let_ddp_send_state_alone(model: nn.Module) -> None:

@@ -75,7 +75,7 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
             f"{', '.join(sorted(present))}",
             "remove the key",
             [Edit("fsdp_transformer_layer_cls_to_wrap", section="fsdp_config")],
-            "then the model's own list counts, _no_split_modules",
+            "then FSDP uses the model's _no_split_modules",
         )
 
 
@@ -154,7 +154,7 @@ def _make_float32(model: nn.Module) -> None:
 
 
 def _checkpoint_activations(layers: Sequence[nn.Module], layout: Layout) -> None:
-    """Lets layers compute their activations again in the backward pass, as the config file says."""
+    """Makes layers recompute their activations in the backward pass, as the config file says."""
     if not layout.environment.is_true("fsdp_activation_checkpointing"):
         return
     to_cpu = layout.environment.is_true("fsdp_activation_checkpointing_offload")

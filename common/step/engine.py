@@ -166,17 +166,17 @@ class Engine:
         return self.forward_step(self.model, batch, number)
 
     def share_values(self, values: Values) -> Values:
-        """Those of `evaluate`, of one batch or several, in all processes with the same samples."""
+        """The values of `evaluate`, for one batch or several, in all processes with the same samples."""
         return dict(self._of_all_stages(values))
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
         """(1 / the weight of the global batch, which losses are multiplied by; the weight of this process's samples).
-        Where a wrapper takes the mean of gradients in place of the sum, the first makes up for it."""
+        If a wrapper averages gradients instead of summing them, the first compensates for it."""
         plan, layout = self.plan, self.plan.layout
         if "weight" not in micro_batches[0]:
             return self._mean_scale, plan.config.batch_size / layout.data_parallel_size
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
-        # Of the processes with the same samples, the first one counts them.
+        # The first of the processes with the same samples counts them.
         total = self.accelerator.reduce(weight * (layout.rank % layout.model_parallel_size == 0), "sum")
         # A total of 0 has losses of 0; divided by it, they would not be numbers.
         return self._num_averaged / total.where(total > 0, 1), weight

@@ -11,7 +11,7 @@ from .batch_loss import BatchLossFn
 
 
 class FitOptions(TypedDict, total=False):
-    """What a recipe may tell `fit` beside what each run needs, by keyword.
+    """The options of `fit`, passed by keyword.
 
     Attributes:
         summarize: means over an evaluation set -> metrics to report.

@@ -92,7 +92,7 @@ def _check_values(values: Any, size: int) -> None:
 
 
 def _advice(name: str, value: Tensor, size: int) -> str:
-    """What to type for a value of a wrong shape."""
+    """The advice for a value of a wrong shape."""
     if value.shape == (size, 1):
         return ".squeeze(-1)"
     advice = "a reduction that keeps the batch dimension"

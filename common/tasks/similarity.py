@@ -26,8 +26,8 @@ def candidates(values: Values) -> tuple[Tensor, Tensor]:
 
 
 def _scores(values: Values) -> Tensor:
-    """Cosines of each query and candidate, times `scale`, shape (batch, candidates). Minus infinity stands for what is
-    no negative of the query: another document of an equal query, a text equal to one of those, or to the query."""
+    """Cosines of each query and candidate, times `scale`, shape (batch, candidates). Minus infinity marks what is no
+    negative of the query: another document of an equal query, a text equal to one of those, or to the query."""
     vectors, texts = candidates(values)
     query, document = values["text_ids"][:, 0], values["text_ids"][:, 1]
     right = (query[:, None] == query).float() @ (document[:, None] == texts).float() > 0
@@ -129,9 +129,14 @@ def _measures(scores: Tensor, right: Tensor) -> dict[str, Tensor]:
 
 
 def correlations(examples: Examples) -> Metrics:
-    """What EmbeddingSimilarityEvaluator measures: Pearson's and Spearman's correlation of cosines and scores. Cosines
-    that differ by rounding share a rank."""
-    values = _cosines(examples).double(), examples["score"].double()
+    """What EmbeddingSimilarityEvaluator measures, of cosines and scores."""
+    return correlations_of(_cosines(examples), examples["score"])
+
+
+def correlations_of(predicted: Tensor, target: Tensor) -> Metrics:
+    """Pearson's and Spearman's correlation of numbers of about 1. Predicted ones that differ by rounding share a
+    rank."""
+    values = predicted.double(), target.double()
     ranks = _ranks((values[0] / ROUNDING).round()), _ranks(values[1])
     return {
         name: float(F.cosine_similarity(one - one.mean(), other - other.mean(), dim=0, eps=0))

@@ -49,21 +49,28 @@ def encode_texts(
 ) -> tuple[list[int], list[list[Tensor]]]:
     """(numbers of the samples all of whose texts have tokens, the tokens of these texts in each column).
 
-    Attention in a text without tokens has nothing to attend to, which is 0/0. A line counts such samples. Raises
-    UsageError if all are so.
-
     Args:
         columns: the texts of all samples, one column after another.
         tokenizer: of transformers.
         max_length: tokens beyond this number are left out.
+
+    Raises:
+        UsageError: like `rows_with_tokens`.
     """
     encoded = [tokenizer([*texts], truncation=True, max_length=max_length)["input_ids"] for texts in columns]
+    kept = rows_with_tokens(*encoded)
+    return kept, [[torch.tensor(tokens[row]) for row in kept] for tokens in encoded]
+
+
+def rows_with_tokens(*encoded: Sequence[Any]) -> list[int]:
+    """The numbers of the samples that have tokens in each of these columns. Attention in a text without tokens has
+    nothing to attend to, which is 0/0. A line counts such samples. Raises UsageError if all are so."""
     kept = [row for row, sample in enumerate(zip(*encoded)) if all(sample)]
     if not kept:
         raise UsageError("no sample has tokens in each of its texts: look at the columns that the flags name")
     if missing := len(encoded[0]) - len(kept):
         say(f"{missing:,} of {len(encoded[0]):,} samples have a text without tokens: left out")
-    return kept, [[torch.tensor(tokens[row]) for row in kept] for tokens in encoded]
+    return kept
 
 
 def digest_of(tokenizer: Any) -> str:

@@ -73,7 +73,7 @@ def test_another_order_is_refused_and_another_schedule_or_flag_is_said(
     bad = fork(tmp_path / "bad", "single", TOLD, f"{COURSE} --order bad", succeeds=False)
     assert "the sampler returns ids from 0 to 50: expected 0 to 49" in refused(bad)
     run = fork(tmp_path / "run", "single", TOLD, f"{flags} --power 2")
-    assert "the learning rate follows another curve than in the checkpoint" in run.stdout
+    assert "the learning rate follows a different schedule than in the checkpoint" in run.stdout
     assert "the checkpoint's run had --power 1.0, this run has 2.0" in run.stdout
 
 

@@ -34,7 +34,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step gathers", "ddp"): None,
     ("step gathers", "pipeline_parallel"): "a collective of all processes, and those of other stages do not call it",
     ("step returns_what_it_gathers", "ddp"): '"error" of sample',
-    ("step unfreezes_late", "fsdp2"): "the weights that want a gradient are not those of the start in step",
+    ("step unfreezes_late", "fsdp2"): "the weights with requires_grad differ from those at the start in step",
     ("step counts_with_an_iterator", "ddp"): "forward_step changes COUNT, which the parity check cannot",
     ("step counts_until_late", "ddp"): None,
     ("step follows_the_step", "deepspeed_zero2"): None,
@@ -229,9 +229,10 @@ def test_check_that_is_off_lets_a_wrong_run_through(tmp_path: Path, reference: C
 
 DRAWS = "tests/scripts/draws.py"
 DRAWS_REFUSED = {
-    "evaluation": "sample 0 of the evaluation set has another content when it is read again: let the set draw from",
+    "evaluation": "sample 0 of the evaluation set changes when it is read again: draw from",
     "shuffled_evaluation": "of the evaluation set than process 0: build the same model and data in each process",
-    "weight": "the forward pass makes the weight gain, which neither the optimizer nor another process has: make it in",
+    "weight": "the forward pass creates the weight gain, which neither the optimizer nor another process has: make "
+    "it in",
 }
 
 

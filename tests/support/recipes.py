@@ -7,6 +7,8 @@ MNIST = "recipes/mnist.py"
 LINEAR = "recipes/linear_regression.py"
 TRANSFORMER = "recipes/transformer.py"
 TEXT_CLASSIFICATION = "recipes/text_classification.py"
+TOKEN_CLASSIFICATION = "recipes/token_classification.py"
+MASKED_LM = "recipes/masked_lm.py"
 EMBEDDINGS = "recipes/embeddings.py"
 FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
@@ -53,6 +55,7 @@ TEXT += " --learning_rate 1e-3"
 # Sentences of docs/, with their pages, and cut in two: the embedded data are large, and take seconds to read.
 ENCODER = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 CLASSES = f"--data {ROOT}/tests/data/texts.csv {ENCODER}"
+TAGS = f"--data {ROOT}/tests/data/tags.conll {ENCODER} --max_length 64"
 PAIRS = f"--data {ROOT}/tests/data/pairs.csv {ENCODER} --temperature 0.2"
 CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
 IMAGES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
@@ -65,6 +68,8 @@ RECIPES = {
     "transformer": (TRANSFORMER, STEPS + TEXT),
     "experts": (TRANSFORMER, STEPS + TEXT + " --num_experts 4"),
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
+    "token classification": (TOKEN_CLASSIFICATION, STEPS + TAGS),
+    "masked lm": (MASKED_LM, STEPS + f"--data {ROOT / 'LICENSE'} {ENCODER}"),
     "embeddings": (EMBEDDINGS, STEPS + PAIRS),
     "finetune": (FINETUNE, STEPS + CHATS),
     "diffusion": (DIFFUSION, STEPS + IMAGES),

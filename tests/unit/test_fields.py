@@ -91,6 +91,6 @@ def test_classification_loss_is_that_of_transformers(kind: str) -> None:
         {"input_ids": torch.tensor(text), "label": label, "class_weight": 1.0}
         for text, label in zip(TEXTS, labels.tolist())
     ]
-    found = text_classification.forward_step(model, pad_to_longest({"input_ids": PAD})(samples))
+    found = text_classification.make_forward_step("class")(model, pad_to_longest({"input_ids": PAD})(samples))
     torch.testing.assert_close(found["loss"].mean(), expected.loss, rtol=1e-6, atol=1e-6, check_dtype=False)
     assert found["predicted"].tolist() == expected.logits.argmax(1).tolist()

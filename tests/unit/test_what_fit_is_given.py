@@ -130,7 +130,7 @@ class Compiled(nn.Module):
             lambda model: WrapperByName(sgd(model)),
             "WrapperByName: expected one whole torch.optim.Optimizer: call super().__init__",
         ),
-        (prepared, "AcceleratedOptimizer was prepared already, which fit does itself: remove accelerator.prepare"),
+        (prepared, "AcceleratedOptimizer is already prepared, which fit does itself: remove accelerator.prepare"),
         (lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1), "use --lr_schedule, or schedule="),
         (lambda model: None, "the optimizer is None: expected one whole torch.optim.Optimizer: use, for example"),
         (lambda model: torch.optim.SGD, "the optimizer is the class SGD: expected"),
@@ -146,9 +146,9 @@ def test_what_is_no_optimizer(make: Callable[[nn.Module], Any], expected: str) -
     [
         (None, "the model is None: expected one torch.nn.Module"),
         ([nn.Linear(2, 2)], "the model is of the type list"),
-        (marked(), "Linear was prepared already"),
+        (marked(), "Linear is already prepared"),
         (Compiled(), "give fit the one before torch.compile, and use --compile"),
-        (nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "Sequential was wrapped for several processes already"),
+        (nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "Sequential is already wrapped for several processes"),
     ],
 )
 def test_what_is_no_model_or_wrapped(model: Any, expected: str) -> None:
@@ -319,9 +319,9 @@ def graph(size: int) -> dict[str, Tensor]:
             None,
             "one shape in the dataset or in a collate",
         ),
-        ([Wrapper, Wrapper], None, "samples are of the type type: expected dicts"),
+        ([Wrapper, Wrapper], None, "samples have the type type: expected dicts"),
         ([{"image": object()}] * 2, None, '"image" of a sample is a object: expected a tensor, number or string: make'),
-        ([{"x": [1, 2]}] * 2, None, 'make it a tensor; of datasets, .with_format("torch") does so with lists'),
+        ([{"x": [1, 2]}] * 2, None, 'make it a tensor; .with_format("torch") of datasets does this for lists'),
         ([{"x": [1, 2]}, {"x": [1]}], None, '"x" of a sample is a list: expected a tensor'),
         (
             [{"target": row} for row in ROWS],
