@@ -82,7 +82,7 @@ class Watcher:
         ):
             setattr(target, name, _bound(wrapper, getattr(target, name)))
         for kind in (DataLoaderShard, DataLoaderDispatcher):
-            kind.dataset = property(self._dataset)  # type: ignore[attr-defined]
+            kind.dataset = property(self._dataset)
 
     def keep_global_batch(self, arguments: Any, parts: int) -> None:
         """Lets the processes of a Trainer of transformers, or TRL's, share the batch of one, in so many micro-batches

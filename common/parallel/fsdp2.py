@@ -124,7 +124,8 @@ class Fsdp2(Strategy):
         if head:  # the backward pass begins with it, before it would be gathered again
             fully_shard(head, **options | {"reshard_after_forward": False})
         fully_shard(part.root, **options)  # what runs: it gathers the rest
-        model._is_fsdp_managed_module = True  # to `generate`: all processes take as many passes as the longest answer
+        # To `generate`: all processes take as many passes as the longest answer needs.
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
         for module in part.root.modules():
             if isinstance(module, FSDPModule):  # not those of before: it has changed their classes
                 module.set_gradient_divide_factor(1.0)

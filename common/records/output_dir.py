@@ -292,7 +292,7 @@ def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     folder = output_dir / "checkpoints"
     try:
         names = [path.name for path in folder.iterdir()]  # not glob, which hides errors
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
     except OSError as error:
         raise RunError(f"{folder} cannot be read ({error.strerror}): nothing was changed") from None

@@ -61,6 +61,7 @@ ELSEWHERE = {
     "benchmarks/gpt2_loops.py": "benchmarks/gpt2.py",
     "benchmarks/scaling_plot.py": "benchmarks/scaling.py",
     **{f"benchmarks/silent_errors/{part}.py": "benchmarks/silent_errors/run.py" for part in ("framework", "mistakes")},
+    "docs/tools/modules.py": "tests/unit/test_layout.py",
     "launchers/hosts.sh": "tests/cluster/test_multi_node.py",
     "launchers/kubernetes/trainjob.yaml": "tests/cluster/test_kubernetes.py",
     "launchers/network.py": "tests/process/test_commands.py",
