@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 import sys
 import typing
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ class RunConfig:
             _check(type(self), field.name, getattr(self, field.name))
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             raise UsageError("--early_stopping_patience needs a metric: use --metric_for_best_model loss")
-        if self.output_dir.resolve() == Path(self.output_dir.resolve().anchor):
+        if os.path.realpath(self.output_dir) == os.sep:  # not resolve, which fails at a loop of links
             raise UsageError(f"--output_dir {self.output_dir} is the root of the disk: use a folder of its own")
         if self.deterministic and self.tf32:
             raise UsageError("--deterministic is for exact results, --tf32 rounds them: use one of them")

@@ -62,7 +62,10 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model scalar_weight", "ddp"): None,
     ("model scalar_weight", "fsdp2"): None,
     ("model scalar_weight", "fsdp2_tensor_parallel"): None,
-    ("model scalar_weight", "deepspeed_zero2"): "DeepSpeed ZeRO-2 cannot train this: RuntimeError: self.dim()",
+    (
+        "model scalar_weight",
+        "deepspeed_zero2",
+    ): "extra.weight has no dimension, and DeepSpeed cannot send it to the other processes",
     ("model empty_weight", "fsdp2"): "FSDP2 cannot train this: RuntimeError: _chunk_cat expects",
     ("model empty_weight", "deepspeed_zero2"): None,
     ("model complex_weight", "fsdp2"): None,
