@@ -18,7 +18,7 @@ class Config(RunConfig):
     learning_rate: float = 1e-2
     log_every: int = 2
     fails: int = flag(99, "number of the first call of export that fails, from 0")
-    width: int = flag(1, "width of a layer that takes no memory, because it is on the meta device")
+    width: int = flag(1, "millions of elements of a weight that takes no memory, because it is one that is expanded")
 
 
 class Pairs(TensorDataset):
@@ -34,7 +34,7 @@ def main(config: Config) -> None:
     accelerator = start(config)
     model, calls = nn.Linear(3, 3), []
     if config.width > 1:
-        model.scale = nn.Parameter(torch.ones(1).expand(config.width), requires_grad=False)
+        model.scale = nn.Parameter(torch.ones(1).expand(config.width * 10**6), requires_grad=False)
 
     def export(folder: Path) -> None:
         calls.append(folder)
