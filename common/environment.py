@@ -142,7 +142,7 @@ def without_ranks() -> Iterator[None]:
 
 def variables_of_one_process() -> dict[str, str]:
     """The environment of a process of its own on the CPU: in the precision of this run, without its launcher."""
-    launchers = re.compile(f"{SETTINGS.pattern}|{RANKS.pattern}$|MASTER_|TORCHELASTIC_|GROUP_|CUDA_VISIBLE_DEVICES$")
+    launchers = re.compile(f"{OF_LAUNCHERS.pattern}|TORCHELASTIC_")
     kept = {name: value for name, value in os.environ.items() if not launchers.match(name)}
     precision = {"ACCELERATE_MIXED_PRECISION": Environment.read().mixed_precision}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} | precision

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..alone.kept import NotChecked
 from ..cpu_group import CpuGroup
 from ..environment import variables_of_one_process
 from ..errors import UsageError
@@ -19,7 +18,7 @@ from ..plan import Plan
 from ..records.running_sums import TOTAL_WEIGHT, RunningSums
 from ..step.engine import Engine, StepResult
 from ..step.setup import Setup
-from .compare import Gap, Key, step_gaps
+from .compare import Key, step_gaps
 from .reference import ROUNDINGS, Perturbed
 from .reference_run import ReferenceRun
 from .tolerances import BF16, LATER, TRAJECTORY_TIMES_FLOOR
@@ -61,29 +60,33 @@ class Rehearsal:
         try:
             steps = run.steps(numbers, None, first=number)
             return cls(steps, Perturbed.take(run, numbers, ROUNDINGS[0], number).steps, first, run.is_low)
-        except (NotChecked, Exception):  # the run will show it, with the step and its samples
+        except Exception:  # the run will show it, with the step and its samples
             return None
 
     def line(self, steps: Sequence[Step], plan: Plan, number: int) -> str | None:
         """The line that ends a run whose step `number` is not that of one process; None if it is. `steps` are what it
         did in each process."""
-        expected, found = self.steps[number], dict[Key, Gap]()
+        expected = self.steps[number]
         floors = step_gaps(self.moved[number], expected, plan, number)
-        for rank, step in enumerate(steps):
-            for key, gap in step_gaps(step, expected, plan, number, rank).items():
-                shrunk = _size(self.first, key) / max(_size(expected, key), 1e-30)  # a loss near 0 is all rounding
-                tolerance = BF16["grad_norm" if key[0] == "norm" else ""] if self.is_low else LATER * max(1.0, shrunk)
-                if key in COMPARED and not gap.size <= max(tolerance, TRAJECTORY_TIMES_FLOOR * floors[key].size):
-                    found[key] = gap
+        limits = {
+            key: max(self._tolerance(key, expected), TRAJECTORY_TIMES_FLOOR * floors[key].size) for key in COMPARED
+        }
+        each = (step_gaps(step, expected, plan, number, rank) for rank, step in enumerate(steps))
+        found = [gaps[key] for gaps in each for key in COMPARED if key in gaps and not gaps[key].size <= limits[key]]
         if not found:
             return None
         return (
-            f"{plan.layout} does not give the result of one process: in step {number + 1}, "
-            f"{next(iter(found.values())).text}\n"
+            f"{plan.layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
             "  likely cause: the first steps were the same; something begins later, as a hook, dropout or a schedule "
             "in the model, and the config divides what it computes\n"
             "  --check_steps 0 trains without this check"
         )
+
+    def _tolerance(self, key: Key, expected: Step) -> float:
+        if self.is_low:
+            return BF16["grad_norm" if key[0] == "norm" else ""]
+        # A loss near 0 is all rounding: what counts is its size in the first step.
+        return LATER * max(1.0, _size(self.first, key) / max(_size(expected, key), 1e-30))
 
 
 def _size(step: Step, key: Key) -> float:
@@ -169,12 +172,13 @@ class AfterSaves:
             if time.monotonic() > ends:
                 return "", "one process takes too long"
             time.sleep(0.05)
-        low = BF16 if self._plan.layout.precision != "float32" else {"": LATER, "grad_norm": 10 * LATER}
+        is_low = self._plan.layout.precision != "float32"
+        tolerances = (BF16[""], BF16["grad_norm"]) if is_low else (LATER, 10 * LATER)
         for step, own in self._own.items():
-            for name, value, expected in zip(("train/loss", "grad_norm"), own, alone[step]):
+            for name, value, expected, tolerance in zip(("train/loss", "grad_norm"), own, alone[step], tolerances):
                 if name == "train/loss" and step == min(self._own):
                     continue  # its record also has the steps before the save that no record had
-                if not abs(value - expected) <= low.get(name, low[""]) * abs(expected) or math.isnan(expected):
+                if not abs(value - expected) <= tolerance * abs(expected):
                     return f"the {name} of step {step} is {value:.7g}, {expected:.7g} on one process", ""
         return "", ""
 
