@@ -82,7 +82,7 @@ def make_forward_step(target: str) -> Callable[[nn.Module, Batch], dict[str, Ten
             return {
                 "loss": F.binary_cross_entropy_with_logits(logits, label, reduction="none").mean(1),
                 "accuracy": ((logits > 0) == (label > 0.5)).float().mean(1),
-                "probability": (1e9 * logits.double().sigmoid()).long(),  # in billionths: integers have no mean
+                "probability": logits.sigmoid(),
                 "label": (label > 0.5).long(),
             }
         predicted = logits.argmax(-1)

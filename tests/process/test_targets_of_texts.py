@@ -89,7 +89,7 @@ def measures(case: str, predictions: list[dict[str, Any]]) -> dict[str, float]:
             "macro_f1": metrics.f1_score(label, predicted, average="macro"),
             "matthews": metrics.matthews_corrcoef(label, predicted),
         }
-    probability = torch.tensor(columns["probability"]) / 1e9
+    probability = torch.tensor(columns["probability"])
     precision = metrics.average_precision_score(label, probability)
     each = {name: metrics.f1_score(label, probability > 0.5, average=name) for name in ("micro", "macro")}
     return {"mean_average_precision": precision, "micro_f1": each["micro"], "macro_f1": each["macro"]}
@@ -134,7 +134,7 @@ def test_losses_measures_and_scores_are_those_of_others(tmp_path: Path, data: Pa
         if case == "number":
             assert scores == pytest.approx([ours["predicted"]], rel=1e-5, abs=1e-5)
         elif "probability" in ours:
-            assert scores == pytest.approx([each / 1e9 for each in ours["probability"]], abs=1e-5)
+            assert scores == pytest.approx(ours["probability"], abs=1e-5)
         else:
             assert max(found, key=found.get) == names[ours["predicted"]]
 
