@@ -21,7 +21,6 @@ DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "d
 GROUPS = {  # what people want to do: recipes
     "Classify, tag or score": ("mnist", "image_classification", "text_classification", "token_classification"),
     "Train or adapt a language model": ("transformer", "masked_lm", "finetune", "preferences", "vision_language"),
-    "Answer questions, translate": ("question_answering", "translation"),
     "Search by meaning": ("embeddings",),
     "Generate images": ("diffusion",),
     "Fit numbers": ("linear_regression",),
