@@ -1,8 +1,7 @@
 """One process, or DDP: each process holds the whole model."""
 
-from typing import Any
+from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,16 +33,16 @@ class Ddp(Strategy):
         _let_ddp_send_state_alone(setup.model)
         engine = Engine(setup, setup.accelerator.prepare_model(setup.model))
         if isinstance(engine.model, DistributedDataParallel) and not engine.model.find_unused_parameters:
-            _refuse_missing_gradients(setup.model, setup.optimizer)
+            engine.after_backward.append(_refuses_missing_gradients(setup.model))
         return engine
 
 
-def _refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Ends the run in a step without the gradient of a weight that had one in the first step. DDP waits for it, and
-    leaves other gradients as they are in each process."""
+def _refuses_missing_gradients(model: nn.Module) -> Callable[[], None]:
+    """What ends the run after a backward pass without the gradient of a weight that had one in the first step. DDP
+    waits for it, and leaves other gradients as they are in each process."""
     waited: dict[str, Tensor] = {}
 
-    def check(*args: Any) -> None:
+    def check() -> None:
         if not waited:
             waited.update((name, weight) for name, weight in model.named_parameters() if weight.grad is not None)
         for name, weight in waited.items():
@@ -52,7 +51,7 @@ def _refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer
                     f"no pass of this step uses {name}, as earlier steps did, and DDP waits for its gradient"
                 )
 
-    optimizer.register_step_pre_hook(check)
+    return check
 
 
 def _let_ddp_send_state_alone(model: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """Tensor parallelism: the processes of a group share each layer in a model's plan. FSDP2 may divide the rest again."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -86,9 +85,8 @@ def average_whole_weights(engine: Engine, group: dist.ProcessGroup) -> None:
     ranks, tensors = {*dist.get_process_group_ranks(group)}, engine.saved_tensors()
     held = [keys for holders, keys in engine.replicas.shared.items() if ranks <= {*holders}]
     weights = [tensors[name] for keys in held for name, _ in keys]
-    own_update = engine._update
 
-    def update(number: int, wants_norm: bool) -> Any:
+    def average() -> None:
         gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             like = [gradient for gradient in gradients if gradient.dtype == dtype]
@@ -96,9 +94,8 @@ def average_whole_weights(engine: Engine, group: dist.ProcessGroup) -> None:
             dist.all_reduce(flat, group=group)
             means = (flat / len(ranks)).split([gradient.numel() for gradient in like])
             torch._foreach_copy_(like, [mean.view_as(gradient) for mean, gradient in zip(means, like)])
-        return own_update(number, wants_norm)
 
-    engine._update = update  # type: ignore[method-assign]
+    engine.after_backward.append(average)
 
 
 TENSOR = TensorParallel()

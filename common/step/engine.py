@@ -1,6 +1,6 @@
 """Takes optimizer steps, `Engine.step`, and holds their state."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +70,7 @@ class Engine:
         replicas: the comparison of what several processes hold of the same weights.
         trained: whether gradients reach the weights, and steps move them.
         shares: of this process's micro-batches in the loss of the global batch; of the last step with a first pass.
+        after_backward: called in each step when the gradients are there, before anything reads or clips them.
         row: of the micro-batch whose forward pass began last, among those of all processes.
         rounds_weights: whether the first step finds other weights than the model had, because they were rounded.
     """
@@ -87,6 +88,7 @@ class Engine:
         forward_step, self.batch_loss = setup.check_functions()
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         self.shares: list[Share] = []
+        self.after_backward: list[Callable[[], None]] = []
         self.numbers, self.replicas, self.trained = Numbers(self._own_optimizer), Replicas(self), Trained(self)
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
@@ -107,6 +109,8 @@ class Engine:
         scale, weight = self._loss_scale(micro_batches)
         self._first_pass(number, micro_batches)
         losses, metrics = self._backward(number, micro_batches, scale)
+        for look in self.after_backward:
+            look()
         grad_norm, skipped = self._update(number, wants_norm)
         if self.ema is not None and not skipped:
             self.ema.update()

@@ -45,6 +45,6 @@ def test_a_run_without_a_fault_is_not_stopped(tmp_path: Path, config: str) -> No
 @pytest.mark.parametrize("config", ["tensor_parallel", "fsdp2_tensor_parallel"])
 def test_processes_that_compute_a_gradient_inexactly_stay_together(tmp_path: Path, config: str) -> None:
     apart = fork(tmp_path / "apart", config, INEXACT, succeeds=False)
-    assert "holds another 0.weight than process" in apart.stderr and apart.exit_code == 3
+    assert "holds a different 0.weight than process" in apart.stderr and apart.exit_code == 3
     together = fork(tmp_path / "together", config, INEXACT, "--average")
     assert together.card["status"] == "done" and together.records[-1]["step"] == 4
