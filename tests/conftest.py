@@ -1,6 +1,8 @@
 """Reference runs that several tests share. The first of the parallel test processes that needs a run makes it."""
 
+import gc
 import hashlib
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,10 @@ from filelock import FileLock
 from support.launching import fork
 from support.recipes import DISTURBED
 from support.runs import Run
+
+# Before torch is imported: several tests share the cores, so threads that wait for others must not keep them busy.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else a unit test that looks for a model on the Hub waits a minute
 
 # A shell lets a command in the background ignore Ctrl-C, and all processes that the command starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.quick)
         if any(item.get_closest_marker(name) for name in ("full", "large")):
             item.add_marker(pytest.mark.timeout(0))
+
+
+def pytest_collection_finish() -> None:
+    """Takes the imported objects, a million, out of each garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,10 @@ def predictions(run: Run, name: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("config", "flags"),
     [
-        ("single", "--micro_batch_size 2"),
-        ("ddp", ""),
         ("ddp", "--micro_batch_size 1 --num_workers 1"),
         ("fsdp2", ""),
+        pytest.param("single", "--micro_batch_size 2", marks=pytest.mark.full),
+        pytest.param("ddp", "", marks=pytest.mark.full),
         pytest.param("deepspeed_zero2", "", marks=pytest.mark.full),
         pytest.param("deepspeed_zero3", "--micro_batch_size 2", marks=pytest.mark.full),
     ],

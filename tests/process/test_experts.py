@@ -44,12 +44,13 @@ def made(folder: Path, name: str) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_processes", "flags"),
     [
         (4, "--expert_parallel 2 --micro_batch_size 2 --router_loss 0.1"),
-        pytest.param(4, "--expert_parallel 4 --activation_checkpointing", marks=pytest.mark.full),
-        pytest.param(2, "--expert_parallel 2 --max_grad_norm 0.05 --ema_decay 0.9", marks=pytest.mark.full),
+        (4, "--expert_parallel 4 --activation_checkpointing"),
+        (2, "--expert_parallel 2 --max_grad_norm 0.05 --ema_decay 0.9"),
     ],
 )
 def test_with_replicas_and_accumulation(

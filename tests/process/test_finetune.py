@@ -123,7 +123,8 @@ def test_adapters_of_divided_layers_resume_under_ddp(tmp_path: Path, base: Path,
         assert ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).abs().max() <= 1e-5 for name in ours)
 
 
-@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_adapters_go_on_with_dropout(tmp_path: Path, base: Path, config: str) -> None:
     """Dropout depends on the micro-batch and not on the process. The second run begins with what the first has made."""
     flags = f"{LORA} --lora_dropout 0.3 --lora_alpha 4 --micro_batch_size 2 --model_name_or_path {base}"

@@ -188,8 +188,10 @@ def test_weights_that_are_held_beside_tensor_parallelism(
     ("killed", "other"),
     [
         (SHARD_PP, SHARD_TP_PP),
-        (TP_SP, SP_PP),
-        *(pytest.param(*pair, marks=pytest.mark.full) for pair in [(SHARD_EP, SHARD_PP_EP), (SHARD_TP_PP, ONE)]),
+        *(
+            pytest.param(*pair, marks=pytest.mark.full)
+            for pair in [(TP_SP, SP_PP), (SHARD_EP, SHARD_PP_EP), (SHARD_TP_PP, ONE)]
+        ),
     ],
 )
 def test_a_killed_run_goes_on_under_another_product(

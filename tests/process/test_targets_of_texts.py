@@ -143,7 +143,7 @@ def test_losses_measures_and_scores_are_those_of_others(tmp_path: Path, data: Pa
     ("case", "config"),
     [
         ("number", "tensor_parallel"),
-        ("classes", "ddp"),
+        pytest.param("classes", "ddp", marks=pytest.mark.full),
         *(
             pytest.param(case, config, marks=pytest.mark.full)
             for case in ("pair", "classes", "probability", "number")

@@ -37,9 +37,9 @@ def assert_stopped(run: Run, signal_name: str, steps: range) -> None:
 @pytest.mark.parametrize(
     ("config", "signal_name", "process", "fault", "step"),
     [
-        ("single", "SIGTERM", 0, "signal", 7),
+        pytest.param("single", "SIGTERM", 0, "signal", 7, marks=pytest.mark.full),
         ("ddp", "SIGUSR1", 1, "signal", 4),
-        ("fsdp2", "SIGINT", 1, "evaluation", 1),
+        pytest.param("fsdp2", "SIGINT", 1, "evaluation", 1, marks=pytest.mark.full),
         ("deepspeed_zero2", "SIGTERM", 0, "evaluation", 1),
     ],
 )
@@ -102,7 +102,7 @@ def started(config: str, output_dir: Path, arguments: str, **variables: str) -> 
 @pytest.mark.parametrize(
     ("config", "signal_name", "variables"),
     [
-        ("single", "SIGTERM", {}),
+        pytest.param("single", "SIGTERM", {}, marks=pytest.mark.full),
         pytest.param("ddp", "SIGTERM", {}, marks=pytest.mark.full),
         pytest.param("ddp", "SIGINT", {}, marks=pytest.mark.full),
         ("ddp", "SIGUSR1", {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"}),

@@ -16,10 +16,11 @@ GIVEN_BACK = (
     *("cached", "least_recent", "user_dict", "chain_map", "bytes", "numbers", "ctypes", "shared_array", "namespace"),
     *("queue", "context", "thread", "array", "weak", "decorated", "environment"),
 )
+ALL = ",".join(GIVEN_BACK)  # one that is not given back changes the losses
 OTHER, SEVERAL = "beside the hidden states: another stage of the pipeline has that", "times, where the pipeline was cut"
 PIPELINES = ("pipeline_parallel", "interleaved", "zbv")
 STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process; else a part of the line
-    **{(f"{where}{late}", "ddp"): None for where, late in product(GIVEN_BACK, ("", " --late"))},
+    **{(f"{where}{late}", "ddp"): None for where, late in product((*GIVEN_BACK, ALL), ("", " --late"))},
     ("file", "ddp"): "when one process repeats the first step from the same state,",
     ("logger", "fsdp2"): "when one process repeats the first step from the same state,",
     **{("hooks_clip", config): None for config in ("ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel")},
@@ -69,8 +70,12 @@ def check(run: Run, expected: Run, line: str | None) -> None:
         assert line in refused(run) and "Traceback" not in run.stderr and not (run.output_dir / "model").exists()
 
 
-def cells(often: dict[tuple[str, str], Any]) -> list[Any]:
-    return [pytest.param(*cell, id=" ".join(cell)) for cell in often]
+def cells(lines: dict[tuple[str, str], Any]) -> list[Any]:
+    """One by one where several in one run also say it: only with `make test-full`."""
+    return [
+        pytest.param(*cell, id=" ".join(cell), marks=[pytest.mark.full] * (cell[0].split()[0] in GIVEN_BACK))
+        for cell in lines
+    ]
 
 
 @pytest.mark.parametrize(("where", "config"), cells(STATES))

@@ -214,7 +214,7 @@ HOOKS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    where: str = flag("cached", "what keeps the count")
+    where: str = flag("cached", "what keeps the count; or several names, with commas")
     late: bool = flag(False, "use it after the checked steps alone")
     batch_size: int = 8
     micro_batch_size: int | None = 2
@@ -226,14 +226,15 @@ def main(config: Config) -> None:
     accelerator = start(config)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
-    if config.where in HOOKS:
-        HOOKS[config.where](model, optimizer)
-    count = COUNTERS.get(config.where, lambda: lambda: 1)()
+    names = config.where.split(",")
+    for name in HOOKS.keys() & names:
+        HOOKS[name](model, optimizer)
+    counts = [COUNTERS[name]() for name in names if name in COUNTERS] or [lambda: 1]
     seen = {"step": -1, "number": 0}
 
     def forward_step(model: Any, batch: Batch, step: int) -> dict[str, Tensor]:
         if model.training and step != seen["step"]:  # once a step, however many micro-batches there are
-            seen.update(step=step, number=count())
+            seen.update(step=step, number=sum(count() for count in counts) / len(counts))
         factor = 1.0 if config.late and step < CHECKED else 1.0 / (1 + seen["number"])
         return {"loss": (model(batch["x"]) - batch["y"]) ** 2 * factor}
 
