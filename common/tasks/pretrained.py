@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
@@ -154,18 +155,29 @@ def _check_types(model: PreTrainedModel, folder: "Folder", dequantized: bool) ->
 
 
 def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Raises UsageError if a token of the tokenizer, or of a processor's, has no row in the embedding."""
+    """Raises UsageError if a token of the tokenizer, or of a processor's, has no row in the embedding. Special tokens
+    without a task of their own become text: the Gemma 3 that sees no images has one for images."""
     try:
         num_rows = model.get_input_embeddings().num_embeddings
     except (AttributeError, NotImplementedError):  # it embeds in another way, as CANINE hashes characters
         return
-    tokens = tokenizer_of(tokenizer).get_vocab() if tokenizer is not None else {}
-    token = max(tokens, key=tokens.__getitem__, default="")
-    if tokens.get(token, -1) >= num_rows:
+    plain = tokenizer_of(tokenizer)
+    tokens = plain.get_vocab() if plain is not None else {}
+    without = sorted((token for token, number in tokens.items() if number >= num_rows), key=tokens.__getitem__)
+    if not without:
+        return
+    named = {str(getattr(plain, name)) for name in plain.SPECIAL_TOKENS_ATTRIBUTES}
+    extra = {str(each) for each in plain.added_tokens_decoder.values() if each.special} - named
+    in_template = any(token in str(plain.chat_template) for token in without)
+    if not extra.issuperset(without) or not plain.is_fast or plain is not tokenizer or in_template:
         raise UsageError(
-            f"its tokenizer has the token {token!r} with the id {tokens[token]}, the model has {num_rows} rows for "
-            "tokens: use the path of a model with its own tokenizer"
+            f"its tokenizer has the token {without[-1]!r} with the id {tokens[without[-1]]}, the model has {num_rows} "
+            "rows for tokens: use the path of a model with its own tokenizer"
         )
+    content = json.loads(plain.backend_tokenizer.to_str())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] not in without]
+    plain._tokenizer = Tokenizer.from_str(json.dumps(content))
+    print_once(f"the model has no row for {', '.join(without)}: the tokenizer reads that as text")
 
 
 class Folder:

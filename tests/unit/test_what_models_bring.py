@@ -12,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     GPT2Config,
     GPT2ForSequenceClassification,
     XLNetConfig,
@@ -111,6 +112,29 @@ def test_token_without_a_row_is_found_at_once(tmp_path: Path, read: Any, how: st
     token, number = ("new19", 919) if how == "more" else (".*", 999)
     with pytest.raises(UsageError, match=f"the token '{token}' with the id {number}, the model has [0-9]+ rows"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["extra_special_tokens", "pad_token"])
+def test_special_token_without_a_row_is_text_if_it_has_no_task(tmp_path: Path, name: str) -> None:
+    """As in Gemma 3 1B, whose tokenizer has a token for images; but padding has a row."""
+    write_model(tmp_path, num_positions=32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({name: "<image>" if name == "pad_token" else ["<image>"]})
+    number = tokenizer.convert_tokens_to_ids("<image>")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert number == len(tokenizer) - 1 >= config["vocab_size"] and tokenizer("<image>")["input_ids"][-1] == number
+    tokenizer.save_pretrained(tmp_path)
+    if name == "pad_token":
+        with pytest.raises(UsageError, match="the token '<image>' with the id"):
+            read_causal(tmp_path)
+        return
+    for folder in (tmp_path, tmp_path / "exported"):  # which has the same tokens
+        _, tokenizer = load_pretrained(str(folder), 16, "sdpa")
+        ids = tokenizer("one<image>two")["input_ids"]  # the five words of this tokenizer, and ?
+        assert ids[0] == 1 and ids[-1] == 2 and max(ids) < config["vocab_size"]
+        if folder == tmp_path:
+            AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path / "exported")
+            tokenizer.save_pretrained(tmp_path / "exported")
 
 
 TEXTS = [[5, 6, 7, 8, 9, 4, 3], [6, 4, 3], [9, 8, 4, 3]]
