@@ -1,6 +1,6 @@
 """Plants each error of the literature on silent errors in a small recipe, and writes down what finds it.
 
-    python benchmarks/silent_errors/run.py                    # docs/silent-errors.md: all errors, and runs without any
+    python benchmarks/silent_errors/run.py                    # docs/planted-errors.md: all errors, and runs without any
     python benchmarks/silent_errors/run.py --only late_element --only wrapper_left_out
     python benchmarks/silent_errors/run.py --clean            # the runs without errors alone
     python benchmarks/silent_errors/run.py --large --only wrapper_left_out    # 134 million weights
