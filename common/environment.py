@@ -132,12 +132,17 @@ def print_once(line: str) -> None:
 
 @contextmanager
 def without_ranks() -> Iterator[None]:
-    """Removes the variables that number and count the processes in the `with` block."""
-    removed = {name: os.environ.pop(name) for name in list(os.environ) if RANKS.fullmatch(name)}
+    """Removes the variables that number and count the processes in the `with` block, and gives the environment back
+    what it was before."""
+    before = dict(os.environ)
+    for name in filter(RANKS.fullmatch, before):
+        del os.environ[name]
     try:
         yield
     finally:
-        os.environ.update(removed)
+        if before != dict(os.environ):
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def variables_of_one_process() -> dict[str, str]:
@@ -146,18 +151,6 @@ def variables_of_one_process() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not launchers.match(name)}
     precision = {"ACCELERATE_MIXED_PRECISION": Environment.read().mixed_precision}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} | precision
-
-
-@contextmanager
-def restored_variables() -> Iterator[None]:
-    """Gives the environment back what it was before the `with` block."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        if before != dict(os.environ):
-            os.environ.clear()
-            os.environ.update(before)
 
 
 def num_cores() -> int:

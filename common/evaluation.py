@@ -26,7 +26,6 @@ from .state import TrainState
 from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gather, put, widened
 from .step.engine import Engine, evaluating
 from .step.guards import check_same_start, freeze_what_is_not_trained
-from .step.options import FitOptions
 from .step.setup import Setup
 from .step.values import is_metric
 from .stopping.watch import Watch
@@ -37,9 +36,8 @@ class Evaluation:
     """The evaluations of a run.
 
     Args:
-        engine: holds the model to evaluate.
-        eval_sets: {name: map-style dataset}; each sample counts once. A name other than "" stands before its metrics.
-        options: those of `fit`.
+        engine: holds the model to evaluate, and the setup of the run. Each sample of an evaluation set counts once. The
+            name of a set, other than "", stands before its metrics.
         state: the run's state.
         watch: the run's watch; a stop request ends an evaluation early.
 
@@ -50,16 +48,10 @@ class Evaluation:
         UsageError: an evaluation of one sample does not return the metric `--metric_for_best_model`.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        eval_sets: Mapping[str, MapDataset],
-        options: FitOptions,
-        state: TrainState,
-        watch: Watch,
-    ):
+    def __init__(self, engine: Engine, state: TrainState, watch: Watch):
+        eval_sets = engine.setup.eval_sets
         say_sizes(engine.plan.num_samples, eval_sets)
-        self.engine, self.options, self.state = engine, options, state
+        self.engine, self.options, self.state = engine, engine.setup.options, state
         num_workers, device = engine.plan.config.num_workers, engine.accelerator.device
         # Moved once, not in each evaluation.
         self.eval_sets = {
@@ -93,7 +85,7 @@ class Evaluation:
             name = config.metric_for_best_model
             if name is not None and state.records_best(name, metrics[name]):
                 try:
-                    export_model(engine, config.output_dir / "best", self.options.get("export"))
+                    export_model(engine, config.output_dir / "best")
                 except RunError as error:
                     engine.accelerator.print(f"{error}; the run continues")
         recorder.evaluation(metrics)
@@ -151,7 +143,7 @@ def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
         engine = prepare(setup)
         state = TrainState(step=plan.num_steps)  # the run is done
-        evaluation = Evaluation(engine, setup.eval_sets, setup.options, state, watch)
+        evaluation = Evaluation(engine, state, watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:
@@ -204,7 +196,10 @@ def evaluate_set(
     *totals, total = torch.stack([*sums, weight.sum()]).tolist()
     means = of_sources({name: value / (total or math.nan) for name, value in zip(averaged, totals)})
     kept = examples | metrics if keeps or batch_loss is not None else {}
-    return means, {name: whole.to(_exact(whole)).cpu() for name, whole in without_sources(kept).items()}
+    for name, whole in kept.items():
+        if whole.ndim == 1:  # for sums over samples
+            kept[name] = whole.to(torch.float64 if whole.is_floating_point() else torch.int64)
+    return means, {name: whole.cpu() for name, whole in without_sources(kept).items()}
 
 
 def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:
@@ -215,13 +210,6 @@ def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:
         for start in starts
     ]
     return {name: torch.cat([metrics[name] for metrics in parts]) for name in parts[0]}
-
-
-def _exact(value: torch.Tensor) -> torch.dtype:
-    """A type for sums over samples; that of vectors stays."""
-    if value.ndim > 1:
-        return value.dtype
-    return torch.float64 if value.is_floating_point() else torch.int64
 
 
 def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:

@@ -81,17 +81,11 @@ def give_usual_mode(path: Path) -> None:
     path.chmod(0o666 & ~mask)
 
 
-def flush_all(folder: Path) -> None:
-    """Flushes a folder with all files in it. Raises OSError."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        flush(path)
-    flush(folder)
-
-
 def replace_folder(aside: Path, folder: Path) -> None:
     """Gives a finished folder the name of another one. If the file system can exchange names, one of them has the
     name at every moment. Raises OSError."""
-    flush_all(aside)
+    for path in (*sorted(aside.rglob("*"), reverse=True), aside):
+        flush(path)
     if folder.exists() and not _exchange(aside, folder):
         shutil.rmtree(folder)
     if aside.exists() and not folder.exists():

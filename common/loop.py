@@ -1,6 +1,7 @@
 """`fit`: a whole training run in one function."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Unpack
 
 import torch
@@ -17,7 +18,7 @@ from .data.batches import batches
 from .data.sets import ForwardStep, MapDataset, Metrics
 from .evaluation import Evaluation, evaluate_exported
 from .launch.observed import ObservedAccelerator
-from .parallel.strategies import check_trainable, prepare
+from .parallel.strategies import check_trainable
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
 from .step.checks import check_given
@@ -64,29 +65,26 @@ def fit(
     """
     check_given(model, optimizer, locals())
     setup = with_sizes(Setup.of(accelerator, model, optimizer, forward_step, train_set, eval_set, config, **options))
-    plan, train_set, eval_sets, group = setup.plan, setup.train_set, setup.eval_sets, CpuGroup(config.hang_timeout)
+    plan, group = setup.plan, CpuGroup(config.hang_timeout)
     if config.evaluate_only:
         return evaluate_exported(setup, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
-        this_run = identity(plan, model, optimizer, train_set, eval_sets, group)
-        state = (checkpoint := find_checkpoint(plan, this_run, model, optimizer, group)).state
+        this_run = identity(setup, group)
+        state = (checkpoint := find_checkpoint(setup, this_run, group)).state
         if output_dir.is_done(state):
             return {}
-        try_export(plan, model, options.get("export"), group)
+        try_export(setup, group)
         checkpoint.load_weights(model)
-        check_same_start(model, train_set, eval_sets, group)
+        check_same_start(model, setup.train_set, setup.eval_sets, group)
         setup = check_trainable(setup)
-        check = ParityCheck(setup, train_set, checkpoint, group)
-        check.facts |= freeze_what_is_not_trained(accelerator, model, optimizer)
-        check.reference()
-        with check.translate_errors():
-            engine = prepare(check.watching(setup))
-        take_step = check.around(engine)
-        stream = batches(train_set, plan.micro_batches(state.step), accelerator.device, config)
-        recorder = Recorder(engine, output_dir, state, options, check.facts)
+        facts = freeze_what_is_not_trained(accelerator, model, optimizer)
+        check = ParityCheck(setup, checkpoint, group, facts)
+        engine, after_saves = check.engine, check.after_saves
+        stream = batches(setup.train_set, plan.micro_batches(state.step), accelerator.device, config)
+        recorder = Recorder(engine, output_dir, state, facts)
         checkpoint.load_rest(engine, recorder.unrecorded)
-        evaluation = Evaluation(engine, eval_sets, options, state, watch)
-        with recorder, check, Saver(engine, this_run, group, watch, check.after_save, options.get("export")) as saver:
+        evaluation = Evaluation(engine, state, watch)
+        with recorder, closing(after_saves), Saver(engine, this_run, group, watch, after_saves.start) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:
@@ -95,7 +93,7 @@ def fit(
                 learning_rate = engine.set_learning_rate(plan.learning_rate_factor(state))
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
-                result = take_step(state.step, micro_batches, plan.reads(state.step + 1) or watch.stop_requested)
+                result = check.take_step(state.step, micro_batches, plan.reads(state.step + 1) or watch.stop_requested)
                 state.step += 1
                 recorder.add(learning_rate, result)
                 watch.after_step(state.step, result)

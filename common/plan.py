@@ -32,18 +32,19 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
     batch_size, micro_batch_size = config.batch_size, config.micro_batch_size
     data_parallel_size, num_stages = layout.data_parallel_size, layout.pp
     if batch_size % data_parallel_size:
+        below = batch_size // data_parallel_size * data_parallel_size
         raise UsageError(
             f"--batch_size {batch_size} is not divisible by {data_parallel_size} data-parallel ranks",
-            f"use --batch_size {_nearest_multiples(batch_size, data_parallel_size)}",
+            f"use --batch_size {f'{below} or ' * bool(below)}{below + data_parallel_size}",
         )
     own_samples = batch_size // data_parallel_size
     if micro_batch_size is None:
         micro_batch_size = next_smaller_divisor(own_samples, max(1, own_samples // num_stages) + 1)
         assert micro_batch_size is not None  # 1 divides all
     if own_samples % micro_batch_size:
-        below = next_smaller_divisor(own_samples, micro_batch_size)
-        above = min((size for size in _divisors(own_samples) if size > micro_batch_size), default=None)
-        choices = " or ".join(str(size) for size in (below, above) if size is not None)
+        smaller = next_smaller_divisor(own_samples, micro_batch_size)
+        larger = min((size for size in _divisors(own_samples) if size > micro_batch_size), default=None)
+        choices = " or ".join(str(size) for size in (smaller, larger) if size is not None)
         raise UsageError(
             f"--micro_batch_size {micro_batch_size} does not divide the {own_samples} samples per process of "
             f"--batch_size {batch_size} ({data_parallel_size} data-parallel ranks)",
@@ -67,11 +68,6 @@ def _divisors(number: int) -> list[int]:
     """All divisors of a number, in the time of its root: a number may be mistyped, with too many zeros."""
     small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
     return [*small, *(number // value for value in small)]
-
-
-def _nearest_multiples(size: int, divisor: int) -> str:
-    below = size // divisor * divisor
-    return f"{below} or {below + divisor}" if below else str(divisor)
 
 
 @dataclass(frozen=True)
@@ -190,9 +186,7 @@ class Plan:
 
     def learning_rate_factor(self, state: TrainState) -> float:
         """The share of the peak learning rate for the next step."""
-        # A step that the loss scaler skips does not advance the schedule.
-        position = state.step - state.num_skipped
-        return self.factor_at(position)
+        return self.factor_at(state.step - state.num_skipped)  # a step that the loss scaler skips does not advance it
 
     def factor_at(self, position: int) -> float:
         """The share of the peak learning rate at this position of the schedule, in steps from 0."""

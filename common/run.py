@@ -14,11 +14,10 @@ from .accidents import advice
 from .command_line import ConfigT, parse
 from .environment import Environment, rank
 from .errors import StoppedError, UsageError, needs_no_traceback, trace_of
-from .failure import Failure, first_failure, line_of
+from .failure import Failure, ReportedErrors, end, first_failure, line_of
 from .records.output_dir import checkpoints, fail_after_run
 from .records.run_card import read_card
 from .stopping import signals
-from .stopping.exit import ReportedErrors, end
 from .streams import Output
 
 
@@ -35,7 +34,8 @@ def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     if code_file := Environment.read().code_file:
         code_file.touch()  # the file exists: the recipe has started
-    signals.catch(_stop_at_once)
+    # Before the first step there is nothing to save.
+    signals.catch(lambda name: end(StoppedError(f"by {name} before the first step: the same command starts again")))
     try:
         record(lambda: _train(main, config_class), error_handler=ReportedErrors())()
     except (Exception, KeyboardInterrupt) as error:
@@ -53,7 +53,10 @@ def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
     try:
         afterwards = main(_after_restart(parse(config_class)))
     except Exception as error:
-        if (line := advice(error) or _missing_package(error)) is None:
+        line = advice(error)
+        if isinstance(error, ModuleNotFoundError) and error.name in ("datasets", "pandas"):  # of the extra `data`
+            line = f"this data needs {error.name}: run pip install {error.name}"
+        if line is None:
             raise
         raise UsageError(line) from None
     if torch.distributed.is_initialized():
@@ -61,12 +64,6 @@ def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         torch.distributed.destroy_process_group()
     if callable(afterwards) and rank() == 0:
         _call(afterwards)
-
-
-def _missing_package(error: Exception) -> str | None:
-    """The line for a missing package of the extra `data`, which only some data needs."""
-    missing = isinstance(error, ModuleNotFoundError) and error.name in ("datasets", "pandas")
-    return f"this data needs {error.name}: run pip install {error.name}" if missing else None  # type: ignore[attr-defined]
 
 
 def _call(afterwards: Callable[[], Any]) -> None:
@@ -79,11 +76,6 @@ def _call(afterwards: Callable[[], Any]) -> None:
         trace = "" if needs_no_traceback(error) else trace_of(error)
         reason = advice(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else line_of(error))
         sys.stderr.write(f"the run is done, but the recipe failed after it: {reason}\n{trace}")
-
-
-def _stop_at_once(signal_name: str) -> None:
-    """Ends the process on a signal before the first step, when there is nothing to save."""
-    end(StoppedError(f"by {signal_name} before the first step: the same command starts again"))
 
 
 def _after_restart(config: ConfigT) -> ConfigT:

@@ -93,7 +93,7 @@ def _measure(question: Question, gpu: Gpu, *arguments: Any, **options: Any) -> F
 
 
 def _run(setup: "Setup", check_steps: int, why_not_checked: str | None) -> RunFacts:
-    from accelerate_recipes.common.check.reference_run import MAX_SECONDS
+    from accelerate_recipes.common.check.reference import MAX_SECONDS
     from accelerate_recipes.common.parallel.schedules import cost
 
     plan, options = setup.plan, setup.options

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..environment import restored_variables
 from ..errors import first_line
 from ..weights.on_disk import is_lent
 from .walk import LARGE, Walk
@@ -62,23 +61,28 @@ def kept(
         of_model = walk.visit(model)
         of_training = walk.visit(optimizer)
         moving |= {id(tensor) for _, tensor in walk.tensors[of_model[1] :] if tensor.ndim > 0}  # not counts of steps
-        for root in (*functions, *_hooks_of_all()):
+        spaces = vars(nn.modules.module) | vars(sys.modules[torch.optim.Optimizer.__module__])
+        of_all = [each for key, each in spaces.items() if key.startswith("_global_") and "hooks" in key]
+        for root in (*functions, *of_all):  # the hooks of all modules and of all optimizers, too
             walk.visit(root)
         changes.sharing = _sharing(walk.tensors)
         lending = _Lending(walk.tensors, of_training[1], moving, device)
     except Exception as error:  # too little memory, a tensor without a storage, or any object of any package
         raise NotChecked(f"model and optimizer cannot be copied: {first_line(error)}") from None
     for each in lending.tensors:
-        each.lend()
+        if each.elsewhere is not None:
+            each.tensor.data = each.elsewhere
+        each.version = each.tensor._version
     try:
-        with _noted_files(changes.files), restored_variables():
+        with _noted_files(changes.files):
             yield changes
     finally:
         numbers = [name for entry in walk.entries[: of_model[0]] for name in entry.find_changes(numbers=True)]
         found = {True: list[str](), False: list[str]()}
         for entry in walk.entries[of_training[0] :]:
             found[entry.is_generator] += entry.find_changes()
-        written = [each for each in lending.tensors if not each.is_trained and each.is_written()]
+        others = [each for each in lending.tensors if not each.is_trained]
+        written = [each for each in others if each.tensor._version != each.version]
         changes.names += [*found[False], *(each.name for each in written), *numbers]
         changes.generators += found[True]
         changes.lost += [name for name, moved in walk.iterators if moved()]
@@ -86,12 +90,6 @@ def kept(
         lending.give_back()
         for entry in walk.entries:
             entry.give_back()
-
-
-def _hooks_of_all() -> list[dict]:
-    """The hooks of all modules, and those of all optimizers."""
-    spaces = vars(nn.modules.module), vars(sys.modules[torch.optim.Optimizer.__module__])
-    return [each for space in spaces for key, each in space.items() if key.startswith("_global_") and "hooks" in key]
 
 
 @dataclass
@@ -108,14 +106,6 @@ class _Lent:
     gradient: Tensor | None
     wants_gradient: bool
     version: int = 0
-
-    def lend(self) -> None:
-        if self.elsewhere is not None:
-            self.tensor.data = self.elsewhere
-        self.version = self.tensor._version
-
-    def is_written(self) -> bool:
-        return self.tensor._version != self.version
 
     def give_back(self) -> None:
         self.tensor.data = self.data
@@ -187,7 +177,7 @@ def _noted_files(files: list[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        _noting.remove(files)
+        _noting.pop()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -1,7 +1,7 @@
 """Names the first module whose output, or gradient, is not that of one process."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -79,15 +79,25 @@ class FirstDifference:
         for place in dict.fromkeys(place for _, place in expected):
             floors = [float(gap.max()) for other in perturbed for _, gap in self._gaps(place, other, expected)]
             most = max([least, *(STEP_TIMES_FLOOR * floor for floor in floors)])
-            found = Extent(self._ids)
+            largest, samples = 0.0, dict[int, list[int]]()  # {process: ids of its samples that differ}
             for rank, trace in enumerate(traces):
                 for row, gap in self._gaps(place, trace, expected, factor):
-                    found.add(rank, row, gap, ~(gap <= most))
-            if found.size is not None:
+                    if (differs := ~(gap <= most)).any():
+                        largest, ids = max(largest, float(gap.max())), self._ids[row]
+                        ids = ids[differs] if len(differs) == len(ids) else ids  # else no sample has its own tensor
+                        samples.setdefault(rank, []).extend(ids.tolist())
+            if samples:
                 inner = [name for name in before if not place[0].startswith(f"{name}." if name else "")]
-                return (inner or [""])[-1], place[0], found.say(self.plan.accumulation * self.plan.micro_batch_size)
+                return (inner or [""])[-1], place[0], self._extent(largest, samples)
             before.append(place[0])
         return None
+
+    def _extent(self, largest: float, samples: Mapping[int, list[int]]) -> str:
+        """How large a difference is, and in which samples of which process."""
+        rank, ids = next(iter(samples.items()))
+        is_whole = len(ids) == self.plan.accumulation * self.plan.micro_batch_size > 1
+        which = "all samples" if is_whole else list_samples(sorted(ids))
+        return f"{largest:.1e} of its size, {which} of process {rank}{' and in others' * (len(samples) > 1)}"
 
     def _gaps(self, place: Place, sums: Sums, expected: Sums, factor: int = 1) -> Iterator[tuple[int, Tensor]]:
         """(row, difference of each sample relative to its size, or to a larger mean of all) of each micro-batch"""
@@ -134,44 +144,6 @@ class FirstDifference:
         order = {place[0]: position for position, (_, place) in enumerate(step.modules.forward)}
         last = max(gaps, key=lambda name: order.get(name.rpartition(".")[0], -1))
         return "gradient", f"first difference: the gradient of {last}, {gaps[last]:.1e} of its size"
-
-
-@dataclass
-class Extent:
-    """How large a difference is, and in which samples of which process.
-
-    Attributes:
-        ids: of the samples of each row.
-        size: relative, the largest of all samples; None: there is none.
-        samples: {process: ids of its samples that differ}; without samples that have no tensor of their own.
-    """
-
-    ids: Sequence[Tensor]
-    size: float | None = None
-    samples: dict[int, list[int]] = field(default_factory=dict)
-
-    def add(self, rank: int, row: int, gap: Tensor, differs: Tensor) -> None:
-        """Adds a micro-batch of a process.
-
-        Args:
-            rank: of the process.
-            row: of the micro-batch.
-            gap: of each sample, or of all at once.
-            differs: bool, of the same shape.
-        """
-        if not differs.any():
-            return
-        self.size = max(self.size or 0.0, float(gap.max()))
-        ids = self.ids[row]
-        found = ids[differs] if len(differs) == len(ids) else ids
-        self.samples.setdefault(rank, []).extend(found.tolist())
-
-    def say(self, num_own: int) -> str:
-        """In words; `num_own`: how many samples a process has."""
-        rank, samples = next(iter(self.samples.items()))
-        which = "all samples" if len(samples) == num_own > 1 else list_samples(sorted(samples))
-        others = " and in others" if len(self.samples) > 1 else ""
-        return f"{self.size:.1e} of its size, {which} of process {rank}{others}"
 
 
 def unclipped(gradient: Sketch, norm: float, max_norm: float) -> Sketch:

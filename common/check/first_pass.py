@@ -81,6 +81,8 @@ class FirstPass:
     def compare_half(self, model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> None:
         """Finds values that depend on the other samples of a micro-batch, by a pass of its first half alone."""
         size, states = len(next(iter(batch.values()))) // 2, []
+        if not size:
+            return
 
         def noted(model: nn.Module, batch: Batch, number: int) -> Values:
             device = next(value.device for value in batch.values() if isinstance(value, Tensor))

@@ -17,10 +17,8 @@ from ..errors import UsageError
 from ..plan import Plan
 from ..records.running_sums import TOTAL_WEIGHT, RunningSums
 from ..step.engine import Engine, StepResult
-from ..step.setup import Setup
 from .compare import Key, step_gaps
-from .reference import ROUNDINGS, Perturbed
-from .reference_run import ReferenceRun
+from .reference import ROUNDINGS, Perturbed, ReferenceRun
 from .tolerances import BF16, LATER, TRAJECTORY_TIMES_FLOOR
 from .trace import Step
 
@@ -101,21 +99,22 @@ class AfterSaves:
     CPU, in a folder of its own. The second step shows how the first one moved the weights.
 
     Args:
-        setup: of the run.
+        engine: of the run.
         group: of all processes.
+        every: number of steps, from `--check_every`; 0: nothing is compared.
 
     Attributes:
         numbers: of the steps that are compared next.
     """
 
-    def __init__(self, setup: Setup, group: CpuGroup):
-        self._plan, self._print, self._group = setup.plan, setup.accelerator.print, group
+    def __init__(self, engine: Engine, group: CpuGroup, every: int):
+        self._engine, self._plan, self._group, self._every = engine, engine.plan, group, every
         self.numbers, self._own, self._path = range(0), dict[int, tuple[float, float]](), Path()
         self._num_checks, self._with = 0, ExitStack()  # of the process that runs now
 
     def start(self, step: int, finish: Callable[[], Path | None]) -> None:
-        """As ParityCheck.after_save."""
-        num_checks = step // self._plan.config.check_every
+        """To be called after each save. `step`: how many are taken; `finish`: waits for the checkpoint, returns it."""
+        num_checks = step // self._every if self._every else 0
         numbers = range(step, min(step + 2, self._plan.num_steps))
         if num_checks == self._num_checks or not numbers or (path := finish()) is None:
             return
@@ -134,28 +133,28 @@ class AfterSaves:
         self._with.callback(process.kill)
         self._process, self._folder = process, folder
 
-    def compare(self, engine: Engine, number: int, result: StepResult) -> None:
+    def compare(self, number: int, result: StepResult) -> None:
         """To be called after each of `numbers`, in all processes. Raises UsageError if the last one, or one before, is
         not the step of one process."""
         sums = RunningSums()
         sums.add(result)
-        totals = sums.sums(engine, number + 1)
+        totals = sums.sums(self._engine, number + 1)
         norm = math.nan if result.grad_norm is None else float(result.grad_norm)
         self._own[number + 1] = totals["loss"] / totals[TOTAL_WEIGHT], norm
         if number != self.numbers[-1]:
             return
         self.numbers = range(0)
         line, problem = self._group.broadcast(self._found() if self._group.rank == 0 else None)
-        self.stop()
+        self.close()
         if problem:
-            self._print(f"the steps after {self._path} are not compared with one process: {problem}")
+            self._engine.accelerator.print(f"the steps after {self._path} are not compared with one process: {problem}")
         elif line:
             raise UsageError(
                 f"{self._plan.layout} does not give the result of one process after {self._path}: {line}; "
                 f"accelerate-recipes verify {sys.argv[0]} --checkpoint {self._path} looks for the cause"
             )
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Ends the process, and removes its folder."""
         self._with.close()
 

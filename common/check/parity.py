@@ -3,25 +3,24 @@
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..alone.kept import NotChecked
-from ..checkpoint.resume import Checkpoint, FreshStart
+from ..checkpoint.resume import Checkpoint
 from ..cpu_group import CpuGroup
 from ..data.batches import draws_for_batches
-from ..data.sets import Batch, MapDataset
-from ..errors import RunError, UsageError, list_samples, needs_no_traceback
+from ..data.sets import Batch
+from ..errors import RunError, UsageError, annotate_errors, list_samples, needs_no_traceback
 from ..failure import line_of
 from ..package import is_own
 from ..parallel.ddp import DDP
-from ..parallel.strategies import main_strategy
-from ..step.engine import Engine, StepResult
+from ..parallel.strategies import main_strategy, prepare
+from ..step.engine import StepResult
 from ..step.setup import Setup
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .first_difference import FirstDifference
@@ -30,66 +29,64 @@ from .later import AfterSaves, Rehearsal
 from .modules import Key as PlaceInRow
 from .modules import ModuleTrace
 from .noise import without_noise
-from .reference import Reference, take_reference
-from .reference_run import ReferenceRun
+from .reference import Reference, ReferenceRun, gradients_of, take_reference
 from .sketch import Sketch
 from .trace import Observer, Step
 from .verdict import not_repeated, verdict
-
-TakeStep = Callable[[int, Sequence[Batch], bool], StepResult]  # as Engine.step
 
 
 class ParityCheck:
     """Checks the first `--check_steps` steps of a run against one process.
 
-    `reference` lets the main process take these steps alone, before the config wraps or divides the model, with the
-    samples of all processes. It uses the user's own model, optimizer and functions, in a world that says "one process",
-    and gives all back. Then all processes take the steps together and compare: the values of each sample, the norm of
-    the gradient, the update of each weight. What differs by more than 1e-5 is compared with the floor: what rounding
+    First the main process takes these steps alone, before the config wraps or divides the model, with the samples of
+    all processes. It uses the user's own model, optimizer and functions, in a world that says "one process", and gives
+    all back. Then all processes take the steps together and compare: the values of each sample, the norm of the
+    gradient, the update of each weight. What differs by more than 1e-5 is compared with the floor: what rounding
     errors in the weights change on one process. A larger difference ends the run before anything is saved.
 
     Args:
-        setup: of the run.
-        train_set: with the run's samples.
+        setup: of the run; `check_trainable` has accepted it.
         checkpoint: that the run starts from. Its weights are loaded, its optimizer state is not.
         group: of all processes.
+        facts: for the run card. They get how many steps are checked, and how long that took; whether the forward pass
+            or a batch draws random numbers.
 
     Attributes:
-        facts: for the run card: how many steps are checked, and how long that took; whether the forward pass or a batch
-            draws random numbers.
+        engine: of the run.
+        after_saves: compares the steps after saves, with `--check_every`.
+
+    Raises:
+        UsageError: `forward_step` does not call the model, or does what no layout can make equal; or only several
+            processes have an error.
     """
 
-    def __init__(self, setup: Setup, train_set: MapDataset, checkpoint: Checkpoint | FreshStart, group: CpuGroup):
+    def __init__(self, setup: Setup, checkpoint: Checkpoint, group: CpuGroup, facts: dict[str, Any]):
         self.accelerator, self.plan, self.layout, self.group = setup.accelerator, setup.plan, setup.plan.layout, group
-        config, self.first = self.plan.config, checkpoint.state.step
+        config, self.first, self.facts = self.plan.config, checkpoint.state.step, facts
         is_wrapped = group.size > 1 or main_strategy(self.layout) is not DDP
         num_steps = config.check_steps if is_wrapped else 0
         self.numbers = range(self.first, min(self.first + num_steps, self.plan.num_steps))
-        self._setup, self._reference_run = setup, ReferenceRun(setup, train_set, checkpoint)
+        self._setup = setup
         self._reference: Reference | None = None  # only the main process has one
         self._rehearsal: Rehearsal | None = None  # as that
         self._rehearsed: list[int] = []  # numbers of the steps that it holds
-        self._after_saves = AfterSaves(setup, group) if is_wrapped and config.check_every else None
         self._error: str | None = None  # of one process
-        self._rounding: dict[str, Sketch] = {}
+        self._rounding: dict[str, Sketch] = {}  # what wrapping did to weights before the first step
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
         self._seconds = 0.0  # that the check took
         is_cut = self.plan.micro_batch_size < config.batch_size
-        self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(train_set))
-        self.facts: dict[str, Any] = {"checked_steps": 0, "draws": None}
-
-    def reference(self) -> None:
-        """Takes the steps in the main process alone. To be called in all processes, before `prepare`.
-
-        Raises:
-            UsageError: `forward_step` does not call the model, or does what no layout can make equal.
-        """
+        self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(setup.train_set))
         self._say_what_was_asked()
         if self.numbers:
             with self._time():
-                self._take_reference()
-        self.facts |= {"checked_steps": len(self.numbers), "draws": self._draws if self.numbers else None}
+                self._take_reference(ReferenceRun(setup, checkpoint))
+        draws = (self._first_pass.draws or self._first_pass.draws_for_batches) if self.numbers else None
+        facts |= {"checked_steps": len(self.numbers), "draws": draws}
         self._observer = Observer(None if self.numbers else self._first_pass)
+        with self._translating():
+            self.engine = prepare(self._observer.watch(setup))
+        self._evaluate, self.engine.evaluate = self.engine.evaluate, self.evaluate  # type: ignore[method-assign]
+        self.after_saves = AfterSaves(self.engine, group, config.check_every if is_wrapped else 0)
 
     def _say_what_was_asked(self) -> None:
         """Says where the recipe asked for the number of processes: the check cannot undo what follows from it."""
@@ -101,116 +98,99 @@ class ParityCheck:
             )
         asked.clear()
 
-    def _take_reference(self) -> None:
-        problem: type[Exception] | None = None
-        text, device = "", self.accelerator.device
+    def _take_reference(self, run: ReferenceRun) -> None:
+        problem: NotChecked | UsageError | None = None
+        device = self.accelerator.device
         if self.accelerator.is_main_process:
             try:
-                self._reference = take_reference(self._reference_run, self.numbers, self._first_pass)
+                self._reference = take_reference(run, self.numbers, self._first_pass)
                 if (lines := not_repeated(self._reference, self._setup)) is not None:
                     raise UsageError(lines)
-                self._rehearsal = Rehearsal.take(self._reference_run, self._reference.steps[self.first], self.first)
+                self._rehearsal = Rehearsal.take(run, self._reference.steps[self.first], self.first)
+                self._rehearsed = [] if self._rehearsal is None else [*self._rehearsal.steps]
+                self._block_sizes = {key: step.modules.block_sizes for key, step in self._reference.steps.items()}
             except (NotChecked, UsageError) as reason:
-                problem, text = NotChecked if isinstance(reason, NotChecked) else UsageError, str(reason)
+                problem = reason
             except Exception as error:  # the run will show whether only one process fails
-                problem, text = Exception, line_of(error)
+                self._error = line_of(error)
             if device.type != "cpu":
                 torch.get_device_module(device).empty_cache()
-        if self._reference is not None:
-            self._block_sizes = {number: step.modules.block_sizes for number, step in self._reference.steps.items()}
-        rehearsed = [] if self._rehearsal is None else [*self._rehearsal.steps]
-        given = self.group.broadcast((problem, text, self._first_pass, self._block_sizes, rehearsed))
-        problem, text, self._first_pass, self._block_sizes, self._rehearsed = given
-        if problem is UsageError:
-            raise UsageError(text)
-        if problem is NotChecked:
+        given = self.group.broadcast((problem, self._error, self._first_pass, self._block_sizes, self._rehearsed))
+        problem, self._error, self._first_pass, self._block_sizes, self._rehearsed = given
+        if isinstance(problem, UsageError):
+            raise problem
+        if problem is not None:
             self.numbers = range(0)
             self.accelerator.print(
-                f"the first steps are not checked against one process ({text}): accelerate-recipes verify checks a "
+                f"the first steps are not checked against one process ({problem}): accelerate-recipes verify checks a "
                 "smaller model"
             )
-        elif problem is None:
+        elif self._error is None:
             self._first_pass.say(self.plan, self.accelerator.print)
-        else:
-            self._error = text
 
-    @property
-    def _draws(self) -> bool:
-        return self._first_pass.draws or self._first_pass.draws_for_batches
-
-    def watching(self, setup: Setup) -> Setup:
-        """The setup of an engine whose steps this object can watch."""
-        return self._observer.watch(setup)
-
-    def around(self, engine: Engine) -> TakeStep:
+    def take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """`Engine.step` with the parity check. An error in a step gets its samples as a note.
 
         Raises:
             UsageError: the result is not that of one process, or only several processes have an error.
         """
 
-        def take_step(number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        def samples() -> str:
+            return f"step {number + 1}, {list_samples(torch.cat(self.plan.own_samples(number)).tolist())}"
+
+        with self._translating(number in self.numbers):
             try:
-                if number in self.numbers:
-                    return self._check_step(engine, number, micro_batches)
-                if number == self.first:
-                    return self._observe_step(engine, number, micro_batches)
-                if number in self._rehearsed:
-                    return self._rehearse_step(engine, number, micro_batches)
-                if self._after_saves is not None and number in self._after_saves.numbers:
-                    result = engine.step(number, micro_batches, True)
-                    self._after_saves.compare(engine, number, result)
-                    return result
-                return engine.step(number, micro_batches, wants_norm)
-            except RunError:
-                raise
+                with annotate_errors(samples):
+                    return self._take_step(number, micro_batches, wants_norm)
             except Exception as error:
-                samples = torch.cat(self.plan.own_samples(number)).tolist()
-                error.add_note(f"step {number + 1}, {list_samples(samples)}")
-                if number == self.first and (mixed := mixed_types(error, engine.module, micro_batches[0])):
+                if number == self.first and (mixed := mixed_types(error, self.engine.module, micro_batches[0])):
                     raise UsageError(mixed) from None
-                self._translate(error, number in self.numbers)
                 raise
 
-        def evaluate(batch: Batch, number: int) -> dict[str, Tensor]:
-            with self.translate_errors(number in self.numbers):
-                return own_evaluate(batch, number)
+    def _take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        if number in self.numbers:
+            return self._check_step(number, micro_batches)
+        if number == self.first:
+            return self._observe_step(number, micro_batches)
+        if number in self._rehearsed:
+            return self._rehearse_step(number, micro_batches)
+        is_compared = number in self.after_saves.numbers
+        result = self.engine.step(number, micro_batches, wants_norm or is_compared)
+        if is_compared:
+            self.after_saves.compare(number, result)
+        return result
 
-        own_evaluate = engine.evaluate
-        engine.evaluate = evaluate  # type: ignore[method-assign]
-        return take_step
+    def evaluate(self, batch: Batch, number: int) -> dict[str, Tensor]:
+        """`Engine.evaluate`. Raises UsageError if only several processes have an error."""
+        with self._translating(number in self.numbers):
+            return self._evaluate(batch, number)
 
     @contextmanager
-    def translate_errors(self, is_checked: bool = True) -> Iterator[None]:
+    def _translating(self, is_checked: bool = True) -> Iterator[None]:
         """Turns an exception in the `with` block into one line if one process alone had none, or, in a pass that it has
         not taken, if a package raised it."""
         try:
             yield
-        except Exception as error:
-            self._translate(error, is_checked)
+        except (RunError, OSError, MemoryError, torch.OutOfMemoryError):
             raise
+        except Exception as error:
+            in_package = not is_own(traceback.extract_tb(error.__traceback__)[-1].filename)
+            of_torch = isinstance(error, RuntimeError) or (isinstance(error, AttributeError) and in_package)
+            # Else a mistake in the recipe, whose traceback says more.
+            may_be_ours = is_checked or (self.group.size > 1 and of_torch)
+            if not self.numbers or self._error is not None or needs_no_traceback(error) or not may_be_ours:
+                raise
+            path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
+            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            raise UsageError(
+                f"{self.layout} cannot train this: {line_of(error)}; one process {'can' if is_checked else 'may'}: "
+                f"use {main_strategy(self.layout).fallback}; the traceback is in {path}"
+            ) from None
 
-    def _translate(self, error: Exception, is_checked: bool) -> None:
-        """Raises UsageError for an error of several processes that one process alone did not have."""
-        if isinstance(error, RunError | OSError | MemoryError | torch.OutOfMemoryError):
-            return
-        if not self.numbers or self._error is not None or needs_no_traceback(error):
-            return
-        in_package = not is_own(traceback.extract_tb(error.__traceback__)[-1].filename)
-        of_torch = isinstance(error, RuntimeError) or (isinstance(error, AttributeError) and in_package)
-        if not is_checked and (self.group.size == 1 or not of_torch):
-            return  # a mistake in the recipe, whose traceback says more
-        path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
-        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        raise UsageError(
-            f"{self.layout} cannot train this: {line_of(error)}; one process {'can' if is_checked else 'may'}: "
-            f"use {main_strategy(self.layout).fallback}; the traceback is in {path}"
-        ) from None
-
-    def _observe_step(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
+    def _observe_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """The first step of a run that is not checked. Says what it does beside computing values."""
         first_pass = self._first_pass
-        _, result = self._observer.step(engine, number, micro_batches, is_first=False, modules=None)
+        _, result = self._observer.step(self.engine, number, micro_batches, is_first=False, modules=None)
         if first_pass.draws and self.layout.tp * self.layout.sp > 1:  # stages draw the same beside their layers
             raise UsageError(
                 f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
@@ -218,62 +198,48 @@ class ParityCheck:
             )
         if self.group.size > 1:
             first_pass.written = []  # DDP itself writes buffers
-        self.facts["draws"] = self._draws
+        self.facts["draws"] = first_pass.draws or first_pass.draws_for_batches
         first_pass.say(self.plan, self.accelerator.print)
         return result
 
-    def _check_step(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
+    def _check_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """Takes a step, and compares it with that of one process."""
-        is_first = number == self.first
+        engine, is_first, sizes = self.engine, number == self.first, self._block_sizes.get(number)
         if is_first and engine.rounds_weights:
-            self._note_rounding(engine)
-        sizes = self._block_sizes.get(number)
+            initial = {} if self._reference is None else self._reference.initial
+            weights = engine.each_whole()
+            self._rounding = {name: Sketch.of(each) - initial[name] for name, each in weights if name in initial}
         modules = None if self.plan.config.compile or sizes is None else ModuleTrace(block_sizes=sizes)
-        with gradients_of(engine) as gradients:
+        with gradients_of(engine._own_optimizer, lambda: engine.saved_tensors().items()) as gradients:
             own, result = self._observer.step(engine, number, micro_batches, is_first, modules)
         with self._time():
-            self._compare(engine, number, own, gradients)
+            self._compare(number, own, gradients)
         if number == self.numbers[-1]:
-            self._finish()
+            self.facts["check_seconds"] = round(self._seconds, 3)
+            if self._seconds > 1:
+                steps = f"{len(self.numbers)} step{'s' * (len(self.numbers) > 1)}"
+                self.accelerator.print(f"checked {steps} against one process in {self._seconds:.1f} s")
+            self._reference = None  # frees its memory
         return result
 
-    def _rehearse_step(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
+    def _rehearse_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """A later step of a rehearsal, which is compared with one process."""
-        own, result = self._observer.step(engine, number, micro_batches, is_first=False, modules=None)
+        own, result = self._observer.step(self.engine, number, micro_batches, is_first=False, modules=None)
         steps, rehearsal = self.group.all_gather(own), self._rehearsal
         line = None if rehearsal is None else rehearsal.line(steps, self.plan, number)
         if line := self.group.broadcast(line):
             raise UsageError(line)
         return result
 
-    def after_save(self, step: int, finish: Callable[[], Path | None]) -> None:
-        """To be called after each save. `step`: how many are taken; `finish`: waits for the checkpoint, returns it."""
-        if self._after_saves is not None:
-            self._after_saves.start(step, finish)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._after_saves is not None:
-            self._after_saves.stop()
-
-    def _note_rounding(self, engine: Engine) -> None:
-        """Notes what wrapping did to the weights before the first step: DeepSpeed rounds them in bf16."""
-        initial = {} if self._reference is None else self._reference.initial
-        for name, weight in engine.each_whole():
-            if name in initial:
-                self._rounding[name] = Sketch.of(weight) - initial[name]
-
-    def _compare(self, engine: Engine, number: int, own: Step, gradients: dict[str, Tensor]) -> None:
+    def _compare(self, number: int, own: Step, gradients: dict[str, Tensor]) -> None:
         """Raises UsageError in all processes if step `number` is not that of one process."""
         if self._error is not None:
             raise UsageError(
                 f"several processes can train this, but not one: {self._error}; call model(...) in forward_step, "
                 "and nothing that only a wrapped model or a group of processes has"
             )
-        gaps, updates = self._weight_gaps(engine, number)
-        own.parts, modules, own.modules = fingerprints(engine), own.modules, ModuleTrace()
+        gaps, updates = self._weight_gaps(number)
+        own.parts, modules, own.modules = fingerprints(self.engine), own.modules, ModuleTrace()
         steps, reference = self.group.all_gather(own), self._reference
         lines = list[str]()
         if reference is not None and math.isfinite(reference.steps[number].grad_norm):
@@ -289,19 +255,19 @@ class ParityCheck:
         if not self.group.broadcast(bool(gaps)):
             return
         traces = self.group.all_gather(modules.on_cpu())
-        found = {name: Sketch.of(gradient) for name, gradient in engine.each_whole(gradients)}
+        found = {name: Sketch.of(gradient) for name, gradient in self.engine.each_whole(gradients)}
         ends = ""
         if reference is not None:
             where = FirstDifference(reference, number, self.plan, traces, found, own.grad_norm)
             ends = verdict(gaps, number, steps, reference, self._setup, self._first_pass, where.find)
         raise UsageError(self.group.broadcast(ends))
 
-    def _weight_gaps(self, engine: Engine, number: int) -> tuple[dict[Key, Gap], dict[str, float]]:
+    def _weight_gaps(self, number: int) -> tuple[dict[Key, Gap], dict[str, float]]:
         """(the differences of the weights from those of one process, {name: size of its update}); empty in the other
         processes. A collective."""
         reference, gaps, updates = self._reference, dict[Key, Gap](), dict[str, float]()
         after, before = ({}, {}) if reference is None else (reference.steps[number].weights, reference.initial)
-        for name, weight in engine.each_whole():
+        for name, weight in self.engine.each_whole():
             if reference is not None and name not in self._first_pass.written:
                 here = Sketch.of(weight)
                 here = here - self._rounding[name] if name in self._rounding else here
@@ -314,29 +280,6 @@ class ParityCheck:
         started = time.monotonic()
         yield
         self._seconds += time.monotonic() - started
-
-    def _finish(self) -> None:
-        self.facts["check_seconds"] = round(self._seconds, 3)
-        if self._seconds > 1:
-            steps = f"{len(self.numbers)} step{'s' * (len(self.numbers) > 1)}"
-            self.accelerator.print(f"checked {steps} against one process in {self._seconds:.1f} s")
-        self._reference = None  # frees its memory
-
-
-@contextmanager
-def gradients_of(engine: Engine) -> Iterator[dict[str, Tensor]]:
-    """{name: gradient that the optimizer gets in the `with` block}, as this process holds it; empty under ZeRO."""
-    gradients: dict[str, Tensor] = {}
-
-    def note(*args: Any) -> None:
-        of_weights = {name: weight.grad for name, weight in engine.saved_tensors().items()}
-        gradients.update((name, grad) for name, grad in of_weights.items() if grad is not None and not grad.is_sparse)
-
-    hook = engine._own_optimizer.register_step_pre_hook(note)
-    try:
-        yield gradients
-    finally:
-        hook.remove()
 
 
 def mixed_types(error: Exception, model: nn.Module, batch: Batch) -> str | None:

@@ -1,23 +1,188 @@
-"""What the main process does before `prepare`, while the model is whole: it takes the first steps alone."""
+"""The first steps of a run, taken by the main process alone before `prepare`, with the objects that the user made."""
 
+import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 import psutil
 import torch
-from torch import nn
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
 
-from ..alone.kept import Changes, NotChecked
+from ..alone.kept import Changes, NotChecked, kept
+from ..alone.world import one_process
+from ..checkpoint.resume import Checkpoint
+from ..data.batches import batches
 from ..data.sets import Batch, as_numbered_step
-from ..errors import is_out_of_memory
+from ..environment import num_cores
+from ..errors import UsageError, is_out_of_memory
+from ..seeds import restore_generators
 from ..step.engine import Engine
+from ..step.optimizer import choose_fused_kernels
 from ..step.setup import Setup
+from ..stopping import signals
 from ..weights.on_disk import with_full_weights
+from ..weights.shards import checkpoint_tensors
 from .first_pass import FirstPass
-from .reference_run import ReferenceRun, sketches
+from .modules import ModuleTrace
 from .sketch import BLOCK, Sketch, random_signs
-from .trace import Step
+from .trace import Observer, Step
+
+MAX_SECONDS = 60.0
+SMALL = 10_000_000  # bytes of weights up to which threads wait for each other longer than they compute
+
+
+@dataclass
+class ReferenceRun:
+    """Takes optimizer steps with all samples of the global batch in this process: the same engine at size 1.
+
+    Attributes:
+        setup: of the run.
+        checkpoint: from which the run starts; its weights are loaded.
+        is_low: whether a layer computed with fewer bits than float32; set by the first steps.
+        changes: what the first steps changed in the recipe's objects.
+        seconds: that the fastest step took.
+    """
+
+    setup: Setup
+    checkpoint: Checkpoint
+    is_low: bool = False
+    changes: Changes | None = None
+    seconds: float = math.inf
+
+    def steps(
+        self,
+        numbers: Sequence[int],
+        first_pass: FirstPass | None,
+        change: Callable[[nn.Module], Any] | None = None,
+        afterwards: Callable[[Engine, Batch], Any] | None = None,
+        first: int | None = None,
+    ) -> dict[int, Step]:
+        """Takes the steps with these numbers, and before them those from `first`, from weights that `change` may
+        change, and calls `afterwards` with the engine and the last micro-batch. Then model, optimizer and all that the
+        recipe's functions refer to are as they were before.
+
+        Raises:
+            NotChecked: the steps would take more than a minute, or a signal asks the run to stop.
+            UsageError: `forward_step` does not call the model, or moves an iterator on.
+        """
+        setup, every = self.setup, range(numbers[0] if first is None else first, numbers[-1] + 1)
+        config = copy.copy(setup.plan.config)
+        config.num_workers, config.ema_decay, config.compile = 0, 0.0, False
+        plan = replace(setup.plan.of_one_process(), config=config)
+        device, model, optimizer = setup.accelerator.device, setup.model, setup.optimizer
+        functions = [each for each in (setup.forward_step, setup.batch_loss, plan.schedule) if each is not None]
+        observer = Observer(first_pass)
+        with (
+            _threads_of_all(model, setup.plan.layout.environment.local_world_size),
+            one_process(setup.accelerator),
+            restore_generators(device),
+            kept(model, optimizer, functions, device) as changes,
+        ):
+            self.checkpoint.load_optimizer(model, optimizer)
+            if change is not None:
+                change(model)
+            if device.type == "cpu":  # as the run does; torch's loop over the weights takes several times as long
+                choose_fused_kernels(setup.accelerator, optimizer)
+            if plan.layout.precision != "float32":  # as Accelerate does without sharding
+                model.forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(model.forward))
+            alone = _ending_in_time(replace(setup, plan=plan), len(every) * plan.accumulation)
+            engine = Engine(observer.watch(alone), model, optimizer)
+            stream = batches(setup.train_set, plan.micro_batches(every[0]), device, plan.config)
+            steps = {}
+            for number in every:
+                engine.set_learning_rate(plan.factor_at(number - self.checkpoint.state.num_skipped))
+                micro_batches, began = list(islice(stream, plan.accumulation)), time.monotonic()
+                if number in numbers:
+                    modules = ModuleTrace(parts=setup.plan.layout.tp * setup.plan.layout.sp)
+                    with gradients_of(optimizer, model.named_parameters, Sketch.of) as gradients:
+                        steps[number], _ = observer.step(engine, number, micro_batches, number == numbers[0], modules)
+                    steps[number].weights, steps[number].gradients = sketches(model), gradients
+                    steps[number].modules = modules.on_cpu()
+                    self.is_low = self.is_low or modules.is_low
+                else:
+                    engine.step(number, micro_batches, wants_norm=False)
+                self.seconds = min(self.seconds, time.monotonic() - began)
+            if afterwards is not None:
+                afterwards(engine, micro_batches[-1])
+        self.changes = self.changes or changes
+        for name in changes.lost:
+            raise UsageError(
+                f"forward_step changes {name}, which the parity check cannot restore: give it a third argument, "
+                "step, the number of the optimizer step, and compute from it"
+            )
+        return steps
+
+
+def _ending_in_time(setup: Setup, num_passes: int) -> Setup:
+    """The setup of an engine whose passes raise NotChecked if the rest would end after the deadline.
+
+    Args:
+        setup: of the engine.
+        num_passes: forward passes for gradients. The first one may be slow by itself.
+    """
+    longest = min(MAX_SECONDS, setup.plan.config.hang_timeout / 2 or MAX_SECONDS)
+    values_of, num_done, fastest = as_numbered_step(setup.forward_step), 0, math.inf
+    started = last = time.monotonic()
+
+    def timed_values(model: Any, batch: Batch, step: int) -> dict[str, Tensor]:
+        nonlocal num_done, fastest, last
+        if torch.is_grad_enabled():
+            if signals.received_signal() is not None:
+                raise NotChecked("a signal stops the run")
+            now = time.monotonic()
+            is_usual = num_done > 1 or now - last > longest / 4
+            if num_done and is_usual:
+                fastest = min(fastest, now - last)
+                if now + fastest * (num_passes - num_done) > started + longest:
+                    raise NotChecked(f"the steps of one process would take more than {longest:g} s")
+            last, num_done = now, num_done + 1
+        return values_of(model, batch, step)
+
+    return replace(setup, forward_step=timed_values)
+
+
+@contextmanager
+def gradients_of(
+    optimizer: torch.optim.Optimizer,
+    weights: Callable[[], Iterable[tuple[str, Tensor]]],
+    keep: Callable[[Tensor], Any] = lambda gradient: gradient,
+) -> Iterator[dict[str, Any]]:
+    """{name: what `keep` makes of the gradient that the optimizer gets in the `with` block}, of these weights; empty
+    under ZeRO."""
+    gradients = dict[str, Any]()
+
+    def note(*args: Any) -> None:
+        found = ((name, weight.grad) for name, weight in weights())
+        gradients.update((name, keep(grad)) for name, grad in found if grad is not None and not grad.is_sparse)
+
+    hook = optimizer.register_step_pre_hook(note)
+    try:
+        yield gradients
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _threads_of_all(model: nn.Module, num_processes: int) -> Iterator[None]:
+    """Uses all cores in the `with` block, unless the model is small: the other processes of this machine wait."""
+    num_threads, num_bytes = torch.get_num_threads(), sum(weight.nbytes for weight in model.parameters())
+    torch.set_num_threads(num_threads if num_bytes <= SMALL else min(num_threads * num_processes, num_cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def sketches(module: nn.Module) -> dict[str, Sketch]:
+    """{name: parameter or buffer that checkpoints hold}"""
+    return {name: Sketch.of(tensor) for name, tensor in checkpoint_tensors(module).items()}
+
 
 # The weights are perturbed by so many rounding errors (ulp) to measure the noise floor. A few elements of a weight take
 # another way under Adam: with one rounding error often none, where the run has some. A large weight has many elements.
@@ -91,11 +256,6 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
         UsageError: `forward_step` does not call the model.
     """
     setup, values_of = run.setup, as_numbered_step(run.setup.forward_step)
-
-    def compare_half(engine: Engine, batch: Batch) -> None:
-        if setup.plan.micro_batch_size > 1:
-            first_pass.compare_half(engine.model, values_of, batch, numbers[0])
-
     _check_possible(setup, is_resumed=numbers[0] > 0)
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     try:
@@ -107,7 +267,8 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
             run.is_low = run.is_low or (is_bf16 and not has_layers)  # a model that is one layer shows none
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
-            again = run.steps(numbers[:1], None, afterwards=compare_half)[numbers[0]]
+            halve = lambda engine, batch: first_pass.compare_half(engine.model, values_of, batch, numbers[0])  # noqa: E731
+            again = run.steps(numbers[:1], None, afterwards=halve)[numbers[0]]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -131,10 +292,8 @@ def _check_possible(setup: Setup, is_resumed: bool) -> None:
     # On the CPU: a copy of the weights, gradients and two slots of an optimizer; anywhere the state of a checkpoint.
     needed = num_bytes * ((4 if device.type == "cpu" else 0) + (2 if is_resumed else 0))
     on_device = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
-    reason = why_not_checked(setup.plan.layout.precision, num_bytes, on_device)
-    if reason is None and needed > psutil.virtual_memory().available:
-        reason = _too_much(num_bytes)
-    if reason is not None:
+    on_device = on_device if needed <= psutil.virtual_memory().available else 0
+    if (reason := why_not_checked(setup.plan.layout.precision, num_bytes, on_device)) is not None:
         raise NotChecked(reason)
 
 
@@ -148,8 +307,5 @@ def why_not_checked(precision: str, num_bytes: int, on_device: float) -> str | N
     """
     if precision == "fp16":
         return "fp16 skips steps"
-    return _too_much(num_bytes) if 4 * num_bytes > on_device else None
-
-
-def _too_much(num_bytes: int) -> str:
-    return f"{4 * num_bytes / 2**30:,.1f} GiB for the whole model on one device are too much"
+    too_much = f"{4 * num_bytes / 2**30:,.1f} GiB for the whole model on one device are too much"
+    return too_much if 4 * num_bytes > on_device else None

@@ -21,9 +21,9 @@ from ..cpu_group import CpuGroup
 from ..errors import RunError, UsageError
 from ..failure import line_of
 from ..files import give_usual_mode, replace_folder
-from ..plan import Plan
 from ..records.run_card import read_card
 from ..step.engine import Engine
+from ..step.setup import Setup
 from ..weights.shards import checkpoint_tensors
 from .format import MODEL_FILES, check_same_model, write_tensors
 
@@ -31,14 +31,15 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transforme
 MAX_FILE_BYTES = 5_000_000_000
 
 
-def try_export(plan: Plan, module: nn.Module, export: Callable[[Path], Any] | None, group: CpuGroup) -> None:
+def try_export(setup: Setup, group: CpuGroup) -> None:
     """Tries what the export after the last step needs: the main process writes the small files and removes them, and
     looks whether there is room for the weights. A collective.
 
     Raises:
         UsageError: the export would fail.
     """
-    output_dir, dtype, line = plan.config.output_dir, export_dtype(plan.config.export_dtype, module), None
+    output_dir, module, line = setup.plan.config.output_dir, setup.model, None
+    dtype = export_dtype(setup.plan.config.export_dtype, module)
     if group.rank == 0:
         weights = checkpoint_tensors(module).values()
         types = (dtype if dtype is not None and weight.is_floating_point() else weight.dtype for weight in weights)
@@ -46,7 +47,7 @@ def try_export(plan: Plan, module: nn.Module, export: Callable[[Path], Any] | No
         disk = shutil.disk_usage(output_dir)
         try:
             with TemporaryDirectory(dir=output_dir) as folder:
-                _write_small_files(module, Path(folder), dtype, export)
+                _write_small_files(module, Path(folder), dtype, setup.options.get("export"))
         except Exception as error:  # any: `export` is the recipe's
             line = f"the model could not be exported after the last step ({line_of(error)}): correct this first"
         if disk.total and size > disk.free:  # some file systems do not say how large they are
@@ -58,17 +59,16 @@ def try_export(plan: Plan, module: nn.Module, export: Callable[[Path], Any] | No
         raise UsageError(line)
 
 
-def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | None = None) -> str | None:
+def export_model(engine: Engine, folder: Path) -> str | None:
     """Writes the weights to `<folder>/model.safetensors`, with the module's own names; above 5 GB into several files
     with an index. The main process writes them; no process holds more than one file and one tensor.
 
     A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with
-    a `peft_adapter` (common/tasks/lora.py) writes PEFT's files.
+    a `peft_adapter` (common/tasks/lora.py) writes PEFT's files. `export` of `fit` may write more.
 
     Args:
         engine: holds the weights.
         folder: replaced at once by the finished one.
-        export: writes more files into the folder, in the main process.
 
     Returns:
         A digest of the weights, in the main process.
@@ -83,7 +83,7 @@ def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | N
             with rewrite(folder) as aside:
                 digest = write_weights(weights, aside, dtype, getattr(engine.module, "peft_adapter", None))
                 try:
-                    _write_small_files(engine.module, aside, dtype, export)
+                    _write_small_files(engine.module, aside, dtype, engine.setup.options.get("export"))
                 except Exception as error:  # any: `export` is the recipe's, and the weights are worth more
                     problem = f"{folder} has the weights and lacks {_missing(folder, aside)} ({line_of(error)})"
         except RunError as error:
@@ -177,32 +177,32 @@ def write_weights(
         SafetensorError: the files cannot be written.
         ValueError: safetensors files cannot hold a type.
     """
-    held, sizes, digests = dict[str, Tensor](), [0], list[int]()
+    held, sizes, digest = dict[str, Tensor](), [0], 0
     files: list[list[str]] = []  # the names in each file
     for name, whole in weights:
         tensor = (whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole).cpu().contiguous()
         del whole  # not held while the next one is gathered
         if held and sizes[-1] + tensor.nbytes > MAX_FILE_BYTES and adapter is None:
-            digests += _write_file(folder, held, files)
+            digest += _write_file(folder, held, files)
             sizes.append(0)
         held[name] = tensor
         sizes[-1] += tensor.nbytes
     if adapter is not None:
-        digests += _digests(held)
+        digest += _digest(held)
         adapter.write(held, folder)
     else:
-        digests += _write_file(folder, held, files)
+        digest += _write_file(folder, held, files)
         _name_files(folder, files, sum(sizes))
-    return _in_any_order(digests)
+    return f"{digest % 2**64:016x}"
 
 
-def _write_file(folder: Path, held: dict[str, Tensor], files: list[list[str]]) -> list[int]:
-    """Returns the digests of the weights, and holds them no longer."""
+def _write_file(folder: Path, held: dict[str, Tensor], files: list[list[str]]) -> int:
+    """Returns the digest of the weights, and holds them no longer."""
     write_tensors(folder / str(len(files)), held, {"format": "pt"})  # transformers needs it
-    digests = _digests(held)
+    digest = _digest(held)
     files.append([*held])
     held.clear()
-    return digests
+    return digest
 
 
 def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
@@ -218,20 +218,15 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
         )
 
 
-def _digests(weights: Mapping[str, Tensor]) -> list[int]:
-    """A digest of the name, type and bytes of each weight. Digests find accidents, not forgeries."""
-    digests = []
+def _digest(weights: Mapping[str, Tensor]) -> int:
+    """The sum of digests of the name, type and bytes of each weight. It finds accidents, not forgeries."""
+    total = 0
     for name, tensor in weights.items():
         digest = xxhash.xxh3_64(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
         digest.update(content)
-        digests.append(digest.intdigest())
-    return digests
-
-
-def _in_any_order(digests: Iterable[int]) -> str:
-    """The digest of a model: the sum of those of its weights."""
-    return f"{sum(digests) % 2**64:016x}"
+        total += digest.intdigest()
+    return total
 
 
 def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
@@ -252,7 +247,7 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
             f"no exported model in {folder} ({reason}): train first, or use the --output_dir of a run that is done"
         ) from None
     expected = read_card(Path(output_dir)).get("model_digest")
-    if expected is not None and _in_any_order(_digests(weights)) != expected:
+    if expected is not None and f"{_digest(weights) % 2**64:016x}" != expected:
         raise UsageError(f"the weights in {folder} were altered after its run: train again")
     if model is not None:
         check_same_model(folder, {name: list(weight.shape) for name, weight in weights.items()}, model)
@@ -265,9 +260,7 @@ def _files(folder: Path) -> list[Path]:
     if not (folder / INDEX).exists():
         return [folder / WHOLE]
     try:
-        return [
-            folder / name
-            for name in sorted({*json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()})
-        ]
+        placed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return [folder / name for name in sorted({*placed.values()})]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise OSError(f"{INDEX} is not valid") from None

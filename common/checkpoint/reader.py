@@ -111,22 +111,18 @@ class Reader:
         try:
             if (size := path.stat().st_size) != expected["size"]:
                 raise DamagedError(f"{name} has {size} bytes, expected {expected['size']}")
-            if reads:
-                if digest_of_file(path) != expected["xxh3_128"]:
-                    raise DamagedError(f"{name} was altered")
-                self._check_shapes(name)
+            if not reads:
+                return
+            if digest_of_file(path) != expected["xxh3_128"]:
+                raise DamagedError(f"{name} was altered")
+            file = self._open(name, maps=False)
+            for tensor, part in ((key, part) for key, entry in self.tensors.items() for part in entry["parts"]):
+                if part["file"] == name and file.get_slice(tensor).get_shape() != part["sizes"]:
+                    raise DamagedError(f"{name} has another shape of {tensor} than the manifest")
         except OSError as error:
             raise _damage_or_failure(path, error) from None
         except SafetensorError as error:
             raise DamagedError(f"{name} is not a safetensors file of these tensors ({first_line(error)})") from None
-
-    def _check_shapes(self, name: str) -> None:
-        """Raises DamagedError unless a file has the parts of tensors that the manifest says."""
-        file = self._open(name, maps=False)
-        for tensor, entry in self.tensors.items():
-            for part in entry["parts"]:
-                if part["file"] == name and file.get_slice(tensor).get_shape() != part["sizes"]:
-                    raise DamagedError(f"{name} has another shape of {tensor} than the manifest")
 
 
 def _check(content: dict[str, Any]) -> None:

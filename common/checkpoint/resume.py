@@ -1,7 +1,7 @@
 """Finds, verifies and loads the checkpoint to resume from."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from ..records.running_sums import RunningSums
 from ..state import TrainState
 from ..step.engine import Engine
 from ..step.optimizer_state import Numbers, load_optimizer
+from ..step.setup import Setup
 from ..weights.on_disk import leave_on_disk
 from ..weights.shards import checkpoint_tensors
 from .format import MANIFEST, DamagedError, check_same_model
@@ -29,7 +30,7 @@ Opened = TypeVar("Opened")
 
 @dataclass
 class Checkpoint:
-    """A checkpoint found on disk and verified.
+    """A checkpoint found on disk and verified. Without a reader it is the start at step 0, and loads nothing.
 
     Attributes:
         path: its folder.
@@ -38,44 +39,46 @@ class Checkpoint:
         other_evaluation: whether the run evaluated other samples.
     """
 
-    path: Path
-    reader: Reader
-    trained: list[str]
+    path: Path = Path()
+    reader: Reader | None = None
+    trained: Sequence[str] = ()
     other_evaluation: bool = False
 
     @property
     def state(self) -> TrainState:
         """The saved state of the run."""
-        return TrainState(**self.reader.content["state"])
+        return TrainState() if self.reader is None else TrainState(**self.reader.content["state"])
 
     def load_weights(self, model: nn.Module) -> None:
         """Loads the weights into the bare module, before `prepare`; weights that are on disk are now those of the
         checkpoint. Raises UsageError if the model differs."""
-        shapes = {
-            name.removeprefix("model."): tensor["shape"]
-            for name, tensor in self.reader.tensors.items()
-            if name.startswith("model.")
-        }
+        if (reader := self.reader) is None:
+            return
+        saved = {name: tensor["shape"] for name, tensor in reader.tensors.items() if name.startswith("model.")}
+        shapes = {name.removeprefix("model."): shape for name, shape in saved.items()}
         check_same_model(self.path, shapes, model)
         here = checkpoint_tensors(model)
         for name in shapes:
             if here[name].is_meta:
-                leave_on_disk(here[name], self.reader, f"model.{name}")
+                leave_on_disk(here[name], reader, f"model.{name}")
         in_memory = [name for name in shapes if not here[name].is_meta]
-        weights = {name: self.reader.tensor(f"model.{name}", maps=True) for name in in_memory}
+        weights = {name: reader.tensor(f"model.{name}", maps=True) for name in in_memory}
         model.load_state_dict(weights, strict=False)  # a checkpoint of adapters holds them alone
 
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads the state of the optimizer of a bare module."""
-        load_optimizer(optimizer, checkpoint_tensors(model), self.reader)
-        Numbers(optimizer).load_state_dict(self.reader.content["trainer"]["optimizer"])
+        if self.reader is not None:
+            load_optimizer(optimizer, checkpoint_tensors(model), self.reader)
+            Numbers(optimizer).load_state_dict(self.reader.content["trainer"]["optimizer"])
 
     def load_rest(self, engine: Engine, unrecorded: RunningSums) -> None:
         """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and the
         sums since the last record."""
-        content = self.reader.content
+        if (reader := self.reader) is None:
+            return
+        content = reader.content
         unrecorded.load_state_dict(content["unrecorded"])
-        engine.load_parts(self.reader)
+        engine.load_parts(reader)
         engine.load_state_dict(content["trainer"])
         engine.replicas.agreed = self.state.step
         accelerator, here = engine.accelerator, describe(engine.plan.layout)
@@ -93,13 +96,13 @@ class Checkpoint:
             accelerator.print(f"the checkpoint's run had --{name} {before}, this run has {value}")
         if self.other_evaluation:
             accelerator.print("the evaluation data differ from those of the checkpoint: do not compare their metrics")
-        have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
+        have_state = {name.rpartition(".")[0] for name in reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
         if have_state and anew:  # normal for a weight that no forward pass has used
             accelerator.print(f"it has no optimizer state for {', '.join(anew)}: that state starts from scratch")
         if content["layout"] != here:
             accelerator.print(f"it was saved by {content['layout']} and continues on {here}")
-        self.reader.close()
+        reader.close()
 
 
 def check_state(content: dict[str, Any]) -> None:
@@ -116,40 +119,18 @@ def check_state(content: dict[str, Any]) -> None:
         raise DamagedError(f"{MANIFEST} has no state of a run")
 
 
-class FreshStart:
-    """Takes the place of a checkpoint if a run starts at step 0."""
-
-    path = None
-
-    @property
-    def state(self) -> TrainState:
-        """The state before the first step."""
-        return TrainState()
-
-    def load_weights(self, model: nn.Module) -> None:
-        """Keeps the model's weights."""
-
-    def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Keeps the optimizer as it is."""
-
-    def load_rest(self, engine: Engine, unrecorded: RunningSums) -> None:
-        """Keeps everything as it is."""
-
-
-def find_checkpoint(
-    plan: Plan, identity: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, group: CpuGroup
-) -> Checkpoint | FreshStart:
-    """Finds and verifies the checkpoint that `--resume_from_checkpoint` names; without the flag, a fresh start.
+def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> Checkpoint:
+    """Finds and verifies the checkpoint that `--resume_from_checkpoint` names; without the flag, the start at step 0.
 
     Raises:
         UsageError: no checkpoint at that path, a damaged one, or one of a run with another seed,
             batch size, data, optimizer or EMA decay.
     """
-    wanted = plan.config.resume_from_checkpoint
+    plan, wanted = setup.plan, setup.plan.config.resume_from_checkpoint
     if wanted is None:
-        return FreshStart()
-    given = {weight for parameters in optimizer.param_groups for weight in parameters["params"]}
-    trained = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor in given]
+        return Checkpoint()
+    given = {weight for parameters in setup.optimizer.param_groups for weight in parameters["params"]}
+    trained = [name for name, tensor in setup.model.state_dict(keep_vars=True).items() if tensor in given]
 
     def open_checked(path: Path) -> Checkpoint:
         reader = Reader.open_verified(path, group)
@@ -163,7 +144,7 @@ def find_checkpoint(
     if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
         if group.rank == 0:
             print(f"an interrupted run was replacing what is in {plan.config.output_dir}: starting afresh", flush=True)
-        return FreshStart()
+        return Checkpoint()
     if wanted == "latest":
         try:
             found = newest(plan.config.output_dir, open_checked, group)
@@ -173,7 +154,7 @@ def find_checkpoint(
             ) from None
         if found is None and group.rank == 0:
             print(f"no checkpoint in {plan.config.output_dir}: starting afresh", flush=True)
-        return found or FreshStart()
+        return found or Checkpoint()
     try:
         return open_checked(Path(wanted))
     except DamagedError as error:

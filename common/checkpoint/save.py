@@ -6,7 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
@@ -31,8 +30,8 @@ from .writer import OwnShards, collect_shards, remove, write
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
 
-    Before the first step the main process also writes the small files of an export, with `export` of `fit`. After
-    each save `after_save` gets the number of steps taken, and `finish`.
+    Before the first step the main process also writes the small files of an export. After each save `after_save` gets
+    the number of steps taken, and `finish`.
     """
 
     def __init__(
@@ -42,10 +41,9 @@ class Saver:
         group: CpuGroup,
         watch: Watch,
         after_save: Callable[[int, Callable[[], Path | None]], None] = lambda step, finish: None,
-        export: Callable[[Path], Any] | None = None,
     ):
-        self._after_save, self._export = after_save, export
         self._engine, self._identity, self._group, self._watch = engine, identity, group, watch
+        self._after_save = after_save
         in_background = engine.plan.config.async_save
         # Two threads must not use the same group at once.
         self._group_of_writer = CpuGroup(engine.plan.config.hang_timeout) if in_background else group
@@ -60,9 +58,7 @@ class Saver:
             self._write_model_files()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         with suppress(Exception) if error is not None else nullcontext():  # the run's own error is the one to report
             self.finish()
         for thread in filter(None, (self._writer, self._remover)):
@@ -79,7 +75,7 @@ class Saver:
         folder = self._engine.plan.config.output_dir / "model"
         try:
             with self._engine.ema_weights():
-                return export_model(self._engine, folder, self._export)
+                return export_model(self._engine, folder)
         except RunError as error:
             if (path := self.finish()) is None or path.name != checkpoint_name(state.step):
                 self.save(state, unrecorded)
@@ -142,12 +138,12 @@ class Saver:
         return path
 
     def _write_model_files(self) -> None:
-        folder = self._engine.plan.config.output_dir / "checkpoints"
+        config, export = self._engine.plan.config, self._engine.setup.options.get("export")
+        folder = config.output_dir / "checkpoints"
         try:
             folder.mkdir(exist_ok=True)
             flush(folder.parent)  # once in a run: a run that was killed may have made it
-            dtype = self._engine.plan.config.export_dtype
-            write_model(self._engine.module, folder / MODEL_FILES, dtype, self._export, with_weights=False)
+            write_model(self._engine.module, folder / MODEL_FILES, config.export_dtype, export, with_weights=False)
         except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.
             print(f"accelerate-recipes export will lack files beside the weights: {first_line(error)}", flush=True)
 

@@ -21,11 +21,12 @@ LONG_AGO = (1980, 1, 1, 0, 0, 0)  # one archive for one source
 def source() -> str:
     """A zip archive, compressed with xz, as base64: the recipe, what it imports from its folder, the config file, the
     command that started the run, the version of this package and, unless that names its code, the package."""
-    archive = io.BytesIO()
+    archive, config = io.BytesIO(), launch_option(shlex.split(launch_command()), "--config_file")
+    files = files_of_run() | ({} if config is None else {f"{CONFIGS}/{Path(config).name}": Path(config)})
     with zipfile.ZipFile(archive, "w") as opened:
         opened.writestr(zipfile.ZipInfo(COMMAND, LONG_AGO), launch_command() + "\n")
         opened.writestr(zipfile.ZipInfo("version.txt", LONG_AGO), f"accelerate-recipes {version()}\n")
-        for name, path in sorted((files_of_run() | _config_file()).items()):
+        for name, path in sorted(files.items()):
             with suppress(OSError):  # a recipe that was typed in, or a file that is gone
                 opened.writestr(zipfile.ZipInfo(name, LONG_AGO), path.read_bytes())
     return base64.b64encode(lzma.compress(archive.getvalue())).decode()
@@ -35,12 +36,6 @@ def open_source(text: str) -> zipfile.ZipFile:
     """The archive that `source` returned; earlier versions compressed each file by itself."""
     content = base64.b64decode(text)
     return zipfile.ZipFile(io.BytesIO(content if content.startswith(b"PK") else lzma.decompress(content)))
-
-
-def _config_file() -> dict[str, Path]:
-    """{name in the archive: file}; empty without one."""
-    config = launch_option(shlex.split(launch_command()), "--config_file")
-    return {} if config is None else {f"{CONFIGS}/{Path(config).name}": Path(config)}
 
 
 def launch_option(words: Sequence[str], name: str) -> str | None:

@@ -76,21 +76,16 @@ def write(folder: Path, shards: OwnShards, content: dict[str, Any], group: CpuGr
         WriteError: a file could not be written; an earlier checkpoint is unchanged.
     """
     # A different name for each: a network file system may return an earlier folder of the same name.
-    aside = folder.with_name(f"{UNFINISHED}{folder.name}")
+    aside, is_first = folder.with_name(f"{UNFINISHED}{folder.name}"), group.rank == 0
+    file = aside / f"shard_{group.rank:05d}.safetensors"
     try:
-        _write_aside(aside, folder, shards, content, group)
+        _together(group, lambda: _make_empty(aside) if is_first else None)
+        manifests = group.gather(_together(group, lambda: _write_shards(file, shards)))
+        _together(group, lambda: _publish(aside, folder, content, manifests) if is_first else None)
     except WriteError:
-        if group.rank == 0:  # the next checkpoint needs the disk space
+        if is_first:  # the next checkpoint needs the disk space
             shutil.rmtree(aside, ignore_errors=True)
         raise
-
-
-def _write_aside(aside: Path, folder: Path, shards: OwnShards, content: dict[str, Any], group: CpuGroup) -> None:
-    _together(group, lambda: _make_empty(aside) if group.rank == 0 else None)
-    file = aside / f"shard_{group.rank:05d}.safetensors"
-    own = _together(group, lambda: _write_shards(file, shards))
-    manifests = group.gather(own)
-    _together(group, lambda: _publish(aside, folder, content, manifests) if group.rank == 0 else None)
 
 
 def remove(folder: Path) -> None:

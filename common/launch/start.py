@@ -1,10 +1,9 @@
 """start(config) joins the processes of a run, or refuses a config that cannot run here."""
 
-import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     LoggerType,
     ProjectConfiguration,
+    patch_environment,
     set_seed,
 )
 
@@ -95,18 +95,13 @@ def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
     return accelerator
 
 
-@contextlib.contextmanager
-def mesh_of_accelerate(layout: Layout) -> Iterator[None]:
+def mesh_of_accelerate(layout: Layout) -> AbstractContextManager[None]:
     """Sets what Accelerate reads in the `with` block instead of what the config file says: it needs no mesh, and where
     FSDP2 joins another strategy, it need not know."""
-    variables, before = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}, dict(os.environ)
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
     if main_strategy(layout).distributed_type is not DistributedType.FSDP:
         variables["ACCELERATE_USE_FSDP"] = "false"
-    os.environ.update(variables)
-    yield
-    for name in variables:
-        os.environ.pop(name)
-    os.environ.update({name: before[name] for name in variables if name in before})
+    return patch_environment(**variables)
 
 
 def _quiet() -> None:

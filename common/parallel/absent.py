@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..alone.passes import TAKES_SHAPE
 from ..errors import UsageError
@@ -55,15 +55,13 @@ class Absent(Tensor):
             return written  # there is nothing to write
         if written is not None and not cls.in_front:
             raise given[0].refusal(f"writes what is computed from {given[0].origin} into another tensor")
-        result = function(*tree_map_only(Absent, lambda each: each.numbers, args), **_values_of(kwargs or {}))
+        numbers, named = tree_map_only(Absent, lambda each: each.numbers, (args, kwargs or {}))
+        result = function(*numbers, **named)
         if TAKES_SHAPE.search(function._schema.name):
             return result
         own = {id(each) for each in tree_leaves((args, kwargs))}
-        return tree_map(lambda each: cls._made(each, given[0].origin, own), result)
-
-    @classmethod
-    def _made(cls, value: Any, name: str, own: set[int]) -> Any:
-        return cls(value, name, value) if isinstance(value, Tensor) and id(value) not in own else value
+        made = lambda each: each if id(each) in own else cls(each, given[0].origin, each)  # noqa: E731
+        return tree_map_only(Tensor, made, result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"{self.origin} (of another stage)"
@@ -82,10 +80,6 @@ class Absent(Tensor):
         return UsageError(
             f"forward_step, the model or a hook {what}: another stage of the pipeline has that", f"use {FALLBACK}"
         )
-
-
-def _values_of(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return tree_map_only(Absent, lambda each: each.numbers, kwargs)
 
 
 def refuse_absent(values: Any, what: str) -> None:

@@ -9,8 +9,8 @@ from ..layout import Layout
 from ..step.engine import Engine
 from ..step.guards import not_used
 from ..step.setup import Setup, compile_if_asked
-from .grid import Division, Part
-from .strategy import Strategy
+from .grid import Part
+from .strategy import Division, Strategy
 
 
 class Ddp(Strategy):

@@ -26,8 +26,7 @@ from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_c
 from ..weights.on_disk import materialize
 from .deepspeed_engine import DeepSpeedEngine
 from .extensions import load_extensions
-from .grid import Division
-from .strategy import Strategy
+from .strategy import Division, Strategy
 
 
 def _own_file(environment: Environment) -> str:
@@ -190,11 +189,8 @@ class DeepSpeed(Strategy):
 
 def _bf16_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """DeepSpeed casts no inputs in bf16."""
-    return recursively_apply(torch.Tensor.bfloat16, (args, kwargs), test_type=_is_floating)
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    is_floating = lambda value: isinstance(value, torch.Tensor) and value.is_floating_point()  # noqa: E731
+    return recursively_apply(torch.Tensor.bfloat16, (args, kwargs), test_type=is_floating)
 
 
 def _settings_of_flags(plan: Plan) -> dict[str, tuple[float, str]]:

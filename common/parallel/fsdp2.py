@@ -22,7 +22,7 @@ from ..plan import Plan
 from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.shards import is_divided
-from .grid import Division, Grid, Part
+from .grid import Grid, Part
 from .sharding import (
     BY_CLASSES,
     classes_in_the_file,
@@ -33,7 +33,7 @@ from .sharding import (
     sharded_layers,
     without_effect,
 )
-from .strategy import Strategy
+from .strategy import Division, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -138,20 +138,15 @@ class Fsdp2(Strategy):
         _say_what_is_gathered_at_once(setup, layers)
         if plan.layout.precision != "float32":
             say_what_is_cast(accelerator, model, self.name)
-            _make_float32(model)
+            with torch._C.DisableTorchFunctionSubclass():  # weights on the disk stay there
+                for weight in model.parameters():
+                    if weight.requires_grad:  # the optimizer updates it
+                        weight.data = weight.data.float()
             model.register_forward_hook(float32_outputs)  # Accelerate's autocast under DDP casts; FSDP2 does not
         compile_if_asked(model, plan, layers)
         _checkpoint_activations(layers, plan.layout)
         division.apply(Part(model, model))
         return Engine(setup, model)
-
-
-def _make_float32(model: nn.Module) -> None:
-    """Makes the trained weights float32, which the optimizer updates. Those on the disk stay there."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.data = weight.data.float()
 
 
 def _checkpoint_activations(layers: Sequence[nn.Module], layout: Layout) -> None:

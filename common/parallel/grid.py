@@ -1,6 +1,5 @@
-"""The grid of the processes of a run, and the division of a model among them: one order for all strategies."""
+"""The grid of the processes of a run: the groups in which they share something."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,16 +10,9 @@ from torch import nn
 
 from ..cpu_group import collective_timeout
 from ..layout import Layout
-from ..step.optimizer import exchange_weights
-from ..step.setup import Setup
-from ..weights.on_disk import materialized
-from ..weights.shards import is_divided
-from .sharding import offloads
 
 if TYPE_CHECKING:  # the first import takes 0.7 s
     from torch.distributed.device_mesh import DeviceMesh
-
-    from .strategy import Strategy
 
 
 class Grid:
@@ -96,38 +88,3 @@ class Part:
 
     model: nn.Module
     root: nn.Module
-
-
-class Division:
-    """Divides a model, in the order of the strategies.
-
-    Args:
-        setup: of the run, with the whole model.
-        strategies: of the layout; not all of them divide a model.
-
-    Attributes:
-        grid: of the run.
-    """
-
-    def __init__(self, setup: Setup, strategies: Sequence["Strategy"]):
-        self.grid = Grid(setup.plan.layout, setup.accelerator.device, setup.plan.config.hang_timeout)
-        self._optimizer = setup.optimizer
-        self._plans = [(strategy, setup.plans.get(strategy.name)) for strategy in strategies]
-
-    def apply(self, part: Part, weights: bool = True) -> None:
-        """Divides a part, reads the weights that are still on disk, moves it to the device, and gives the optimizer its
-        weights in place of those of the whole model.
-
-        Args:
-            part: of the model.
-            weights: False: the part has none, and what it computes is divided alone.
-        """
-        device, before = self.grid.device, dict(part.model.named_parameters(remove_duplicate=False))
-        with materialized(part.model, "cpu" if offloads(self.grid.layout) else device):
-            for strategy, plan in self._plans if weights else [each for each in self._plans if not each[0].of_weights]:
-                strategy.divide(part, plan, self.grid)
-        for tensor in (*part.model.parameters(), *part.model.buffers()):
-            if not is_divided(tensor) and tensor.device.type != device.type:
-                tensor.data = tensor.data.to(device)
-        own = dict(part.model.named_parameters(remove_duplicate=False))
-        exchange_weights(self._optimizer, {before[name]: weight for name, weight in own.items()})

@@ -44,24 +44,18 @@ def give_hooks(engine: Engine, hooks: Mapping[str, Sequence[Hook]]) -> None:
         if name not in held:  # of another stage
             continue
         owner, _, key = name.rpartition(".")
-        gathers = [
-            path for path in modules if f"{owner}.".startswith(f"{path}." * bool(path)) and _gathers(modules[path])
-        ]
-        if gathers:  # FSDP2 computes with a gathered weight, which exists from the first pass on
-            around, register = (
-                max(gathers, key=len),
-                partial(_register_once, modules[owner], key, held[name], functions),
-            )
-            modules[around].register_forward_pre_hook(lambda *_, register=register: register(factor))
+        sharded = [path for path, module in modules.items() if hasattr(module, "unshard")]  # by FSDP2
+        around = [path for path in sharded if f"{owner}.".startswith(f"{path}." * bool(path))]
+        if around:  # it computes with a gathered weight, which exists from the first pass on
+            register = partial(_register_once, modules[owner], key, held[name], functions, factor)
+            modules[max(around, key=len)].register_forward_pre_hook(register)
         else:
             _register(held[name], functions, factor)
 
 
-def _gathers(module: nn.Module) -> bool:
-    return hasattr(module, "unshard") and hasattr(module, "set_requires_all_reduce")
-
-
-def _register_once(module: nn.Module, key: str, sharded: Tensor, functions: Sequence[Hook], factor: int) -> None:
+def _register_once(
+    module: nn.Module, key: str, sharded: Tensor, functions: Sequence[Hook], factor: int, *_: Any
+) -> None:
     weight: Any = module._parameters[key]
     if weight is not sharded and not weight._backward_hooks:
         _register(weight, functions, factor)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..alone.passes import Trace
 from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
 from ..seeds import generator_states
@@ -21,29 +20,23 @@ from .tensor_plan import ENDS, NORM_OF_HEADS, PACKED
 Origins = frozenset[str]  # the operations, and layers, that a tensor comes from
 
 
-class Operations(TorchDispatchMode):
+class Operations(Trace):
     """Notes in `found` the operations on the outputs of divided layers, but for those of each element by itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = set[str]()
-        self._origins, self._inside = WeakTensorKeyDictionary(), 0
-
-    def origins_of(self, values: Any) -> Origins:
-        """What these values were computed from; empty if from no divided layer."""
-        tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
-        return Origins().union(*(self._origins.get(each, ()) for each in tensors))
+        self.found, self._inside = set[str](), 0
 
     def note(self, what: str, values: Any) -> None:
         """Notes that something takes these values, if they come from divided layers."""
-        origins = self.origins_of(values)
+        origins = self.of(tree_leaves(values))
         self.found |= {f"{what} of {' and '.join(sorted(origins))}"} if origins else set()
 
     def mark(self, values: Any, origins: Origins) -> None:
         """Lets these values come from divided layers."""
         for each in tree_leaves(values):
             if isinstance(each, Tensor):
-                self._origins[each] = origins
+                self.origins[each] = origins
 
     @contextmanager
     def watch(self, modules: Iterable[tuple[str, nn.Module]], styles: Mapping[str, str]) -> Iterator[None]:
@@ -69,12 +62,12 @@ class Operations(TorchDispatchMode):
         self, name: str, is_column: bool, is_norm: bool, module: nn.Module, args: Any, named: Any, output: Any
     ) -> None:
         self._inside -= 1
-        self.mark(output, self.origins_of((args, named)) if is_norm else Origins([name] * is_column))
+        self.mark(output, self.of(tree_leaves((args, named))) if is_norm else Origins([name] * is_column))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         schema = function._schema
-        if self._inside or not (origins := self.origins_of((args, kwargs))):
+        if self._inside or not (origins := self.of(tree_leaves((args, kwargs)))):
             return result
         if torch.Tag.pointwise not in function.tags:
             dims = [value for argument, value in zip(schema.arguments, args) if argument.name.startswith("dim")]
@@ -99,24 +92,12 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
     first = dict[bool, int]()  # {whether a pass has gradients: number of the first step with such a pass}
     known, seen, draws = {True: set[str](), False: set[str]()}, set[Any](), set[bool]()
 
-    def is_first(is_training: bool, number: int) -> bool:
-        return number < first.setdefault(is_training, number) + max(1, plan.config.check_steps)
-
-    def compare(operations: Operations, is_training: bool, number: int) -> None:
-        if is_first(is_training, number):
-            known[is_training] |= operations.found
-        for new in sorted(operations.found - known[is_training]):
-            raise UsageError(
-                f"in step {number + 1} a pass computes {shorten(new, 160, placeholder=' ...')}, of which {plan.layout} "
-                "gives a process a share; the first passes, from which the plan was derived, do not",
-                "use --config_file accelerate_configs/fsdp2.yaml",
-            )
-
     def step(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
         is_training, states = torch.is_grad_enabled(), generator_states(engine.accelerator.device)
-        values = passed(model, batch, number, is_training)
+        is_first = number < first.setdefault(is_training, number) + max(1, plan.config.check_steps)
+        values = passed(model, batch, number, is_training, is_first)
         if generator_states(engine.accelerator.device) != states and is_training not in draws:
-            if not is_first(is_training, number):
+            if not is_first:
                 raise UsageError(
                     f"a pass draws random numbers in step {number + 1}, as dropout does, and those of the first steps "
                     f"do not; {plan.layout} divides it",
@@ -125,10 +106,10 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
             draws.add(is_training)
         return values
 
-    def passed(model: Any, batch: Batch, number: int, is_training: bool) -> dict[str, Tensor]:
+    def passed(model: Any, batch: Batch, number: int, is_training: bool, is_first: bool) -> dict[str, Tensor]:
         key = (is_training, *((name, value.shape) for name, value in batch.items() if isinstance(value, Tensor)))
         is_read = plan.reads(number + 1) if is_training else (False, number) != last[0]
-        if not (styles and (is_read or key not in seen or is_first(is_training, number))):
+        if not (styles and (is_read or key not in seen or is_first)):
             return forward_step(model, batch, number)
         seen.add(key)
         last[0], operations = (is_training, number), Operations()
@@ -138,7 +119,13 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
                 values = forward_step(model, batch, number)
         finally:  # also where a stage of a pipeline is left
             operations.note("the values of forward_step", values)
-            compare(operations, is_training, number)
+            known[is_training] |= operations.found if is_first else set()
+            for new in sorted(operations.found - known[is_training]):
+                raise UsageError(
+                    f"in step {number + 1} a pass computes {shorten(new, 160, placeholder=' ...')}, of which "
+                    f"{plan.layout} gives a process a share; the first passes, from which the plan was derived, do not",
+                    "use --config_file accelerate_configs/fsdp2.yaml",
+                )
         return values
 
     return step

@@ -23,11 +23,11 @@ from ..step.setup import Setup, compile_if_asked
 from ..weights.shards import checkpoint_tensors, local, norm_over_processes, whole
 from .absent import FALLBACK, Absent, refuse_absent
 from .chain import cut_of
-from .grid import Division, Part
+from .grid import Part
 from .schedules import SCHEDULES, Shape, cost, make_steps
 from .sharding import gathers_again
 from .stages import Cut, Stage, all_names, copied, entry_of, in_one_stage, leave_before_layers
-from .strategy import Strategy
+from .strategy import Division, Strategy
 
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
@@ -137,7 +137,9 @@ class PipelineEngine(Engine):
         self.stages = self._divide(setup, division)
         self._is_last = len(self._process_of) - 1 in self.stages
         super().__init__(setup, nn.ModuleList(self.stages.values()))
-        peers = [rank for rank in range(layout.num_processes) if self._place(rank) == self.process]
+        # The place of each process of the run in its pipeline.
+        self._places = [rank // (layout.sp * layout.tp) % layout.pp for rank in range(layout.num_processes)]
+        peers = [rank for rank, place in enumerate(self._places) if place == self.process]
         self.forward_step = in_one_stage(self.forward_step, peers)
         is_sharded = layout.dp_shard > 1
         dist.all_reduce(torch.zeros((), device=self.device), group=self.group)  # NCCL begins a group with all of it
@@ -147,7 +149,7 @@ class PipelineEngine(Engine):
         # in another module, FSDP2 gathers a layer at a time, and sums the gradients of each micro-batch.
         hides = is_sharded and gathers_again(layout)
         roots = {index: nn.Sequential(stage) if hides else stage for index, stage in self.stages.items()}
-        self._take_passes = make_steps(schedule, roots, self)
+        self._take_passes = make_steps(schedule, layout.pp, roots, self.device, self.group)
         self._unchecked_step = as_numbered_step(setup.forward_step)
         self._used: dict[str, bool] | None = None  # whether the weights here that other stages share got a gradient
         self._never_used = set[str]()
@@ -194,41 +196,35 @@ class PipelineEngine(Engine):
     def _backward(
         self, number: int, micro_batches: Sequence[Batch], scale: Tensor
     ) -> tuple[list[Tensor], list[Values]]:
-        self._now = number, micro_batches, scale
         with restore_generators(self.device):
-            self._shapes = [self._shape_of(batch, number, index) for index, batch in enumerate(micro_batches)]
-        self._losses = [torch.zeros((), device=self.device) for _ in micro_batches]
-        self._metrics: list[Values] = [{} for _ in micro_batches]
-        self._take_passes(len(micro_batches))
+            shapes = [self._shape_of(batch, number, index) for index, batch in enumerate(micro_batches)]
+        losses = [torch.zeros((), device=self.device) for _ in micro_batches]
+        metrics: list[Values] = [{} for _ in micro_batches]
+
+        def run(index: int, model: nn.Module) -> Tensor:
+            batch = micro_batches[index]
+            loss, metrics[index] = self._loss(number, index, batch, self.forward_step(model, batch, number))
+            losses[index] = loss.detach()
+            return loss * scale.to(loss)
+
+        def before(place: int, index: int, is_forward: bool) -> None:  # passes of several micro-batches alternate
+            stage = self.stages[place]
+            if is_forward:
+                self._seed(number, index)
+                stage.shape, stage.run = shapes[index], partial(run, index)
+            # Replicas of shards sum their gradients after the last micro-batch.
+            elif sum_over_replicas := getattr(stage, "set_requires_all_reduce", None):  # of FSDP2
+                sum_over_replicas(index == len(micro_batches) - 1)
+
+        self._take_passes(shapes, before)
         refuse_absent([weight.grad for weight in self._updated_tensors()], "a gradient")
         self._sum_over_replicas()
         self._sum_over_stages()
         if self._metric_names is None:
-            self._metric_names = [*self.share_values(self._metrics[0])]
+            self._metric_names = [*self.share_values(metrics[0])]
         if not self._is_last:  # all processes sum up the same metrics
-            self._metrics[0] = {name: torch.zeros((), device=self.device) for name in self._metric_names}
-        return self._losses, self._metrics
-
-    def before_forward(self, stage: int, index: int) -> None:
-        """Called before the pass of a stage with micro-batch `index`: those of several alternate."""
-        number, micro_batches, _ = self._now
-        self._seed(number, index)
-        self.stages[stage].shape = self.shape(index)
-        self.stages[stage].run = partial(self._scaled_loss, number, index, micro_batches[index])
-
-    def before_backward(self, stage: int, index: int) -> None:
-        """The same, of a backward pass. Replicas of shards sum their gradients after the last micro-batch."""
-        if sum_over_replicas := getattr(self.stages[stage], "set_requires_all_reduce", None):  # of FSDP2
-            sum_over_replicas(index == len(self._now[1]) - 1)
-
-    def shape(self, index: int) -> Shape:
-        """Shape and type of the hidden states of micro-batch `index`."""
-        return self._shapes[index]
-
-    def _scaled_loss(self, number: int, index: int, batch: Batch, model: nn.Module) -> Tensor:
-        loss, self._metrics[index] = self._loss(number, index, batch, self.forward_step(model, batch, number))
-        self._losses[index] = loss.detach()
-        return loss * self._now[2].to(loss)
+            metrics[0] = {name: torch.zeros((), device=self.device) for name in self._metric_names}
+        return losses, metrics
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, number: int) -> Values:
@@ -348,12 +344,7 @@ class PipelineEngine(Engine):
 
     def holders(self, name: str) -> Sequence[int]:
         processes = self._holders_of(name)
-        return tuple(rank for rank in super().holders(name) if self._place(rank) in processes)
-
-    def _place(self, rank: int) -> int:
-        """The place of a process in its pipeline."""
-        layout = self.plan.layout
-        return rank // (layout.sp * layout.tp) % layout.pp
+        return tuple(rank for rank in super().holders(name) if self._places[rank] in processes)
 
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         found: list[Any] = [None] * self.plan.layout.pp

@@ -1,6 +1,6 @@
 """The order in which the stages of a pipeline take the passes of a step: torch's schedules, and what each costs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 Shape = tuple[torch.Size, torch.dtype]
+Before = Callable[[int, int, bool], None]  # (stage, micro-batch, whether the pass is a forward one)
 
 
 @dataclass(frozen=True)
@@ -88,18 +89,20 @@ def its_cause() -> Iterator[None]:
         raise error.__cause__ or error from None
 
 
-def _passing_stage(engine: Any) -> Any:
+def _passing_stage() -> Any:
     """The class of stages that know the shape of each micro-batch, and have room for what they receive only while they
     need it. For torch 2.11, too."""
     from torch.distributed.pipelining import PipelineStage  # the import takes a second
 
-    def room(index: int) -> Tensor:
-        shape, dtype = engine.shape(index)
-        return torch.empty(shape, dtype=dtype, device=engine.device)
-
     class PassingStage(PipelineStage):
+        shapes: Sequence[Shape]  # of this step, as `before`
+        before: Before
         # Of one shape for all, in torch 2.11; in later versions it is `_runtime_validate`.
         _validate_fwd_input = _validate_fwd_outputs = lambda *_: None
+
+        def room(self, index: int) -> Tensor:
+            shape, dtype = self.shapes[index]
+            return torch.empty(shape, dtype=dtype, device=self.device)
 
         def _get_init_p2p_neighbors_ops(self) -> Any:
             # Not those of torch 2.11 from a process to itself, which gloo does not know.
@@ -107,21 +110,21 @@ def _passing_stage(engine: Any) -> Any:
 
         def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
             if not self.is_first:
-                self.args_recv_info[fwd_chunk_id][0].buffer = room(fwd_chunk_id).requires_grad_()
+                self.args_recv_info[fwd_chunk_id][0].buffer = self.room(fwd_chunk_id).requires_grad_()
             return super().get_fwd_recv_ops(fwd_chunk_id)
 
         def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
             if not self.is_last:
-                self.grad_recv_info[bwd_chunk_id][0].buffer = room(bwd_chunk_id)
+                self.grad_recv_info[bwd_chunk_id][0].buffer = self.room(bwd_chunk_id)
             return super().get_bwd_recv_ops(bwd_chunk_id)
 
         def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-            engine.before_forward(self.stage_index, fwd_chunk_id)
+            self.before(self.stage_index, fwd_chunk_id, True)
             with its_cause():
                 return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-            engine.before_backward(self.stage_index, bwd_chunk_id)
+            self.before(self.stage_index, bwd_chunk_id, False)
             with its_cause():
                 super().backward_one_chunk(bwd_chunk_id, *args, **options)
             received = *self.args_recv_info.get(bwd_chunk_id, ()), *self.grad_recv_info.get(bwd_chunk_id, ())
@@ -129,38 +132,39 @@ def _passing_stage(engine: Any) -> Any:
                 each.buffer = torch.empty(0)  # torch keeps it to the next step, and 2.11 takes no None
             gradients = self.bwd_cache.get(bwd_chunk_id, ())
             if not self.is_first and gradients[:1] == (None,):  # the loss does not depend on it
-                self.bwd_cache[bwd_chunk_id] = (torch.zeros_like(room(bwd_chunk_id)),)
+                self.bwd_cache[bwd_chunk_id] = (torch.zeros_like(self.room(bwd_chunk_id)),)
 
     return PassingStage
 
 
-def make_steps(schedule: Schedule, roots: Mapping[int, nn.Module], engine: Any) -> Callable[[int], None]:
-    """What takes the forward and backward passes of so many micro-batches through the stages of a pipeline.
+def make_steps(
+    schedule: Schedule, size: int, roots: Mapping[int, nn.Module], device: torch.device, group: Any
+) -> Callable[[Sequence[Shape], Before], None]:
+    """A function that takes the forward and backward passes of a step through the stages of a pipeline. It gets shape
+    and type of the hidden states of each micro-batch, and what is called before each pass.
 
     Args:
         schedule: of `SCHEDULES`.
+        size: number of processes of the pipeline.
         roots: {stage: module that runs it}, of this process.
-        engine: has a `plan`, a `device` and the `group` of the pipeline; gives the `shape` and type of the hidden
-            states of a micro-batch; is called `before_forward` and `before_backward` of (stage, micro-batch).
+        device: of this process.
+        group: of the pipeline.
     """
     from torch.distributed import pipelining
 
-    num_stages = engine.plan.layout.pp * schedule.per_process
-
     # Torch would take a whole step more to find a shape, and let it be the only one.
-    one = torch.empty(1, device="meta", requires_grad=True)
-    kind = _passing_stage(engine)
-    own: Any = [
-        kind(root, index, num_stages, engine.device, one, one, group=engine.group) for index, root in roots.items()
-    ]
-    for stage in own:
-        stage._runtime_validate = False
+    one, kind = torch.empty(1, device="meta", requires_grad=True), _passing_stage()
+    num_stages = size * schedule.per_process
+    own: Any = [kind(root, index, num_stages, device, one, one, group=group) for index, root in roots.items()]
     options: Any = {"loss_fn": lambda output, target: output, "scale_grads": False}
     make = partial(getattr(pipelining, schedule.kind), own[0] if schedule.per_process == 1 else own, **options)
     made = lru_cache(maxsize=1)(make)
-    return lambda number: made(number).step(
-        *[torch.zeros(number, device=engine.device)] * (0 in roots),  # their number, no more
-        target=torch.arange(number),
-        losses=[],
-        return_outputs=False,
-    )
+
+    def take(shapes: Sequence[Shape], before: Before) -> None:
+        for stage in own:
+            stage.shapes, stage.before, stage._runtime_validate = shapes, before, False
+        number = len(shapes)
+        first = [torch.zeros(number, device=device)] * (0 in roots)  # their number, no more
+        made(number).step(*first, target=torch.arange(number), losses=[], return_outputs=False)
+
+    return take

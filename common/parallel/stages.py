@@ -3,7 +3,7 @@ before it sent, and the pass is left before the first layer of the next stage.""
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,9 @@ def in_one_stage(forward_step: NumberedStep, ranks: Collection[int]) -> Numbered
     seen = set[bool]()
 
     def first_passes_watched(model: Any, batch: Batch, number: int) -> Any:
-        if torch.is_grad_enabled() in seen:
-            return forward_step(model, batch, number)
+        is_first = torch.is_grad_enabled() not in seen
         seen.add(torch.is_grad_enabled())
-        with _StageOnly(ranks):
+        with _StageOnly(ranks) if is_first else nullcontext():
             return forward_step(model, batch, number)
 
     return first_passes_watched
@@ -141,23 +140,16 @@ class Stage(nn.Module):
                 forward = _leave if number >= stop else self._give if number == start - 1 else _nothing_of(name)
                 _make_absent(layer, forward, num_outputs, here)
                 _take_numbers(name, layer, cut.left, here, device)
-        self._absent: list[
-            tuple[dict[str, Any], str, Absent]
-        ] = []  # (the weights of a module, a name, what stands there)
-        for name, stages in cut.stages_of.items():
-            if index not in stages:
-                self._take_away(name, device)
-
-    def _take_away(self, name: str, device: torch.device) -> None:
-        """Takes a weight from the model, which sees it in the block of `all_names` alone; a buffer stays, but is not
-        saved."""
-        owner, _, key = name.rpartition(".")
-        module = self.model.get_submodule(owner)
-        if key in module._buffers:
-            module._non_persistent_buffers_set.add(key)
-        elif (weight := module._parameters.pop(key, None)) is not None:  # not of a module with two names
-            self._absent.append((module._parameters, key, Absent.weight(weight, name, device)))
-            module._of_another_stage = not any(True for _ in module.parameters())  # type: ignore[assignment]
+        # (The weights of a module, a name, what stands there.) The model sees these in the block of `all_names` alone.
+        self._absent: list[tuple[dict[str, Any], str, Absent]] = []
+        for name in (name for name, stages in cut.stages_of.items() if index not in stages):
+            owner, _, key = name.rpartition(".")
+            module = model.get_submodule(owner)
+            if key in module._buffers:  # it stays, but is not saved
+                module._non_persistent_buffers_set.add(key)
+            elif (weight := module._parameters.pop(key, None)) is not None:  # not of a module with two names
+                self._absent.append((module._parameters, key, Absent.weight(weight, name, device)))
+                module._of_another_stage = not any(True for _ in module.parameters())  # type: ignore[assignment]
 
     @contextmanager
     def all_names(self) -> Iterator[None]:

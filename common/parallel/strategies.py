@@ -18,12 +18,11 @@ from .ddp import DDP
 from .deepspeed import DEEPSPEED, precision_of
 from .expert import EXPERT
 from .fsdp2 import FSDP2
-from .grid import Division
 from .hooks import give_hooks, refuse_numbers_of_shares, take_hooks
 from .operations import watched
 from .pipeline import PIPELINE
 from .sequence import SEQUENCE
-from .strategy import ModelCheck, Strategy
+from .strategy import Division, ModelCheck, Strategy
 from .tensor import TENSOR, average_whole_weights
 
 # One line each. The first one of a layout that wraps a model wraps it; and they divide it in this order: each divides

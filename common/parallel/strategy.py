@@ -1,8 +1,8 @@
-"""The interface of a strategy of parallelism: all that the loop asks of one. Each is one module beside this one, and a
-line in strategies.py."""
+"""The interface of a strategy of parallelism, all that the loop asks of one, and the order in which several divide a
+model. Each is one module beside this one, and a line in strategies.py."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -14,8 +14,12 @@ from ..config import RunConfig
 from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
+from ..step.optimizer import exchange_weights
 from ..step.setup import Setup
-from .grid import Division, Grid, Part
+from ..weights.on_disk import materialized
+from ..weights.shards import is_divided
+from .grid import Grid, Part
+from .sharding import offloads
 
 LaunchCheck = Callable[[Layout, RunConfig], None]
 ModelCheck = Callable[[nn.Module, torch.optim.Optimizer, Plan], None]
@@ -83,7 +87,42 @@ class Strategy:
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
         """Divides what this process runs of the model in place. Its weights may still be on the meta device."""
 
-    def wrap(self, setup: Setup, division: Division) -> Engine:
+    def wrap(self, setup: Setup, division: "Division") -> Engine:
         """Divides the model, and wraps it and the optimizer into what takes the steps. `check_trainable` has accepted
         them."""
         raise AssertionError(f"{self.name} wraps no model")
+
+
+class Division:
+    """Divides a model, in the order of the strategies.
+
+    Args:
+        setup: of the run, with the whole model.
+        strategies: of the layout; not all of them divide a model.
+
+    Attributes:
+        grid: of the run.
+    """
+
+    def __init__(self, setup: Setup, strategies: Sequence[Strategy]):
+        self.grid = Grid(setup.plan.layout, setup.accelerator.device, setup.plan.config.hang_timeout)
+        self._optimizer = setup.optimizer
+        self._plans = [(strategy, setup.plans.get(strategy.name)) for strategy in strategies]
+
+    def apply(self, part: Part, weights: bool = True) -> None:
+        """Divides a part, reads the weights that are still on disk, moves it to the device, and gives the optimizer its
+        weights in place of those of the whole model.
+
+        Args:
+            part: of the model.
+            weights: False: the part has none, and what it computes is divided alone.
+        """
+        device, before = self.grid.device, dict(part.model.named_parameters(remove_duplicate=False))
+        with materialized(part.model, "cpu" if offloads(self.grid.layout) else device):
+            for strategy, plan in self._plans if weights else [each for each in self._plans if not each[0].of_weights]:
+                strategy.divide(part, plan, self.grid)
+        for tensor in (*part.model.parameters(), *part.model.buffers()):
+            if not is_divided(tensor) and tensor.device.type != device.type:
+                tensor.data = tensor.data.to(device)
+        own = dict(part.model.named_parameters(remove_duplicate=False))
+        exchange_weights(self._optimizer, {before[name]: weight for name, weight in own.items()})

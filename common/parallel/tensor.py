@@ -13,10 +13,10 @@ from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked
 from ..weights.shards import local
 from .derive import PACKS, derive
-from .grid import Division, Grid, Part
+from .grid import Grid, Part
 from .sharding import sharded_layers
 from .stages import is_absent
-from .strategy import Strategy
+from .strategy import Division, Strategy
 from .tensor_plan import NUMBER, shipped_plan, what_is_divided
 from .tensor_styles import TensorGroup, divide
 

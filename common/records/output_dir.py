@@ -9,7 +9,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
@@ -62,13 +61,13 @@ class OutputDir:
     def __init__(self, plan: Plan, group: CpuGroup):
         self.path, self.plan, self.config, self.group = plan.config.output_dir, plan, plan.config, group
         self.card: dict[str, Any] = {}
-        self._is_marked = self._was_marked = False  # by this run; by an earlier one that was interrupted
+        self._was_marked = False  # by an earlier run that was interrupted
 
     def __enter__(self) -> Self:
         problem: RunError | None = None
         if self.group.rank == 0:
             try:
-                line = self._nothing_to_resume() or self._own()
+                line = self._own()
                 problem = None if line is None else UsageError(line)
             except RunError as error:
                 problem = error
@@ -81,15 +80,13 @@ class OutputDir:
             _check_shared(self.path, self.group, environment.machine_rank)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
             self._write_ending(first_failure(error), is_refused=isinstance(error, UsageError))
         else:
             _over.append(self.path)
         if self.group.rank == 0:
-            if self._is_marked and not self.card:  # nothing has moved
+            if not self._was_marked and not self.card:  # nothing has moved
                 self._unmark()
             self._lock.release()
 
@@ -104,17 +101,19 @@ class OutputDir:
             replace_card(self.path, own | on_disk | self.card | ending(failure))
 
     def write_card(self, card: dict[str, Any]) -> None:
-        """Writes the run card. The folder is then this run's."""
+        """Writes the run card. The folder is then this run's; one that is done replaces what was there before."""
         self.card = card
         replace_card(self.path, card)
-        if self._is_marked or starts_over(self.path):
-            self._unmark()
+        self._unmark()
+        if card["status"] == "done":
+            for folder in (self.path, self.path / "checkpoints"):
+                shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
 
     def _unmark(self) -> None:
-        with suppress(OSError):
-            (self.path / STARTS_OVER).unlink(missing_ok=True)
-            flush(self.path)
-        self._is_marked = False
+        if starts_over(self.path):
+            with suppress(OSError):
+                (self.path / STARTS_OVER).unlink()
+                flush(self.path)
 
     def is_done(self, state: TrainState) -> bool:
         """Whether a resumed run has nothing left to do; prints a line if so. The same in all processes."""
@@ -139,30 +138,18 @@ class OutputDir:
             elif step > state.step:  # damaged or unreadable
                 with suppress(OSError):
                     checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}"))
-        # If the last run exported no model, the older model stays in previous/.
-        keeps_older = (self.path / PREVIOUS / "model").exists() and not (self.path / "model").exists()
-        name = f"{PREVIOUS}.unfinished" if keeps_older and not self._was_marked else PREVIOUS
         if leftovers and not self._was_marked:  # else an interrupted run has moved some already
-            self._remove(name)
-        _move_beside([(leftover, leftover.parent / name) for leftover in leftovers])
-        self._remove(f"{PREVIOUS}.unfinished")
-
-    def remove_previous(self) -> None:
-        """Removes each `previous/`."""
-        self._remove(PREVIOUS)
-
-    def _remove(self, name: str) -> None:
-        for folder in (self.path, self.path / "checkpoints"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-
-    def _nothing_to_resume(self) -> str | None:
-        resumed = self.config.resume_from_checkpoint
-        if resumed in (None, "latest") or Path(resumed).is_dir():
-            return None
-        return f"--resume_from_checkpoint {resumed}: no checkpoint there; use latest or a path to one"
+            replaced = {"checkpoints": f"checkpoints/{PREVIOUS}", "model": PREVIOUS, "best": f"{PREVIOUS}/best"}
+            for newer, older in replaced.items():
+                if (self.path / newer).exists():  # if the last run exported no model, the older model stays
+                    shutil.rmtree(self.path / older, ignore_errors=True)
+        _move_beside([(leftover, leftover.parent / PREVIOUS) for leftover in leftovers])
 
     def _own(self) -> str | None:
         """Locks the folder. Returns the problem, if there is one."""
+        resumed = self.config.resume_from_checkpoint
+        if resumed not in (None, "latest") and not Path(resumed).is_dir():
+            return f"--resume_from_checkpoint {resumed}: no checkpoint there; use latest or a path to one"
         try:
             if not self.path.is_dir():
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -182,7 +169,6 @@ class OutputDir:
         if self.config.overwrite_output_dir and not self._was_marked:
             (self.path / STARTS_OVER).touch()
             flush(self.path)
-            self._is_marked = True
         return None
 
     def _question(self) -> str | None:
@@ -214,10 +200,7 @@ def _move_beside(moves: list[tuple[Path, Path]]) -> None:
             path.rename(folder / path.name)
             moved.append((path, folder / path.name))
         folders = dict.fromkeys(folder for _, folder in moves)
-        for folder in [
-            *folders,
-            *(folder.parent for folder in folders),
-        ]:  # a name that is lost with one is in the other
+        for folder in (*folders, *(each.parent for each in folders)):  # a name that is lost with one is in the other
             flush(folder)
     except OSError:
         for path, place in reversed(moved):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -24,7 +23,6 @@ from ..files import for_json
 from ..plan import Plan
 from ..state import TrainState
 from ..step.engine import Engine, StepResult
-from ..step.options import FitOptions
 from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
@@ -41,7 +39,6 @@ class Recorder:
         engine: of the run.
         output_dir: the run's output folder, already entered.
         state: the run's state.
-        options: those of `fit`.
         facts: more entries of the run card; they may change until the run is done.
 
     Attributes:
@@ -51,21 +48,14 @@ class Recorder:
         UsageError: a tracker does not start, or records cannot be written.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        output_dir: OutputDir,
-        state: TrainState,
-        options: FitOptions,
-        facts: dict[str, Any],
-    ):
+    def __init__(self, engine: Engine, output_dir: OutputDir, state: TrainState, facts: dict[str, Any]):
         self.engine, self.accelerator, self.plan = engine, engine.accelerator, engine.plan
-        self.state, self.unrecorded = state, RunningSums()
+        self.state, self.unrecorded, options = state, RunningSums(), engine.setup.options
         self.tokens_per_sample = options.get("tokens_per_sample")
         self.flops_per_sample = options.get("flops_per_sample")
         device = self.accelerator.device
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak_flops = peak_flops(gpu, self.plan.layout.precision)
+        self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak_flops = peak_flops(self._gpu, self.plan.layout.precision)
         self.output_dir = output_dir
         self.last_metrics: dict[str, float] = {}
         self._num_lost, self.facts = 0, facts
@@ -74,17 +64,8 @@ class Recorder:
 
     def __enter__(self) -> Self:
         self._started = self._resumed = time.perf_counter()
-        self._first_step, resumes = self.state.step, bool(self.plan.config.resume_from_checkpoint)
-        self._attempt, self._earlier_attempts = attempts(self.output_dir.path, resumes)
         if self.accelerator.is_main_process:
-            self._facts: dict[str, Any] = {
-                "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
-                "git_commit": git_commit(),
-                "git_diff": git_diff(),
-                "launch_command": launch_command(),
-                "hardware": hardware(),
-                "data": data_lines(),
-            }
+            self._facts = self._facts_of_start()
             start_trackers(self.accelerator, self.plan, self._facts["versions"])
             try:
                 self.output_dir.set_aside(self.state)
@@ -108,9 +89,7 @@ class Recorder:
         self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step") if terminal else None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None and self.unrecorded.num_taken:  # a loop that was copied, and left by break
             self.training()
         if self._bar is not None:
@@ -120,7 +99,6 @@ class Recorder:
         self._num_lost = self._metrics.close()
         if error is None:
             self.output_dir.write_card(self._card(0))
-            self.output_dir.remove_previous()
             self._say_goodbye()
         else:
             self.output_dir.card = self._card(None)  # OutputDir adds how the run failed
@@ -237,21 +215,13 @@ class Recorder:
     def _wall_seconds(self) -> float:
         return time.perf_counter() - self._started
 
-    def _peak_memory_gib(self) -> float | None:
-        """The most GPU memory that tensors of this process held at one time, in GiB."""
-        if self.accelerator.device.type != "cuda":
-            return None
-        return round(torch.cuda.max_memory_allocated() / 2**30, 3)
-
-    def _card(self, exit_code: int | None) -> dict[str, Any]:
-        """The run card: status done with an exit code, running without one."""
+    def _facts_of_start(self) -> dict[str, Any]:
+        """The entries of the run card that stay as they are."""
+        attempt, earlier = attempts(self.output_dir.path, bool(self.plan.config.resume_from_checkpoint))
         return {
-            "status": "running" if exit_code is None else "done",
-            "exit_code": exit_code,
-            "error": None,
-            "attempt": self._attempt,
-            "first_step": self._first_step,
-            "earlier_attempts": self._earlier_attempts,
+            "attempt": attempt,
+            "first_step": self.state.step,
+            "earlier_attempts": earlier,
             "launcher": os.getppid(),
             "command": " ".join(sys.argv),
             "config": dataclasses.asdict(self.plan.config),
@@ -262,14 +232,30 @@ class Recorder:
             "micro_batch_size": self.plan.micro_batch_size,
             "gradient_accumulation_steps": self.plan.accumulation,
             "num_steps": self.plan.num_steps,
-            "peak_memory_gib": self._peak_memory_gib(),
-            "skipped_steps": self.state.num_skipped,
-            "lost_records": self._num_lost,
-            "last_metrics": self.last_metrics,
-            "wall_seconds": round(self._wall_seconds, 2),
-            **self._facts,
-            **self.facts,
+            "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed"),
+            "git_commit": git_commit(),
+            "git_diff": git_diff(),
+            "launch_command": launch_command(),
+            "hardware": hardware(),
+            "data": data_lines(),
         }
+
+    def _card(self, exit_code: int | None) -> dict[str, Any]:
+        """The run card: status done with an exit code, running without one."""
+        status = {"status": "running" if exit_code is None else "done", "exit_code": exit_code, "error": None}
+        return (
+            status
+            | self._facts
+            | self.facts
+            | {
+                # The most that tensors of this process held at one time.
+                "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._gpu else None,
+                "skipped_steps": self.state.num_skipped,
+                "lost_records": self._num_lost,
+                "last_metrics": self.last_metrics,
+                "wall_seconds": round(self._wall_seconds, 2),
+            }
+        )
 
 
 def _short(value: float) -> str:

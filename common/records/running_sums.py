@@ -59,7 +59,7 @@ class RunningSums:
             own[name] = _total([values[name] for values in self.metrics if name in values], device)
         zero = _total([], device)
         names = [*dict.fromkeys([*own, *self.earlier])]
-        bits, values = engine.bits(), torch.stack([own.get(name, zero) for name in names])
+        bits, values = engine.replicas.bits(), torch.stack([own.get(name, zero) for name in names])
         found = engine.replicas.rows(bits).flatten(), engine.trained.has_moved(bits)[None]
         *totals, num_moved = accelerator.reduce(torch.cat([values, *found]), "sum").tolist()
         engine.trained.note_record(num_moved, step)

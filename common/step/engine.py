@@ -28,7 +28,7 @@ from .batch_loss import Share, Values, first_pass, gather
 from .ema import EMA
 from .optimizer import choose_fused_kernels, follow_split_groups, step_if_finite
 from .optimizer_state import Numbers, as_tensor, load_optimizer
-from .replicas import Replicas, sum_of_bits
+from .replicas import Replicas
 from .setup import Setup
 from .trained import Trained
 from .values import weighted_metrics, weighted_sum
@@ -61,6 +61,7 @@ class Engine:
     their state. DeepSpeed updates the weights by itself; a pipeline takes the passes of a step in another order.
 
     Attributes:
+        setup: of the run, before `prepare`.
         accelerator: from `start(config)`.
         model: the model that `forward_step` calls, as the strategy wrapped it.
         optimizer: as Accelerate wrapped it, or the one that this object was given.
@@ -84,12 +85,15 @@ class Engine:
         if optimizer is None:
             optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
             choose_fused_kernels(setup.accelerator, setup.optimizer)
-        self.accelerator, self.model, self.optimizer, self.plan = setup.accelerator, model, optimizer, setup.plan
+        self.setup, self.accelerator, self.plan = setup, setup.accelerator, setup.plan
+        self.model, self.optimizer = model, optimizer
         forward_step, self.batch_loss = setup.check_functions()
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         self.shares: list[Share] = []
         self.after_backward: list[Callable[[], None]] = []
-        self.numbers, self.replicas, self.trained = Numbers(self._own_optimizer), Replicas(self), Trained(self)
+        self.numbers = Numbers(self._own_optimizer)
+        self.replicas = Replicas(self.accelerator, self.plan, self.saved_tensors, self.holders)
+        self.trained = Trained(self.accelerator, optimizer, self.saved_tensors)
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -241,15 +245,6 @@ class Engine:
     def running_modules(self) -> Iterable[tuple[str, nn.Module]]:
         """(name in the recipe's module, module) of what this process runs."""
         return self.module.named_modules()
-
-    def bits(self) -> dict[str, Tensor]:
-        """{name of a weight: the sum of the bits of what this process holds of it}, of those that are trained or that
-        other processes hold, too. ZeRO-3 keeps that beside the weight."""
-        several = self.plan.layout.num_processes > 1
-        weights = {name: each for name, each in self.saved_tensors().items() if isinstance(each, nn.Parameter)}
-        held = {name: each if each.numel() else getattr(each, "ds_tensor", each) for name, each in weights.items()}
-        asked = {name: part for name, part in held.items() if several or weights[name].requires_grad}
-        return {name: sum_of_bits(local(part).detach()) for name, part in asked.items()}
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:

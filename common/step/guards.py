@@ -17,7 +17,7 @@ from ..weights.on_disk import first_elements
 
 def freeze_what_is_not_trained(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Freezes the weights that the optimizer was not given: otherwise their gradients accumulate and count in the
     clipping norm. Says what is frozen. Returns the numbers of weights, for the run card."""
     given = {weight for group in optimizer.param_groups for weight in group["params"]}

@@ -1,19 +1,17 @@
 """Checks during a run whether processes that hold the same weights still agree."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..cpu_group import CpuGroup
 from ..norms import relative_distance
+from ..plan import Plan
 from ..weights.shards import local, shards_of
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 EXACT = (1 << 52) - 1  # a float64 holds each whole number up to this one
 MOST = 6  # sets of processes that share weights: all, those of a stage, of the same shard, of the same experts, ...
@@ -29,15 +27,33 @@ class Replicas:
     of a training record. Buffers may differ between processes, and are not compared.
 
     Args:
-        engine: of this process.
+        accelerator: of the run.
+        plan: of the run.
+        tensors: `saved_tensors` of the engine.
+        holders: as that of the engine.
 
     Attributes:
         agreed: number of optimizer steps after which the processes last agreed; 0 before the first comparison.
     """
 
-    def __init__(self, engine: "Engine"):
-        self._engine, self.agreed = engine, 0
-        self._compares = engine.accelerator.num_processes > 1
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        plan: Plan,
+        tensors: Callable[[], dict[str, Tensor]],
+        holders: Callable[[str], Sequence[int]],
+    ):
+        self._accelerator, self._plan, self._tensors, self._holders = accelerator, plan, tensors, holders
+        self.agreed, self._compares = 0, plan.layout.num_processes > 1
+
+    def bits(self) -> dict[str, Tensor]:
+        """{name of a weight: the sum of the bits of what this process holds of it}, of those that are trained or that
+        other processes hold, too. ZeRO-3 keeps that beside the weight."""
+        weights = {name: each for name, each in self._tensors().items() if isinstance(each, nn.Parameter)}
+        held = {name: each if each.numel() else getattr(each, "ds_tensor", each) for name, each in weights.items()}
+        several = self._plan.layout.num_processes > 1
+        asked = {name: part for name, part in held.items() if several or weights[name].requires_grad}
+        return {name: sum_of_bits(local(part).detach()) for name, part in asked.items()}
 
     def rows(self, bits: Mapping[str, Tensor]) -> Tensor:
         """float64 of shape (processes, 6, 2), zero but for this process's row: for each set of processes with which it
@@ -46,12 +62,12 @@ class Replicas:
         Args:
             bits: {weight: sum of the bits that this process holds}.
         """
-        accelerator = self._engine.accelerator
-        rows = torch.zeros(accelerator.num_processes, MOST, 2, dtype=torch.float64, device=accelerator.device)
+        layout, device = self._plan.layout, self._accelerator.device
+        rows = torch.zeros(layout.num_processes, MOST, 2, dtype=torch.float64, device=device)
         if self._compares:
             for column, keys in enumerate([*self.shared.values()][:MOST]):
-                rows[accelerator.process_index, column, 0] = zlib.crc32(repr(keys).encode())
-                rows[accelerator.process_index, column, 1] = sum_of_sums([bits[name] for name, _ in keys], rows.device)
+                rows[layout.rank, column, 0] = zlib.crc32(repr(keys).encode())
+                rows[layout.rank, column, 1] = sum_of_sums([bits[name] for name, _ in keys], device)
         return rows
 
     def drift(self, rows: Sequence[float], step: int) -> str | None:
@@ -72,17 +88,17 @@ class Replicas:
     def shared(self) -> dict[Sequence[int], list[Key]]:
         """{ranks of the processes that hold them: shards of weights, of which this process is not the only holder}"""
         found: dict[Sequence[int], list[Key]] = {}
-        for name, tensor in self._engine.saved_tensors().items():
+        for name, tensor in self._tensors().items():
             if isinstance(tensor, nn.Parameter):
-                for shard in shards_of(name, tensor, self._engine.holders(name)):
+                for shard in shards_of(name, tensor, self._holders(name)):
                     if len(shard.writers) > 1 and shard.sizes == local(tensor).shape:
                         found.setdefault(shard.writers, []).append((name, shard.offsets))
         return found
 
     def _first_difference(self) -> str | None:
         """Compares weight by weight. A collective."""
-        rank, tensors, own = self._engine.accelerator.process_index, self._engine.saved_tensors(), self._engine.bits()
-        group = CpuGroup(self._engine.plan.config.hang_timeout)  # the whole weights below may not fit on a GPU
+        rank, tensors, own = self._plan.layout.rank, self._tensors(), self.bits()
+        group = CpuGroup(self._plan.config.hang_timeout)  # the whole weights below may not fit on a GPU
         bits = group.all_gather({key: int(own[key[0]]) for keys in self.shared.values() for key in keys})
         for key in dict.fromkeys(key for own in bits for key in own):
             first, *others = [number for number, own in enumerate(bits) if key in own]
@@ -93,7 +109,7 @@ class Replicas:
                 if not size <= ROUNDING:
                     return f"process {other} holds a different {key[0]} than process {first}, by {size:.1e} of its size"
         self._compares = False
-        self._engine.accelerator.print(
+        self._accelerator.print(
             "the processes round differently, as processors of several kinds do: their weights are no longer compared"
         )
         return None

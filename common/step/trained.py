@@ -1,18 +1,16 @@
 """Whether a run trains its weights: which of them no gradient reaches, and which no step moves."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..weights.shards import local
 from .replicas import sum_of_sums
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 # Share of the largest gradient: adapters that begin at zero have less, and rounding swallows their first steps.
 TINY = 1e-4
@@ -31,11 +29,14 @@ class Trained:
     Not at the weights alone: weight decay moves them without a gradient.
 
     Args:
-        engine: of this process.
+        accelerator: of the run.
+        optimizer: that takes the steps.
+        tensors: `saved_tensors` of the engine.
     """
 
-    def __init__(self, engine: "Engine"):
-        self._engine, self._is_over, self._is_still, self._since = engine, False, False, 0
+    def __init__(self, accelerator: Accelerator, optimizer: Any, tensors: Callable[[], dict[str, Tensor]]):
+        self._accelerator, self._optimizer, self._tensors = accelerator, optimizer, tensors
+        self._is_over, self._is_still, self._since = False, False, 0
         self._largest: dict[Tensor, Tensor] = {}  # {weight: largest element of its gradients here, 0-dim}
         self._bits: Mapping[str, Tensor] = {}  # of each weight at the last record
         self._sum: Tensor | None = None  # of these
@@ -44,7 +45,7 @@ class Trained:
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
         """{name: weight, or shard of it} of those here that the optimizer has."""
-        return {name: weight for name, weight in self._engine.saved_tensors().items() if weight.requires_grad}
+        return {name: weight for name, weight in self._tensors().items() if weight.requires_grad}
 
     def look(self) -> None:
         """Notes all gradients that are there. Does not wait for a GPU."""
@@ -62,19 +63,19 @@ class Trained:
         """float64, 0-dim: 1 if a weight of this process has other bits than at the last record, or if this is the first
         one; else 0. Nothing is read from the device."""
         before, self._bits = self._sum, bits
-        self._sum = sum_of_sums([*bits.values()], self._engine.accelerator.device)
+        self._sum = sum_of_sums([*bits.values()], self._accelerator.device)
         return torch.ones_like(self._sum).double() if before is None else (self._sum != before).double()
 
     def note_record(self, num_moved: float, step: int) -> None:
         """Prints a line, once, if the steps up to `step` moved no weight in any process, and should have."""
         since, self._since = self._since, step
         self._first_record = self._first_record or (step, self._bits)
-        groups, accelerator = self._engine.optimizer.param_groups, self._engine.accelerator
+        groups = self._optimizer.param_groups
         is_tiny = all(group["lr"] < LEAST_RATE * group.get("initial_lr", 0) or not group["lr"] for group in groups)
-        if num_moved or self._is_still or is_tiny or accelerator.scaler is not None:  # which skips steps
+        if num_moved or self._is_still or is_tiny or self._accelerator.scaler is not None:  # which skips steps
             return
         self._is_still = True
-        accelerator.print(
+        self._accelerator.print(
             f"no weight has moved since step {since}, at a learning rate of {float(groups[0]['lr']):g}: the optimizer "
             "updates other tensors than the model's, leaves its steps out, or makes updates too small for the weights"
         )
@@ -86,7 +87,7 @@ class Trained:
         since, before = self._first_record or (step, self._bits)
         if self._is_over or step - since < LEAST_STEPS:
             return {}
-        self._is_over, scaler = True, self._engine.accelerator.scaler
+        self._is_over, scaler = True, self._accelerator.scaler
         largest = dict(zip(self._largest, torch.stack([*self._largest.values()]).tolist() if self._largest else []))
         # A scaler skips steps.
         moved = [name for name, bits in self._bits.items() if scaler is not None or bool(bits != before.get(name))]
@@ -103,7 +104,7 @@ class Trained:
         for kind, names in found.items():
             if names:
                 name = f"{names[0]}{', ...' * (len(names) > 1)}"
-                self._engine.accelerator.print(LINES[kind].format(name=name, step=step))
+                self._accelerator.print(LINES[kind].format(name=name, step=step))
         return {kind: names for kind, names in found.items() if names}
 
 

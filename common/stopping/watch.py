@@ -1,22 +1,22 @@
 """Stops a run on a signal, a non-finite number or a hang."""
 
 import math
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
 
+from ..accidents import advice
 from ..cpu_group import CpuGroup
-from ..errors import DriftError, NonFiniteError, RunError, StoppedError, UsageError, list_samples
+from ..errors import DriftError, NonFiniteError, RunError, StoppedError, UsageError, is_out_of_memory, list_samples
 from ..failure import first_failure
-from ..plan import Plan
+from ..plan import Plan, next_smaller_divisor
 from ..step.engine import StepResult
 from . import signals
-from .advice import advice_for
 from .watchdog import Watchdog
 
 RAISED_BY_ALL = (StoppedError, NonFiniteError, DriftError)  # in all processes at the same step
@@ -48,12 +48,10 @@ class Watch:
         self._watchdog.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         by_agreement = error is None or isinstance(error, RAISED_BY_ALL)
-        advice = None if error is None else advice_for(error, self.plan)
-        ending = error if advice is None else UsageError(advice)
+        line = None if error is None else advice_for(error, self.plan)
+        ending = error if line is None else UsageError(line)
         if ending is not None:
             first_failure(ending)  # before others hear of it: what they then raise is no cause
         self._watchdog.stop(failed=not by_agreement)
@@ -146,6 +144,23 @@ class Watch:
             name, value = "grad_norm", float(result.grad_norm)
             where = f" (all losses are finite; the first sample of each process: {', '.join(map(str, first))})"
         return f"{name} is {value} at step {step}{where}: try a lower --learning_rate, or look at these samples"
+
+
+def advice_for(error: BaseException, plan: Plan) -> str | None:
+    """The line to show instead of the traceback of an error that a flag can prevent; None for any other error."""
+    text = str(error)
+    if is_out_of_memory(error):
+        amount = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
+        size = plan.micro_batch_size
+        smaller = next_smaller_divisor(size * plan.accumulation, size)
+        example = ", for example with accelerate_configs/fsdp2.yaml" if plan.layout.dp_shard == 1 else ""
+        sharded = f"shard the model over more GPUs{example}"
+        choices = sharded if smaller is None else f"use --micro_batch_size {smaller}, or {sharded}"
+        what = f"{size} sample{'s' * (size > 1)} per forward pass"
+        return f"out of memory with {what}{f', {amount[1]} more' if amount else ''}: {choices}"
+    if plan.config.deterministic and "does not have a deterministic implementation" in text:
+        return f"--deterministic: {text.partition(' does not')[0]} has no deterministic kernel: remove that flag"
+    return advice(error)
 
 
 def _is_known_not_finite(result: StepResult) -> bool:

@@ -20,9 +20,8 @@ from torch import distributed as dist
 from ..cpu_group import CpuGroup
 from ..environment import Environment
 from ..errors import HangError, RunError
-from ..failure import first_failure
+from ..failure import ReportedErrors, end, first_failure
 from ..records.run_card import ending, read_card, replace_card
-from .exit import ReportedErrors, end
 
 STUCK_S = 5.0  # without progress; mostly the collective fails sooner, with a better message
 ANSWER_S = 5.0  # how long this process waits for torchrun's store and for what the others write there

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from ..checkpoint.samples import known_by
+from ..checkpoint.identity import known_by
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..data.mixture import parts_of

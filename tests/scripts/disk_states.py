@@ -43,6 +43,7 @@ from accelerate_recipes.common.errors import RunError
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.records.output_dir import OutputDir
+from accelerate_recipes.common.step.setup import Setup
 
 Tree = dict[str, bytes | None]  # {path in the folder: content; None for a folder}
 EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
@@ -215,10 +216,12 @@ def resumed(folder: Path, config: Config) -> tuple[str, int, float]:
     config = replace(config, output_dir=folder, resume_from_checkpoint="latest", overwrite_output_dir=False)
     model, optimizer = built(config)
     plan, group = Plan.of(config, Layout(), 8), CpuGroup()
-    this_run = identity(plan, model, optimizer, Numbers(), {"": Numbers()}, group)
+    data: Any = {"train_set": Numbers(), "eval_sets": {"": Numbers()}}
+    setup = Setup(None, model, optimizer, forward_step, plan, **data)
+    this_run = identity(setup, group)
     try:
         with OutputDir(plan, group) as output_dir:
-            checkpoint = find_checkpoint(plan, this_run, model, optimizer, group)
+            checkpoint = find_checkpoint(setup, this_run, group)
             if output_dir.is_done(checkpoint.state):
                 return "done", checkpoint.state.step, 0.0
             checkpoint.load_weights(model)

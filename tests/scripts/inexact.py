@@ -10,11 +10,11 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import Dataset
 
 from accelerate_recipes import RunConfig, fit, flag, run, start
-from accelerate_recipes.common import loop
+from accelerate_recipes.common.check import parity
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.parallel.tensor import average_whole_weights
 
-prepare = loop.prepare
+prepare = parity.prepare
 
 
 @dataclass(kw_only=True)
@@ -48,7 +48,7 @@ def prepare_and_average(*args: Any) -> Any:
 
 def main(config: Config) -> None:
     if config.average:
-        loop.prepare = prepare_and_average
+        parity.prepare = prepare_and_average
     accelerator = start(config)
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1))
     if int(os.environ.get("RANK", 0)) == 1:

@@ -9,8 +9,8 @@ from torch import Tensor
 from accelerate_recipes.common.check.compare import replica_gaps, weight_gap
 from accelerate_recipes.common.check.noise import without_noise
 from accelerate_recipes.common.check.reference import Perturbed, Reference
-from accelerate_recipes.common.check.reference_run import Step
 from accelerate_recipes.common.check.sketch import Sketch
+from accelerate_recipes.common.check.trace import Step
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.plan import Plan

@@ -11,7 +11,7 @@ from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.parallel.fsdp2 import mixed_precision_policy
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.records.hardware import peak_flops
-from accelerate_recipes.common.stopping.advice import advice_for
+from accelerate_recipes.common.stopping.watch import advice_for
 
 
 @pytest.mark.parametrize(("precision", "gathered"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

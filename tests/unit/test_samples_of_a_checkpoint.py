@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from accelerate_recipes import RunConfig
-from accelerate_recipes.common.checkpoint.samples import Facts, other_sample, training_facts
+from accelerate_recipes.common.checkpoint.identity import Facts, other_sample, training_facts
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.plan import Plan
