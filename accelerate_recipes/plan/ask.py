@@ -110,17 +110,12 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
     """The plans of cases with the same number of stages."""
     with tempfile.TemporaryDirectory() as folder:
         written = [case.write(Path(folder)) for case in cases]
-        questions = [
-            Question(str(path), case.stages, case.flags, case.kind, last)
-            for case, (path, _) in zip(cases, written)
-            for last in (False, True)[: case.stages]
-        ]
+        questions = [Question(str(path), case.stages, case.flags, case.kind) for case, (path, _) in zip(cases, written)]
         told = json.dumps([asdict(gpu), [asdict(question) for question in questions]])
         # dry.py forks, and the children of a process with threads would wait for these.
         variables = {QUESTION: told, "OMP_NUM_THREADS": "1"}
         answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", variables, on_meta=True)
-    ends = [[answers.pop(0) for _ in range(min(2, case.stages))] for case in cases]
-    return [_plan(of_case, gpu, case.config.stem, sizes) for of_case, case, (_, sizes) in zip(ends, cases, written)]
+    return [_plan(ends, gpu, case.config.stem, sizes) for ends, case, (_, sizes) in zip(answers, cases, written)]
 
 
 def _plan(ends: list[Facts | NoPlan], gpu: Gpu, config: str, settings: dict[str, int]) -> Estimate | NoPlan:

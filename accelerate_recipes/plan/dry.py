@@ -26,23 +26,22 @@ if TYPE_CHECKING:
 NOT_ASKED = NoPlan(failed="another of its kind fits")
 
 
-def measure(*arguments: Any, **options: Any) -> list[Facts | NoPlan]:
-    """Takes the arguments of `fit`. Answers each Question of the variable, in a process of its own."""
+def measure(*arguments: Any, **options: Any) -> list[list[Facts | NoPlan]]:
+    """Takes the arguments of `fit`. Answers each Question of the variable, each end of it in a process of its own."""
     told, questions = json.loads(os.environ[QUESTION])
-    gpu, answers, found = Gpu(**told), list[Facts | NoPlan](), set[int | None]()
+    gpu, answers, found = Gpu(**told), list[list[Facts | NoPlan]](), set[int | None]()
     for question in (Question(**each) for each in questions):
-        is_found = question.kind is not None and question.kind in found
-        answers.append(NOT_ASKED if is_found else _answer(question, gpu, arguments, options))
-        steps = [
-            getattr(answer, "step", None) for answer in answers[-1 - question.last :]
-        ]  # of both ends of a pipeline
-        is_whole = question.last or question.stages == 1
-        if is_whole and all(step and not step.zero and step.peak <= gpu.usable for step in steps):
+        if question.kind is not None and question.kind in found:
+            answers.append([NOT_ASKED])
+            continue
+        answers.append([_answer(question, last, gpu, arguments, options) for last in (False, True)[: question.stages]])
+        steps = [getattr(end, "step", None) for end in answers[-1]]
+        if all(step and not step.zero and step.peak <= gpu.usable for step in steps):
             found.add(question.kind)
     return answers
 
 
-def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> Facts | NoPlan:
+def _answer(question: Question, last: bool, gpu: Gpu, arguments: Any, options: Any) -> Facts | NoPlan:
     reader, writer = os.pipe()
     if child := os.fork():  # a dry run changes the model, and pretends to be a process of many
         os.close(writer)
@@ -51,7 +50,7 @@ def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> Facts
         os.waitpid(child, 0)
         return pickle.loads(sent) if sent else NoPlan(failed="its process ended early")
     try:
-        answer: Facts | NoPlan = _measure(question, gpu, *arguments, **options)
+        answer: Facts | NoPlan = _measure(question, last, gpu, *arguments, **options)
     except DynamicOutputShapeException:
         answer = NoPlan(failed="its shapes depend on values, as with images or experts")
     except UsageError as error:
@@ -64,7 +63,7 @@ def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> Facts
     os._exit(0)
 
 
-def _measure(question: Question, gpu: Gpu, *arguments: Any, **options: Any) -> Facts | NoPlan:
+def _measure(question: Question, last: bool, gpu: Gpu, *arguments: Any, **options: Any) -> Facts | NoPlan:
     from accelerate_recipes.common.check.reference import why_not_checked
     from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.parallel.pipeline import PIPELINE
@@ -85,7 +84,7 @@ def _measure(question: Question, gpu: Gpu, *arguments: Any, **options: Any) -> F
     run, offloads = _run(setup, check_steps, why_not), layout.environment.is_true("fsdp_offload_params")
     if layout.pp > 1:
         setup = replace(setup, plans={PIPELINE.name: cut_without_values(setup, gpu)})
-    step = DryRun(with_plans(setup), gpu, question.last).measure()
+    step = DryRun(with_plans(setup), gpu, last).measure()
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
         peak = max(step.peak - step.weights - step.gradients - step.optimizer, step.forward)
         step = replace(step, weights=0, gradients=0, optimizer=0, peak=peak)
