@@ -12,7 +12,7 @@ import yaml
 
 from accelerate_recipes import bundle
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.console import print_entry, print_json
+from accelerate_recipes.console import AsJson, print_entry, print_json
 from accelerate_recipes.paths import is_path, text_of
 
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
@@ -45,43 +45,24 @@ class RecipeHeader:
     command: str
 
 
-@dataclass(frozen=True)
-class ConfigHeader:
-    """A config file, from its header.
+def show(as_json: AsJson = False) -> None:
+    """List the recipes and the configs, and how each config runs on this machine.
 
-    Attributes:
-        what: all up to "Needs:".
-        here: how it runs on this machine.
-        needs, pick_it: the paragraphs "Needs:" and "Pick it".
-        command: the last line.
+    Example: accelerate-recipes list
     """
-
-    name: str
-    what: str
-    here: str
-    needs: str
-    pick_it: str
-    command: str
-
-
-def show(as_json: bool) -> None:
-    """Prints the recipes and configs."""
-    recipes = [read_recipe(path) for path in bundle.recipes()]
-    num_gpus = count_gpus()
-    configs = [read_config(path, num_gpus) for path in bundle.configs()]
+    recipes, num_gpus = [asdict(read_recipe(path)) for path in bundle.recipes()], count_gpus()
+    configs = [_read_config(path, num_gpus) for path in bundle.configs()]
     if as_json:
-        print_json(
-            {"recipes": [asdict(recipe) for recipe in recipes], "configs": [asdict(config) for config in configs]}
-        )
+        print_json({"recipes": recipes, "configs": configs})
         return
     for title, names in GROUPS.items():
         print(f"{title}\n")
         for recipe in recipes:
-            if recipe.name in names:
-                print_entry(asdict(recipe))
+            if recipe["name"] in names:
+                print_entry(recipe)
     print("Where it runs\n")
     for config in configs:
-        print_entry(asdict(config))
+        print_entry(config)
     print("Make a project of your own from a recipe: accelerate-recipes new mnist my_project --config ddp")
 
 
@@ -94,14 +75,17 @@ def read_recipe(path: Path) -> RecipeHeader:
     return RecipeHeader(path.stem, _one_line(what), data, expect, time, command[1] if command else "")
 
 
-def read_config(path: Path, num_gpus: int) -> ConfigHeader:
-    """Reads a config's header, and how the config runs on a machine with so many GPUs."""
+def _read_config(path: Path, num_gpus: int) -> dict[str, str]:
+    """A config file, from its header, with how it runs on a machine with so many GPUs."""
     text = bundle.header(path)
-    what = _one_line(re.split(r"\n\n|^(?:Needs:|Pick it) ", text, maxsplit=1, flags=re.MULTILINE)[0])
-    here = runs_here(yaml.safe_load(path.read_text(encoding="utf-8")), num_gpus)
-    return ConfigHeader(
-        path.stem, what, here, _paragraph(text, "Needs:"), _paragraph(text, "Pick it"), text.splitlines()[-1].strip()
-    )
+    return {
+        "name": path.stem,
+        "what": _one_line(re.split(r"\n\n|^(?:Needs:|Pick it) ", text, maxsplit=1, flags=re.MULTILINE)[0]),
+        "here": runs_here(mapping_in(path), num_gpus),
+        "needs": _paragraph(text, "Needs:"),
+        "pick_it": _paragraph(text, "Pick it"),
+        "command": text.splitlines()[-1].strip(),
+    }
 
 
 def runs_here(config: dict[str, Any], num_gpus: int) -> str:

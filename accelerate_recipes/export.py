@@ -5,11 +5,14 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from accelerate_recipes.common.errors import RunError, UsageError
-from accelerate_recipes.console import print_json
+from accelerate_recipes.console import AsJson, print_json
 from accelerate_recipes.paths import check_new_folder
 
 if TYPE_CHECKING:
@@ -17,21 +20,18 @@ if TYPE_CHECKING:
 
     from accelerate_recipes.common.checkpoint.reader import Reader
 
+Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
 
-def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
-    """Writes the weights of a checkpoint, or their moving averages, with the run's other files of an exported model.
 
-    Args:
-        checkpoint: its folder; or the output folder of a run, for the newest complete one.
-        folder: for the model; empty or absent.
-        dtype: of the weights, such as "bfloat16"; "auto": as the run exports them.
-        as_json: print as JSON what was made.
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a checkpoint; or of a run, for its newest one")],
+    folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
+    dtype: Annotated[Dtype, typer.Option(help="type of the weights; auto: as the run exports them")] = Dtype.auto,
+    as_json: AsJson = False,
+) -> int:
+    """Make a model of a checkpoint, such as the run writes at its end, in one process.
 
-    Returns:
-        The exit code: 0, or 1 if the file system failed.
-
-    Raises:
-        UsageError: no complete checkpoint there, or the folder cannot be used.
+    Example: accelerate-recipes export outputs/mnist/checkpoints/step_00000100 mnist_100
     """
     try:
         check_new_folder(folder)

@@ -6,11 +6,14 @@ import shlex
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
 
 from accelerate_recipes import bundle, package
 from accelerate_recipes.catalog import find_config, find_recipe, mapping_in
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.console import print_json
+from accelerate_recipes.console import AsJson, print_json
 from accelerate_recipes.matrix import flags_for
 from accelerate_recipes.paths import check_new_folder
 from accelerate_recipes.templates import render
@@ -21,36 +24,32 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where names differ
 
 
 def make(
-    recipe: str,
-    folder: Path,
-    configs: list[str] | None = None,
-    own_loop: bool = False,
-    single_file: bool = False,
-    vendor: bool = False,
-    as_json: bool = False,
+    recipe: Annotated[str, typer.Argument(help="name of a recipe, such as mnist")],
+    folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
+    config: Annotated[
+        list[str] | None, typer.Option(help="config to include, by name or path; repeatable (default: ddp)")
+    ] = None,
+    own_loop: Annotated[
+        bool, typer.Option("--own_loop", help="also write the loop as loop.py, for you to change")
+    ] = False,
+    single_file: Annotated[
+        bool, typer.Option("--single_file", help="write one script on Accelerate alone, without this package")
+    ] = False,
+    vendor: Annotated[bool, typer.Option("--vendor", help="also copy the package, for you to change")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Makes the project, and prints its files and the commands to type.
+    """Make a project of your own from a recipe: the recipe, configs and a test. It imports the rest.
 
-    Args:
-        recipe: name of a recipe.
-        folder: the folder to make.
-        configs: names of configs; the first one is that of `make train`. None: ddp.
-        own_loop: add the loop as a file of the project.
-        single_file: one script on Accelerate alone, which needs nothing from this package.
-        vendor: copy this package into the project.
-        as_json: print JSON.
-
-    Raises:
-        UsageError: an unknown recipe or config, a config that the recipe does not support, a folder with content.
+    Example: accelerate-recipes new mnist my_project --config ddp --config fsdp2
     """
     if own_loop + single_file + vendor > 1:
         raise UsageError("--own-loop, --single-file and --vendor make different projects: use one of them")
     script = _single_file(recipe) if single_file else find_recipe(recipe)
-    chosen = [find_config(name) for name in dict.fromkeys(configs or ["ddp"])]
-    if len({config.name for config in chosen}) < len(chosen):
+    chosen = [find_config(name) for name in dict.fromkeys(config or ["ddp"])]
+    if len({path.name for path in chosen}) < len(chosen):
         raise UsageError("--config names two files of one name, which a project cannot hold: rename one")
-    for config in chosen:
-        _check_pair(script, config)
+    for path in chosen:
+        _check_pair(script, path)
     if not str(folder).isprintable():
         raise UsageError(f"{str(folder)!r} cannot be typed after cd: use another name")
     check_new_folder(folder)

@@ -31,7 +31,7 @@ def write(config: Config) -> None:
         raise UsageError(f"{config.path}: {error.strerror}: copy the file to a folder of your own") from None
 
 
-def fix(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
+def fixed(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
     """Makes one edit after the other until no finding has any.
 
     Args:

@@ -32,9 +32,7 @@ class FailedError(UsageError):
     """A script that fails after the compared steps."""
 
 
-def verify_watched(
-    script: Path, flags: list[str], steps: int, output: Path | None, as_json: bool, splits: bool = False
-) -> int:
+def verify_watched(script: Path, flags: list[str], steps: int, folder: Path, as_json: bool, splits: bool) -> int:
     """Runs the script on one process and under DDP, compares them and writes the certificate; returns the exit code.
 
     If they differ, one process runs twice more, once with weights that start one rounding error away: what differs no
@@ -42,7 +40,8 @@ def verify_watched(
 
     Args:
         script: its path, or the name of a module.
-        flags, steps, output, as_json, splits: those of the command.
+        flags, steps, as_json, splits: those of the command.
+        folder: for the certificate.
 
     Raises:
         UsageError: no such script, or it takes no steps, or fails in one process.
@@ -73,8 +72,7 @@ def verify_watched(
         if ddp is not None:
             name = f"ddp ({ddp.facts['distributed_type']})"
             table.add(Row(name, ddp.facts["processes"], difference=difference))
-    folder, num_steps = output or Path("verified") / script.stem, max(step for step, _ in single.values)
-    write(folder, file, flags, num_steps, table.rows, cause, as_json)
+    write(folder, file, flags, max(step for step, _ in single.values), table.rows, cause, as_json)
     return int(any(row.is_bad for row in table.rows))
 
 
