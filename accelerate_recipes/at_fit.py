@@ -1,6 +1,7 @@
 """Runs a recipe up to its call of `fit` in a separate process, and calls a function with the arguments."""
 
 import importlib
+import json
 import os
 import pickle
 import re
@@ -18,7 +19,7 @@ import psutil
 
 from accelerate_recipes.common.errors import UsageError
 
-QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable for what a function is asked, as JSON
+QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable for the question, as JSON
 NEEDED = ("accelerator", "model", "optimizer", "forward_step", "train_set", "eval_set", "config")
 OLD_IMPORT = re.compile(r"^\s*(?:from|import) common\b", re.MULTILINE)
 
@@ -27,6 +28,7 @@ def at_fit(
     script: Path,
     flags: Sequence[str],
     function: str,
+    question: Any,
     variables: dict[str, str] | None = None,
     on_meta: bool = False,
 ) -> Any:
@@ -37,7 +39,8 @@ def at_fit(
     Args:
         script: the recipe.
         flags: its flags.
-        function: "module:name" of a function that takes the arguments of `fit` and returns what pickle can send.
+        function: "module:name" of a function of the question and of the arguments of `fit`; pickle can send its answer.
+        question: what JSON can send.
         variables: of its environment.
         on_meta: build models without memory: their weights have no values. If the recipe looks at these, it runs again
             with real ones, if they fit into the memory that is free.
@@ -59,7 +62,7 @@ def at_fit(
         command += [str(script), *flags, "--output_dir", str(Path(folder) / "run")]
         run = subprocess.run(
             command,
-            env=environment() | (variables or {}),
+            env=environment() | (variables or {}) | {QUESTION: json.dumps(question)},
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -70,7 +73,7 @@ def at_fit(
             if (made := Path(f"{result}.bytes")).exists():
                 size = int(made.read_text())
                 if size < psutil.virtual_memory().available / 2:  # a recipe may load a copy
-                    return at_fit(script, flags, function, variables)
+                    return at_fit(script, flags, function, question, variables)
                 why += f" (a plan gives weights no values, and those of {size / 1e9:.3g} GB do not fit here)"
             raise UsageError(why)
         return pickle.loads(result.read_bytes())
@@ -86,10 +89,6 @@ def main() -> None:
     function, weights, result, script, *flags = sys.argv[1:]
     module, name = function.split(":")
 
-    def ask(*arguments: Any, **options: Any) -> None:
-        answer = getattr(importlib.import_module(module), name)(*arguments, **options)
-        Path(result).write_bytes(pickle.dumps(answer))
-
     import accelerate_recipes.common.launch.start as launch
     import accelerate_recipes.common.step.checks as checks
     from accelerate_recipes.common.stopping import signals
@@ -100,7 +99,9 @@ def main() -> None:
         building.close()
         signals.release()  # `start` caught them for a run that stops at its next step
         vars(checks)["check_given"] = check_given
-        ask(*(given[name] for name in NEEDED), **given["options"])
+        asked, question = getattr(importlib.import_module(module), name), json.loads(os.environ[QUESTION])
+        found = asked(question, *(given[name] for name in NEEDED), **given["options"])
+        Path(result).write_bytes(pickle.dumps(found))
         os._exit(0)
 
     def start(config: Any) -> Any:

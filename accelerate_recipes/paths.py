@@ -50,12 +50,12 @@ def check_new_file(path: Path, name: str) -> None:
     check_folder(path.parent, name)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Writes a file, or replaces it as a whole. Raises UsageError if that is impossible."""
+def write_file(path: Path, text: str, name: str = "") -> None:
+    """Writes a file, or replaces it as a whole. Raises UsageError if that is impossible. `name`: of the flag."""
     try:
         replace_file(path, text.encode(errors="replace"))
     except OSError as error:
-        raise _cannot(path, "", "written", error) from None
+        raise _cannot(path, name, "written", error) from None
 
 
 def check_file(path: Path, name: str, advice: str) -> None:

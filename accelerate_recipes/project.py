@@ -98,10 +98,11 @@ def _write(project: Path, script: Path, configs: list[Path], own_loop: bool, ven
         for name, source in package.files().items():
             shutil.copy(source, _new_file(project / name))
     wheel = None if is_alone or vendor else package.write_wheel(_new_file(project / "wheels" / "x").parent)
+    deepspeed = any(mapping_in(config).get("distributed_type") == "DEEPSPEED" for config in configs)
     flags = {config.stem: "" if is_alone else " ".join(flags_for(script.stem, config.stem) or ()) for config in configs}
     values = {
         "config": configs[0].stem,
-        "dependencies": json.dumps(_dependencies(script, is_alone, vendor, _needs_deepspeed(configs)), indent=4),
+        "dependencies": json.dumps(_dependencies(script, is_alone, vendor, deepspeed), indent=4),
         "flags": flags[configs[0].stem],
         "flags_of_configs": json.dumps({config: own for config, own in flags.items() if own}),
         "name": re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project",
@@ -128,10 +129,6 @@ def _own_files(script: Path, configs: list[Path], own_loop: bool) -> dict[str, s
         imports, ours = r"^(from accelerate_recipes import .*)fit, (.*)$", r"\1\2\nfrom loop import fit"
         text = re.sub(imports, ours, text, flags=re.MULTILINE)
     return found | {"train.py": text}
-
-
-def _needs_deepspeed(configs: list[Path]) -> bool:
-    return any(mapping_in(config).get("distributed_type") == "DEEPSPEED" for config in configs)
 
 
 def _new_file(path: Path) -> Path:

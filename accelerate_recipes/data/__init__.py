@@ -1,6 +1,5 @@
 """accelerate-recipes data: what a model gets of the data, before anything is trained."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -24,13 +23,13 @@ def data(
 
     Example: accelerate-recipes data recipes/finetune.py --output data.html -- --data chats.jsonl
     """
-    from accelerate_recipes.at_fit import QUESTION, at_fit
+    from accelerate_recipes.at_fit import at_fit
     from accelerate_recipes.data.show import facts, has_marks, show
 
     if output is not None:
         check_new_file(output, "--output")
     script = recipe if recipe.is_file() else find_recipe(str(recipe))
-    found = at_fit(script, flags or [], "accelerate_recipes.data.look:look", {QUESTION: json.dumps(samples)})
+    found = at_fit(script, flags or [], "accelerate_recipes.data.look:look", samples)
     if "refused" in found:
         raise UsageError(found["refused"])
     if as_json:

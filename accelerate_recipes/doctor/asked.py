@@ -5,14 +5,13 @@
 
 import contextlib
 import io
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from accelerate_recipes.at_fit import QUESTION, at_fit
+from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.common.errors import UsageError, first_line
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.launched import launched, remove_variables
@@ -47,15 +46,16 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     Raises:
         UsageError: the recipe ended before it called `fit`, or nothing can read a value of the file.
     """
+    question: list[Any] = [str(config.path), bool(config.machine.gpus), config.likely_flags, True]  # as `refusals_of`
     if script is not None:
-        return at_fit(script, flags, f"{__name__}:refusals", question(config))
+        return at_fit(script, flags, f"{__name__}:refusals", question)
     from accelerate_recipes import RunConfig
 
     alone = RunConfig(pipeline_stages=2 if config.path.stem in PIPELINES else 1)
     before = dict(os.environ)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the launcher says which defaults it takes
-            return refusals_of(None, alone, *json.loads(question(config)[QUESTION]))
+            return refusals_of(None, alone, *question)
     except Exception as error:  # a word in place of a number, for example
         line = f"{type(error).__name__}: {first_line(error)}"
         raise UsageError(f"the loop does not reach its call of fit: {line}") from None
@@ -64,18 +64,13 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
         os.environ |= before
 
 
-def question(config: Config) -> dict[str, str]:
-    """The variable that `refusals` reads: what `refusals_of` takes beside the description of a run."""
-    return {QUESTION: json.dumps([str(config.path), bool(config.machine.gpus), config.likely_flags, True])}
-
-
-def refusals(*arguments: Any, **options: Any) -> Answer:
+def refusals(question: list[Any], *arguments: Any, **options: Any) -> Answer:
     """What a run under the config would refuse. Takes the arguments of `fit`."""
     try:
         setup = of_any_size(*arguments, **options)
     except UsageError as error:  # what else is wrong cannot be asked
         return {"refusals": [error], "of_the_launcher": [], "facts": {}}
-    return refusals_of(setup, arguments[-1], *json.loads(os.environ[QUESTION]))
+    return refusals_of(setup, arguments[-1], *question)
 
 
 def of_any_size(*arguments: Any, **options: Any) -> "Setup":

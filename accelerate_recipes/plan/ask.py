@@ -1,6 +1,5 @@
 """Asks for dry runs of a recipe, and completes their answers with times."""
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from accelerate_recipes.at_fit import QUESTION, at_fit
+from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.catalog import find_config, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.plan.clock import grow, num_sent, step_seconds
@@ -111,10 +110,10 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
     with tempfile.TemporaryDirectory() as folder:
         written = [case.write(Path(folder)) for case in cases]
         questions = [Question(str(path), case.stages, case.flags, case.kind) for case, (path, _) in zip(cases, written)]
-        told = json.dumps([asdict(gpu), [asdict(question) for question in questions]])
+        told = [asdict(gpu), [asdict(question) for question in questions]]
         # dry.py forks, and the children of a process with threads would wait for these.
-        variables = {QUESTION: told, "OMP_NUM_THREADS": "1"}
-        answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", variables, on_meta=True)
+        one_thread = {"OMP_NUM_THREADS": "1"}
+        answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", told, one_thread, on_meta=True)
     return [_plan(ends, gpu, case.config.stem, sizes) for ends, case, (_, sizes) in zip(answers, cases, written)]
 
 

@@ -3,33 +3,36 @@
 `measure` runs in the process of a recipe, at its call of `fit`.
 """
 
-import json
 import os
 import pickle
 import sys
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from accelerate_recipes.at_fit import QUESTION
+from accelerate_recipes.common.check.reference import why_not_checked
+from accelerate_recipes.common.check.reference_run import MAX_SECONDS
+from accelerate_recipes.common.environment import Environment
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.parallel.pipeline import PIPELINE
+from accelerate_recipes.common.parallel.schedules import cost
+from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
+from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.doctor import asked
 from accelerate_recipes.plan.facts import Facts, NoPlan, Question, RunFacts
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.steps import DryRun, cut_without_values
 
-if TYPE_CHECKING:
-    from accelerate_recipes.common.step.setup import Setup
-
 NOT_ASKED = NoPlan(failed="another of its kind fits")
 
 
-def measure(*arguments: Any, **options: Any) -> list[list[Facts | NoPlan]]:
-    """Takes the arguments of `fit`. Answers each Question of the variable, each end of it in a process of its own."""
-    told, questions = json.loads(os.environ[QUESTION])
-    gpu, answers, found = Gpu(**told), list[list[Facts | NoPlan]](), set[int | None]()
+def measure(told: list[Any], *arguments: Any, **options: Any) -> list[list[Facts | NoPlan]]:
+    """Takes a Gpu and Questions, and the arguments of `fit`. Answers each of them, each end of it in a process of its
+    own."""
+    rates, questions = told
+    gpu, answers, found = Gpu(**rates), list[list[Facts | NoPlan]](), set[int | None]()
     for question in (Question(**each) for each in questions):
         if question.kind is not None and question.kind in found:
             answers.append([NOT_ASKED])
@@ -64,11 +67,6 @@ def _answer(question: Question, last: bool, gpu: Gpu, arguments: Any, options: A
 
 
 def _measure(question: Question, last: bool, gpu: Gpu, *arguments: Any, **options: Any) -> Facts | NoPlan:
-    from accelerate_recipes.common.check.reference import why_not_checked
-    from accelerate_recipes.common.environment import Environment
-    from accelerate_recipes.common.parallel.pipeline import PIPELINE
-    from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
-
     *given, config = arguments
     config = replace(config, **question.flags)
     setup = asked.of_any_size(*given, config, **options)
@@ -91,10 +89,7 @@ def _measure(question: Question, last: bool, gpu: Gpu, *arguments: Any, **option
     return Facts(run, step)
 
 
-def _run(setup: "Setup", check_steps: int, why_not_checked: str | None) -> RunFacts:
-    from accelerate_recipes.common.check.reference_run import MAX_SECONDS
-    from accelerate_recipes.common.parallel.schedules import cost
-
+def _run(setup: Setup, check_steps: int, why_not_checked: str | None) -> RunFacts:
     plan, options = setup.plan, setup.options
     config, layout, last = plan.config, plan.layout, plan.num_steps - 1
     waits = cost(config.pipeline_schedule, layout.pp, plan.accumulation)

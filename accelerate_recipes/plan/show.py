@@ -22,9 +22,9 @@ def show_one(plan: Estimate, gpu: Gpu) -> None:
     accumulated = f" × {run.accumulation} accumulated" * (run.accumulation > 1)
     rest = max(0, step.peak - step.weights - step.gradients - step.optimizer)
     forward = f"; a forward pass adds {in_bytes(step.forward)}" * (step.forward > 0)
-    epochs = run.num_steps / run.steps_per_epoch
+    epochs, processes = run.num_steps / run.steps_per_epoch, f"process{'es' * (run.num_processes > 1)}"
     rows = {
-        "config": f"{plan.config}: {run.layout}, {run.precision}, {_processes(run.num_processes)}",
+        "config": f"{plan.config}: {run.layout}, {run.precision}, {run.num_processes:,} {processes}",
         "machines": str(run.num_machines),
         "set in it": ", ".join(f"{key}: {value}" for key, value in plan.settings.items()),
         "batch": f"{run.batch_size} = {run.data_parallel} × {run.micro_batch_size}{accumulated}",
@@ -146,10 +146,6 @@ def _checkpoints(plan: Estimate) -> str:
     if not run.save_every:
         return f"none: use --save_every; each would have {size}"
     return f"{size} every {run.save_every:,} steps, {run.keep_checkpoints} kept"
-
-
-def _processes(number: int) -> str:
-    return f"{number:,} process{'es' * (number > 1)}"
 
 
 def _seconds(number: float) -> str:
