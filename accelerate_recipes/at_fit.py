@@ -60,9 +60,10 @@ def at_fit(
         start = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from {__name__} import main; main()"
         command = [sys.executable, "-P", "-c", start, function, "meta" * on_meta, str(result)]
         command += [str(script), *flags, "--output_dir", str(Path(folder) / "run")]
+        on_the_cpu = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
         run = subprocess.run(
             command,
-            env=environment() | (variables or {}) | {QUESTION: json.dumps(question)},
+            env=os.environ | on_the_cpu | (variables or {}) | {QUESTION: json.dumps(question)},
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -77,11 +78,6 @@ def at_fit(
                 why += f" (a plan gives weights no values, and those of {size / 1e9:.3g} GB do not fit here)"
             raise UsageError(why)
         return pickle.loads(result.read_bytes())
-
-
-def environment() -> dict[str, str]:
-    """The variables for a run of a recipe on the CPU."""
-    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
 
 def main() -> None:

@@ -135,10 +135,7 @@ def mapping_in(path: Path) -> dict[str, Any]:
 
 def find_recipe(name: str) -> Path:
     """The path of a recipe by name or path. Raises UsageError for an unknown one."""
-    known = {path.stem: path for path in bundle.recipes()}
-    if (found := known.get(Path(name).stem)) is None:
-        raise UsageError(f"{name}: no such recipe; use one of {', '.join(known)}")
-    return found
+    return find_of(bundle.recipes(), name, "recipe")
 
 
 def find_config(name: str) -> Path:
@@ -146,9 +143,14 @@ def find_config(name: str) -> Path:
     if is_path(name):
         mapping_in(Path(name))
         return Path(name)
-    known = {path.stem: path for path in bundle.configs()}
+    return find_of(bundle.configs(), name, "config", ", or the path of a file")
+
+
+def find_of(paths: list[Path], name: str, kind: str, more: str = "") -> Path:
+    """The path with the stem of a name. Raises UsageError if there is none; `more`: what else to use."""
+    known = {path.stem: path for path in paths}
     if (found := known.get(Path(name).stem)) is None:
-        raise UsageError(f"{name}: no such config; use one of {', '.join(known)}, or the path of a file")
+        raise UsageError(f"{name}: no such {kind}; use one of {', '.join(known)}{more}")
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from accelerate_recipes import bundle, package
-from accelerate_recipes.catalog import find_config, find_recipe, mapping_in
+from accelerate_recipes.catalog import find_config, find_of, find_recipe, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import AsJson, print_json
 from accelerate_recipes.matrix import flags_for
@@ -44,7 +44,8 @@ def make(
     """
     if own_loop + single_file + vendor > 1:
         raise UsageError("--own-loop, --single-file and --vendor make different projects: use one of them")
-    script = _single_file(recipe) if single_file else find_recipe(recipe)
+    files = sorted(SINGLE_FILES.glob("*.py"))
+    script = find_of(files, recipe, "recipe as a single file") if single_file else find_recipe(recipe)
     chosen = [find_config(name) for name in dict.fromkeys(config or ["ddp"])]
     if len({path.name for path in chosen}) < len(chosen):
         raise UsageError("--config names two files of one name, which a project cannot hold: rename one")
@@ -58,24 +59,17 @@ def make(
         with TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
             project = Path(scratch) / folder.name
             _write(project, script, chosen, own_loop, vendor)
-            files = sorted(str(path.relative_to(project)) for path in project.rglob("*") if path.is_file())
+            made = sorted(str(path.relative_to(project)) for path in project.rglob("*") if path.is_file())
             project.rename(folder)  # as a whole, or not at all
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}): use another folder") from None
     commands = [f"cd {shlex.quote(str(folder))}", "make train", "make test"]
     if as_json:
-        print_json({"folder": str(folder), "files": files, "commands": commands})
+        print_json({"folder": str(folder), "files": made, "commands": commands})
     else:
-        own = [name for name in files if not name.startswith("accelerate_recipes/")]
+        own = [name for name in made if not name.startswith("accelerate_recipes/")]
         lines = [f"{folder}/", *(f"  {name}" for name in own), *["  accelerate_recipes/"] * vendor]
         print("\n".join([*lines, "", "Type:", *(f"  {command}" for command in commands)]))
-
-
-def _single_file(name: str) -> Path:
-    known = {path.stem: path for path in sorted(SINGLE_FILES.glob("*.py"))}
-    if name not in known:
-        raise UsageError(f"{name}: no such recipe as a single file; use one of {', '.join(known)}")
-    return known[name]
 
 
 def _check_pair(script: Path, config: Path) -> None:

@@ -13,7 +13,7 @@ from accelerate_recipes.catalog import find_config, find_recipe
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import AsJson, Flags, print_json, print_table
 from accelerate_recipes.doctor.finding import Finding, findings, words
-from accelerate_recipes.paths import check_file, check_new_file, is_path, text_of
+from accelerate_recipes.paths import check_file, is_path, text_of
 
 
 def check(
@@ -38,8 +38,6 @@ def check(
     if fix and config is None:
         raise UsageError("--fix needs a config file: use its path")
     copy = path_of_copy(config) if fix and config else None
-    if copy is not None:
-        check_new_file(copy, "")
     here = machine.look()
     given = read(config, here) if config else None
     if not as_json:
@@ -58,7 +56,10 @@ def check(
         if made:
             write(replace(better, path=copy))
     if as_json:
-        changed, remaining = ([finding.as_dict() for finding in some] for some in (made, found))
+        changed, remaining = (
+            [{"what": finding.what, "why": finding.why, "type": finding.type} for finding in some]
+            for some in (made, found)
+        )
         of_fix = {"changed": changed, "left": remaining, "file": str(copy) if made else None}
         print_json(remaining if copy is None else of_fix)
     else:

@@ -10,11 +10,12 @@ from accelerate_recipes.plan.facts import Speed
 
 def check(path: Path | None, scaling: bool) -> None:
     """Raises UsageError if no plot can be written."""
-    if path is not None and not scaling:
+    if path is None:
+        return
+    if not scaling:
         raise UsageError("--plot draws scaling curves: use --scaling, too")
-    if path is not None:
-        check_new_file(path, "--plot")
-    if path is not None and find_spec("plotly") is None:
+    check_new_file(path, "--plot")
+    if find_spec("plotly") is None:
         raise UsageError("--plot needs plotly: run pip install 'accelerate-recipes[report]'")
 
 

@@ -11,7 +11,7 @@ from accelerate_recipes.catalog import find_config
 from accelerate_recipes.common.check.tolerances import RECORD, TOLERANCE
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
-from accelerate_recipes.paths import check_file, check_new_file, text_of
+from accelerate_recipes.paths import check_file, check_new_file, text_of, write_file
 from accelerate_recipes.verify.certificate import versions
 from accelerate_recipes.verify.compare import Difference, Gap, gaps, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Launch, recording
@@ -20,18 +20,8 @@ from accelerate_recipes.verify.watch import watch
 
 
 def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: bool, as_json: bool) -> int:
-    """Writes the first steps of one process into a file, with how far rounding moves them.
-
-    Args:
-        script: a recipe; with `accelerate`, a script that uses Accelerate.
-        flags: its flags.
-        steps: optimizer steps.
-        file: for the record, JSON.
-        accelerate: watch the script from outside.
-        as_json: print the record, too.
-
-    Returns:
-        the exit code.
+    """Writes the first steps of one process into a file, as JSON, with how far rounding moves them. Takes what is given
+    to the command, and returns its exit code.
 
     Raises:
         UsageError: the script does not run, or the file cannot be written.
@@ -54,10 +44,7 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
     made = datetime.now(UTC).isoformat(timespec="seconds")
     reference = {"flags": flags, "steps": steps, "accelerate": accelerate, **kept}
     content = {"script": str(script), "made": made, "versions": versions(), "reference": reference}
-    try:
-        file.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--record {file} cannot be written ({error.strerror}): use another path") from None
+    write_file(file, json.dumps(content) + "\n", "--record")
     if as_json:
         print_json(content)
     else:
@@ -70,9 +57,7 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
     """Runs a script in one process with the flags of a record, and prints each step beside that of then.
 
     Args:
-        script: as it is now.
         certificate: what `record` wrote, or certificate.json of an earlier `verify`.
-        as_json: print JSON instead of the table.
 
     Returns:
         the exit code: 0 if all values agree to 1e-5, or to ten times what rounding changes, otherwise 1.
@@ -102,8 +87,8 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
     if not difference.is_same:
         verdict = f"DIFFERS {'; '.join(_places(found, now, then))}"
     before, after = content.get("versions", {}), versions()
-    both = {name: [before.get(name), after.get(name)] for name in before | after}
-    changed = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    changed = {name: [before.get(name), after.get(name)] for name in names}
     rows = [gap for gap in found if gap.step is not None]
     if as_json:
         weights = {gap.name: gap.size for gap in found if gap.step is None}

@@ -77,11 +77,8 @@ def run(script: Path, flags: list[str], checkpoint: Path, configs: list[str] | N
     checkpoint and the output folder of the run are only read.
 
     Args:
-        script: the recipe.
         flags: beside those of the run.
-        checkpoint: its folder.
         configs: names or paths of configs; None: that of the run, or of a run in one process all.
-        as_json: print JSON.
 
     Returns:
         the exit code: 0 if no config gives another result than one process, otherwise 1.

@@ -3,7 +3,6 @@
 import math
 import re
 import shutil
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +13,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.matrix import SIZES
 from accelerate_recipes.paths import check_file
 from accelerate_recipes.verify.causes import likely_cause
-from accelerate_recipes.verify.certificate import Row, Table, write
+from accelerate_recipes.verify.certificate import Certificate, Row
 from accelerate_recipes.verify.compare import Difference, Key, compare, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Finished, Launch, chosen_configs, recording
 
@@ -22,22 +21,17 @@ from accelerate_recipes.verify.runs import Finished, Launch, chosen_configs, rec
 def verify_recipe(
     script: Path, flags: list[str], steps: int, configs: list[str] | None, folder: Path, as_json: bool
 ) -> int:
-    """Runs a recipe under configs, prints the table and writes the certificate into a folder; returns the exit code.
-
-    Args:
-        script, flags, steps, configs, as_json: those of the command.
+    """Runs a recipe under configs, and writes the certificate into a folder. Returns the exit code.
 
     Raises:
         UsageError: no such script or config, or the recipe does not run in one process.
     """
     check_file(script, "", "use the path of a recipe")
-    chosen, table = chosen_configs(configs), Table(sys.stderr if as_json else sys.stdout)
+    chosen, certificate = chosen_configs(configs), Certificate(folder, script, flags, steps, as_json, configs)
     with TemporaryDirectory(prefix="verify_") as scratch:
-        verification = _Verification(script, flags, steps, Path(scratch), table)
+        verification = _Verification(script, flags, steps, Path(scratch), certificate)
         verification.verify_all(chosen)
-        cause, reference = verification.cause(), verification.record()
-    write(folder, script, flags, steps, table.rows, cause, as_json, configs, verification.gap, reference)
-    return int(any(row.is_bad for row in table.rows))
+        return certificate.write(verification.cause(), verification.gap, verification.record())
 
 
 @dataclass
@@ -48,7 +42,7 @@ class _Verification:
     flags: list[str]
     steps: int
     scratch: Path
-    table: Table
+    certificate: Certificate
     first_difference: Difference | None = None  # the first run that is not the same
     floors: list[dict[Key, float]] = field(default_factory=list)  # of one process with other micro-batches
     found_by_check: str | None = None  # the likely cause that a run named
@@ -57,12 +51,12 @@ class _Verification:
 
     def verify_all(self, configs: list[Path]) -> None:
         """Makes all runs, and adds a row to the table for each."""
-        self.table.begin([path.stem for path in configs])
+        self.certificate.begin([path.stem for path in configs])
         single = Launch(self.script, find_config("single"), self._all_flags())
         self.reference = reference = single.run(self.scratch / "single")
         if not reference.is_done:
             raise UsageError(f"{self.script} does not run in one process: {reference.refusal or reference.failure}")
-        self.table.add(Row("single", reference.card["num_processes"], note="the reference"))
+        self.certificate.add(Row("single", reference.card["num_processes"], note="the reference"))
         if draws := reference.card.get("draws"):
             single = self._with_one_micro_batch_size(single, configs)
         else:
@@ -73,9 +67,12 @@ class _Verification:
         for config in configs:
             launch, settings = Launch(self.script, config, self._all_flags(config)), mapping_in(config)
             if (here := runs_here(settings, count_gpus())).startswith("needs"):
-                self.table.add(Row(config.stem, settings["num_processes"], note=f"not run: {here}"))
+                self.certificate.add(Row(config.stem, settings["num_processes"], note=f"not run: {here}"))
                 continue
-            expected = self._bf16(in_bf16) if settings["mixed_precision"] == "bf16" else self.reference
+            expected = self.reference
+            if settings["mixed_precision"] == "bf16":
+                folder = self.scratch / "single_bf16"  # one process in bf16
+                expected = Finished(folder) if folder.exists() else in_bf16.run(folder)
             same = self._add(config.stem, launch.run(self.scratch / config.stem), expected)
             if same and divided is None and settings["num_processes"] > 1:
                 divided = launch
@@ -124,25 +121,20 @@ class _Verification:
     def _all_flags(self, config: Path | None = None) -> list[str]:
         return [*self.flags, *recording(self.steps), *(SIZES.get(config.stem, []) if config is not None else [])]
 
-    def _bf16(self, launch: Launch) -> Finished:
-        """The reference for configs in bf16: one process in bf16. The first call runs it."""
-        folder = self.scratch / "single_bf16"
-        return Finished(folder) if folder.exists() else launch.run(folder)
-
     def _kill(self, launch: Launch) -> None:
         """Kills a run under this config and resumes it; the reference is the run that was not killed."""
         undisturbed = Finished(self.scratch / launch.config.stem)
         try:
             step, resumed = launch.run_killed(self.scratch / "killed", self.steps)
         except UsageError as error:  # it must not cost the rows before
-            self.table.add(Row(f"{launch.config.stem}, killed", None, note=f"not killed: {error}"))
+            self.certificate.add(Row(f"{launch.config.stem}, killed", None, note=f"not killed: {error}"))
             return
         self._add(f"{launch.config.stem}, killed at step {step}, resumed", resumed, undisturbed)
 
     def _add(self, name: str, run: Finished, reference: Finished) -> bool:
         self.said += re.findall("^.*: the result depends on .*$", run.output, re.MULTILINE)
         if not run.is_done:
-            self.table.add(row := Row(name, None, refusal=run.refusal, failure=run.failure))
+            self.certificate.add(row := Row(name, None, refusal=run.refusal, failure=run.failure))
             self.found_by_check = self.found_by_check or (run.cause if row.found_by_check else None)
             return False
         floor = of_all_steps(*self.floors) if reference is self.reference else None
@@ -150,5 +142,5 @@ class _Verification:
         if not difference.is_same and self.first_difference is None:
             self.first_difference = difference
         checked = run.card.get("checked_steps", 0)
-        self.table.add(Row(name, run.card["num_processes"], difference=difference, checked_steps=checked))
+        self.certificate.add(Row(name, run.card["num_processes"], difference=difference, checked_steps=checked))
         return difference.is_same
