@@ -1,7 +1,6 @@
 """Runs a recipe up to its call of `fit` in a separate process, and calls a function with the arguments."""
 
 import importlib
-import json
 import os
 import pickle
 import re
@@ -19,7 +18,6 @@ import psutil
 
 from accelerate_recipes.common.errors import UsageError
 
-QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable for the question, as JSON
 NEEDED = ("accelerator", "model", "optimizer", "forward_step", "train_set", "eval_set", "config")
 OLD_IMPORT = re.compile(r"^\s*(?:from|import) common\b", re.MULTILINE)
 
@@ -40,7 +38,7 @@ def at_fit(
         script: the recipe.
         flags: its flags.
         function: "module:name" of a function of the question and of the arguments of `fit`; pickle can send its answer.
-        question: what JSON can send.
+        question: what pickle can send.
         variables: of its environment.
         on_meta: build models without memory: their weights have no values. If the recipe looks at these, it runs again
             with real ones, if they fit into the memory that is free.
@@ -56,6 +54,7 @@ def at_fit(
         )
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result"
+        result.with_name("question").write_bytes(pickle.dumps(question))
         # Not with -m, which looks for the package in the present folder first.
         start = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from {__name__} import main; main()"
         command = [sys.executable, "-P", "-c", start, function, "meta" * on_meta, str(result)]
@@ -63,7 +62,7 @@ def at_fit(
         on_the_cpu = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
         run = subprocess.run(
             command,
-            env=os.environ | on_the_cpu | (variables or {}) | {QUESTION: json.dumps(question)},
+            env=os.environ | on_the_cpu | (variables or {}),
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -95,14 +94,14 @@ def main() -> None:
         building.close()
         signals.release()  # `start` caught them for a run that stops at its next step
         vars(checks)["check_given"] = check_given
-        asked, question = getattr(importlib.import_module(module), name), json.loads(os.environ[QUESTION])
+        question = pickle.loads(Path(result).with_name("question").read_bytes())
+        asked = getattr(importlib.import_module(module), name)
         found = asked(question, *(given[name] for name in NEEDED), **given["options"])
         Path(result).write_bytes(pickle.dumps(found))
         os._exit(0)
 
     def start(config: Any) -> Any:
-        sizes = [name for name in ("pipeline_stages", "expert_parallel") if hasattr(config, name)]
-        return begin(replace(config, **dict.fromkeys(sizes, 1)))  # one process shares nothing
+        return begin(replace(config, pipeline_stages=1, expert_parallel=1))  # one process shares nothing
 
     # The first statement of `fit`, also of one that a project has for itself, calls this one.
     check_given, vars(checks)["check_given"] = checks.check_given, answer

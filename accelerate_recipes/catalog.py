@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,30 +26,12 @@ GROUPS = {  # what people want to do: recipes
 }
 
 
-@dataclass(frozen=True)
-class RecipeHeader:
-    """A recipe, from its docstring.
-
-    Attributes:
-        what: its first sentence.
-        data, expect, time: its lines "Data:", "Expect:" and "Time:".
-        command: its first command.
-    """
-
-    name: str
-    what: str
-    data: str
-    expect: str
-    time: str
-    command: str
-
-
 def show(as_json: AsJson = False) -> None:
     """List the recipes and the configs, and how each config runs on this machine.
 
     Example: accelerate-recipes list
     """
-    recipes, num_gpus = [asdict(read_recipe(path)) for path in bundle.recipes()], count_gpus()
+    recipes, num_gpus = [read_recipe(path) for path in bundle.recipes()], count_gpus()
     configs = [_read_config(path, num_gpus) for path in bundle.configs()]
     if as_json:
         print_json({"recipes": recipes, "configs": configs})
@@ -66,13 +47,14 @@ def show(as_json: AsJson = False) -> None:
     print("Make a project of your own from a recipe: accelerate-recipes new mnist my_project --config ddp")
 
 
-def read_recipe(path: Path) -> RecipeHeader:
-    """Reads a recipe's docstring."""
+def read_recipe(path: Path) -> dict[str, str]:
+    """A recipe, from its docstring: its name, "what" it does, its lines "Data:", "Expect:" and "Time:", and its first
+    command."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     what, _, rest = text.partition("\n\n")
     command = re.search(r"^ +(accelerate launch .*)$", rest, re.MULTILINE)
-    data, expect, time = (_paragraph(rest, label) for label in ("Data:", "Expect:", "Time:"))
-    return RecipeHeader(path.stem, _one_line(what), data, expect, time, command[1] if command else "")
+    lines = {label.lower(): _paragraph(rest, f"{label}:") for label in ("Data", "Expect", "Time")}
+    return {"name": path.stem, "what": _one_line(what), **lines, "command": command[1] if command else ""}
 
 
 def _read_config(path: Path, num_gpus: int) -> dict[str, str]:

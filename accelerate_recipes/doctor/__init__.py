@@ -28,9 +28,9 @@ def check(
     Example: accelerate-recipes doctor accelerate_configs/ddp.yaml recipes/mnist.py
     """
     from accelerate_recipes.doctor import machine, rules
+    from accelerate_recipes.doctor.asked import of_config
     from accelerate_recipes.doctor.config import read
     from accelerate_recipes.doctor.fix import fixed, path_of_copy, write
-    from accelerate_recipes.doctor.look import of_config
 
     config, script = _existing(config, find_config), _existing(recipe, find_recipe)
     if script is not None and not re.search(r"\bfit\(", text_of(script, "", "use the path of a recipe")):

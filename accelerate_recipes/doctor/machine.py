@@ -66,11 +66,12 @@ class Machine:
 
     def rows(self) -> list[tuple[str, str]]:
         """The facts as a table of names and values, with those that no rule needs."""
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        from accelerate_recipes.common.environment import num_cores
+
         packages = [f"{name} {version}" for name, version in self.versions.items() if name != "accelerate-recipes"]
         return [
             ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
-            ("cores", str(num_cores)),
+            ("cores", str(num_cores())),
             ("memory", f"{_gib(self.memory)}, {_gib(self.free_memory)} free"),
             ("shared memory", "none" if self.shared_memory is None else _gib(self.shared_memory)),
             ("GPUs", ", ".join(f"{gpu.name} ({_gib(gpu.memory)})" for gpu in self.gpus) or "none"),

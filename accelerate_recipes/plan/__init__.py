@@ -43,13 +43,13 @@ def plan(
 
     Example: accelerate-recipes plan recipes/transformer.py --config fsdp2 --num_processes 2 --gpu h100
     """
-    from accelerate_recipes.plan import plot, show
+    from accelerate_recipes.plan import show
     from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scale_up
     from accelerate_recipes.plan.facts import Estimate, NoPlan
     from accelerate_recipes.plan.hardware import read
 
     rates = read(gpu, memory, hardware)
-    plot.check(page, scaling)
+    show.check_plot(page, scaling)
     check_number(hours, "--hours")
     script = recipe if is_path(str(recipe)) else find_recipe(str(recipe))
     check_file(script, "", "use the path of a recipe")
@@ -84,7 +84,7 @@ def plan(
         show.show_fitting(near, "fits, too" if fitting else "fits with")
     show.show_scaling(rows)
     if page is not None:
-        plot.write(page, rows, script.stem)
+        show.write_plot(page, rows, script.stem)
     if fitting and (hours is not None or not one):
         rows = rows or {each.config: [each.speed] for each in fitting}
         show.show_cheapest([(config, row) for config, steps in rows.items() for row in steps], hours)

@@ -3,7 +3,7 @@
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.catalog import find_config, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.plan.clock import grow, num_sent, step_seconds
-from accelerate_recipes.plan.facts import Estimate, Facts, NoPlan, Question, RunFacts, Sent, Speed, StepFacts
+from accelerate_recipes.plan.facts import Estimate, Facts, NoPlan, RunFacts, Sent, Speed, StepFacts
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.zero import divide
 
@@ -32,7 +32,7 @@ class Case:
         settings: {key of the file: value} instead of the file's.
         stages: of a pipeline.
         flags: {flag of the recipe: value} instead of those on the command line.
-        kind: as in Question.
+        kind: the first case of its kind that fits is enough; None: an answer is needed.
     """
 
     config: Path
@@ -109,11 +109,10 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
     """The plans of cases with the same number of stages."""
     with tempfile.TemporaryDirectory() as folder:
         written = [case.write(Path(folder)) for case in cases]
-        questions = [Question(str(path), case.stages, case.flags, case.kind) for case, (path, _) in zip(cases, written)]
-        told = [asdict(gpu), [asdict(question) for question in questions]]
+        question = gpu, [replace(case, config=path) for case, (path, _) in zip(cases, written)]
         # dry.py forks, and the children of a process with threads would wait for these.
         one_thread = {"OMP_NUM_THREADS": "1"}
-        answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", told, one_thread, on_meta=True)
+        answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", question, one_thread, on_meta=True)
     return [_plan(ends, gpu, case.config.stem, sizes) for ends, case, (_, sizes) in zip(answers, cases, written)]
 
 

@@ -21,30 +21,30 @@ from accelerate_recipes.common.parallel.schedules import cost
 from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.doctor import asked
-from accelerate_recipes.plan.facts import Facts, NoPlan, Question, RunFacts
+from accelerate_recipes.plan.ask import Case
+from accelerate_recipes.plan.facts import Facts, NoPlan, RunFacts
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.steps import DryRun, cut_without_values
 
 NOT_ASKED = NoPlan(failed="another of its kind fits")
 
 
-def measure(told: list[Any], *arguments: Any, **options: Any) -> list[list[Facts | NoPlan]]:
-    """Takes a Gpu and Questions, and the arguments of `fit`. Answers each of them, each end of it in a process of its
-    own."""
-    rates, questions = told
-    gpu, answers, found = Gpu(**rates), list[list[Facts | NoPlan]](), set[int | None]()
-    for question in (Question(**each) for each in questions):
-        if question.kind is not None and question.kind in found:
+def measure(question: tuple[Gpu, list[Case]], *arguments: Any, **options: Any) -> list[list[Facts | NoPlan]]:
+    """Takes a GPU and cases, each with a config as it is meant, and the arguments of `fit`. Answers what one process
+    does, and of a pipeline also the last one, each in a process of its own."""
+    (gpu, cases), answers, found = question, list[list[Facts | NoPlan]](), set[int | None]()
+    for case in cases:
+        if case.kind is not None and case.kind in found:
             answers.append([NOT_ASKED])
             continue
-        answers.append([_answer(question, last, gpu, arguments, options) for last in (False, True)[: question.stages]])
+        answers.append([_answer(case, last, gpu, arguments, options) for last in (False, True)[: case.stages]])
         steps = [getattr(end, "step", None) for end in answers[-1]]
         if all(step and not step.zero and step.peak <= gpu.usable for step in steps):
-            found.add(question.kind)
+            found.add(case.kind)
     return answers
 
 
-def _answer(question: Question, last: bool, gpu: Gpu, arguments: Any, options: Any) -> Facts | NoPlan:
+def _answer(case: Case, last: bool, gpu: Gpu, arguments: Any, options: Any) -> Facts | NoPlan:
     reader, writer = os.pipe()
     if child := os.fork():  # a dry run changes the model, and pretends to be a process of many
         os.close(writer)
@@ -53,7 +53,7 @@ def _answer(question: Question, last: bool, gpu: Gpu, arguments: Any, options: A
         os.waitpid(child, 0)
         return pickle.loads(sent) if sent else NoPlan(failed="its process ended early")
     try:
-        answer: Facts | NoPlan = _measure(question, last, gpu, *arguments, **options)
+        answer: Facts | NoPlan = _measure(case, last, gpu, *arguments, **options)
     except DynamicOutputShapeException:
         answer = NoPlan(failed="its shapes depend on values, as with images or experts")
     except UsageError as error:
@@ -66,15 +66,15 @@ def _answer(question: Question, last: bool, gpu: Gpu, arguments: Any, options: A
     os._exit(0)
 
 
-def _measure(question: Question, last: bool, gpu: Gpu, *arguments: Any, **options: Any) -> Facts | NoPlan:
+def _measure(case: Case, last: bool, gpu: Gpu, *arguments: Any, **options: Any) -> Facts | NoPlan:
     *given, config = arguments
-    config = replace(config, **question.flags)
+    config = replace(config, **case.flags)
     setup = asked.of_any_size(*given, config, **options)
-    told = asked.refusals_of(setup, config, question.config, True, [], False)
+    told = asked.refusals_of(setup, config, str(case.config), True, [], False)
     if lines := [*map(str, told["refusals"]), *told["of_the_launcher"]]:
         return NoPlan(refused=lines)
     check_steps = config.check_steps
-    config = replace(config, pipeline_stages=question.stages, check_steps=0, compile=False)
+    config = replace(config, pipeline_stages=case.stages, check_steps=0, compile=False)
     layout = replace(layout_of(Environment.read(), config), device="cpu")
     setup = replace(setup, plan=setup.plan.under(config, layout))
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())

@@ -30,23 +30,6 @@ Event = float | Collective  # seconds of computation, or a collective
 
 
 @dataclass(frozen=True)
-class Question:
-    """A run to look at: one process of it, or of a pipeline the first and the last.
-
-    Attributes:
-        config: path of a file.
-        stages: of a pipeline.
-        flags: {flag of the recipe: value} instead of those on the command line.
-        kind: the first one of its kind that fits is enough; None: an answer is needed.
-    """
-
-    config: str
-    stages: int
-    flags: dict[str, int]
-    kind: int | None = None
-
-
-@dataclass(frozen=True)
 class RunFacts:
     """The arithmetic of a run.
 

@@ -13,7 +13,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
 from accelerate_recipes.paths import check_file, check_new_file, text_of, write_file
 from accelerate_recipes.verify.certificate import versions
-from accelerate_recipes.verify.compare import Difference, Gap, gaps, noise_floor, of_all_steps
+from accelerate_recipes.verify.compare import Compared, Difference, compared, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Launch, recording
 from accelerate_recipes.verify.trace import Trace
 from accelerate_recipes.verify.watch import watch
@@ -77,7 +77,7 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
         print(f"{certificate} has other sums of weights, which are not compared: make it again", file=sys.stderr)
     floor = {"weights": 0.0} | then.facts.get("floor", {})
     floor["weights"] = max(floor["weights"], TOLERANCE)  # 16 sums say little of how far a weight is
-    found = gaps(now, then, floor, RECORD)
+    found = compared(now, then, floor, RECORD)
     difference = Difference.of(found)
     digests = now.facts["model_digest"], then.facts.get("model_digest")
     has_equal_weights = digests[0] == digests[1] if digests[1] is not None else difference.is_exact
@@ -89,18 +89,18 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
     before, after = content.get("versions", {}), versions()
     names = [name for name in before | after if before.get(name) != after.get(name)]
     changed = {name: [before.get(name), after.get(name)] for name in names}
-    rows = [gap for gap in found if gap.step is not None]
+    rows = [one for one in found if one.step is not None]
     if as_json:
-        weights = {gap.name: gap.size for gap in found if gap.step is None}
+        weights = {one.name: one.size for one in found if one.step is None}
         facts = {"weights_equal": has_equal_weights, "versions": changed, "weights": weights}
         keys = {"step": "step", "name": "name", "then": "expected", "now": "value", "difference": "size"}
-        values = [{key: getattr(gap, field) for key, field in keys.items()} for gap in rows]
+        values = [{key: getattr(one, field) for key, field in keys.items()} for one in rows]
         print_json({"against": str(certificate), "verdict": verdict, **facts, "rows": values})
         return int(not difference.is_same)
     print(f"{'step':>6}  {'':14}  {'then':>14}  {'now':>14}  difference")
-    for gap in rows:
-        columns = (f"{value:14.8g}" if value is not None else f"{'–':>14}" for value in (gap.expected, gap.value))
-        print(f"{gap.step:6}  {gap.name:14}  {'  '.join(columns)}  {gap.size:.1e}")
+    for one in rows:
+        columns = (f"{value:14.8g}" if value is not None else f"{'–':>14}" for value in (one.expected, one.value))
+        print(f"{one.step:6}  {one.name:14}  {'  '.join(columns)}  {one.size:.1e}")
     for name, (old, new) in changed.items():
         print(f"{name} {old or 'none'} then, {new or 'none'} now")
     print(f"\nweights after the last step: {'equal' if has_equal_weights else 'not equal bit for bit'}")
@@ -108,14 +108,14 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
     return int(not difference.is_same)
 
 
-def _places(found: list[Gap], now: Trace, then: Trace) -> list[str]:
+def _places(found: list[Compared], now: Trace, then: Trace) -> list[str]:
     """Where the first value and the first weight are that differ."""
-    wrong = [gap for gap in found if not gap.is_same]
-    places = [f"from step {gap.step}, in {gap.name}" for gap in wrong if gap.step is not None][:1]
-    for gap in [gap for gap in wrong if gap.step is None][:1]:
-        is_there = gap.name in now.weights and gap.name in then.weights
-        how = f", by {gap.size:.1e}" if is_there else ", which only one of the two has"
-        places.append(f"after the last step in {gap.name}{how}")
+    wrong = [one for one in found if not one.is_same]
+    places = [f"from step {one.step}, in {one.name}" for one in wrong if one.step is not None][:1]
+    for one in [one for one in wrong if one.step is None][:1]:
+        is_there = one.name in now.weights and one.name in then.weights
+        how = f", by {one.size:.1e}" if is_there else ", which only one of the two has"
+        places.append(f"after the last step in {one.name}{how}")
     return places
 
 

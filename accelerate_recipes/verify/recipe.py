@@ -14,7 +14,7 @@ from accelerate_recipes.matrix import SIZES
 from accelerate_recipes.paths import check_file
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Certificate, Row
-from accelerate_recipes.verify.compare import Difference, Key, compare, noise_floor, of_all_steps
+from accelerate_recipes.verify.compare import Difference, Point, compare, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Finished, Launch, chosen_configs, recording
 
 
@@ -44,7 +44,7 @@ class _Verification:
     scratch: Path
     certificate: Certificate
     first_difference: Difference | None = None  # the first run that is not the same
-    floors: list[dict[Key, float]] = field(default_factory=list)  # of one process with other micro-batches
+    floors: list[dict[Point, float]] = field(default_factory=list)  # of one process with other micro-batches
     found_by_check: str | None = None  # the likely cause that a run named
     said: list[str] = field(default_factory=list)  # what runs say their results depend on
     gap: str | None = "no run had other micro-batches"

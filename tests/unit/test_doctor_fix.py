@@ -12,10 +12,10 @@ from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
 from accelerate_recipes.common.errors import Edit, UsageError
 from accelerate_recipes.doctor import check
+from accelerate_recipes.doctor.asked import of_config
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Finding
 from accelerate_recipes.doctor.fix import fixed
-from accelerate_recipes.doctor.look import of_config
 from support.config_files import BAD, FILES, REFUSED, SERVER, TYPICAL, ask_here, config_of, name_of
 
 CONFIGS = [*(path for path in BAD if path.parent.name == "config"), *TYPICAL, *REFUSED]
