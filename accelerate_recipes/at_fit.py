@@ -18,7 +18,6 @@ import psutil
 
 from accelerate_recipes.common.errors import UsageError
 
-QUESTION = "ACCELERATE_RECIPES_QUESTION"  # variable for what a function is asked, as JSON
 NEEDED = ("accelerator", "model", "optimizer", "forward_step", "train_set", "eval_set", "config")
 OLD_IMPORT = re.compile(r"^\s*(?:from|import) common\b", re.MULTILINE)
 
@@ -27,6 +26,7 @@ def at_fit(
     script: Path,
     flags: Sequence[str],
     function: str,
+    question: Any,
     variables: dict[str, str] | None = None,
     on_meta: bool = False,
 ) -> Any:
@@ -37,7 +37,8 @@ def at_fit(
     Args:
         script: the recipe.
         flags: its flags.
-        function: "module:name" of a function that takes the arguments of `fit` and returns what pickle can send.
+        function: "module:name" of a function of the question and of the arguments of `fit`; pickle can send its answer.
+        question: what pickle can send.
         variables: of its environment.
         on_meta: build models without memory: their weights have no values. If the recipe looks at these, it runs again
             with real ones, if they fit into the memory that is free.
@@ -53,13 +54,15 @@ def at_fit(
         )
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result"
+        result.with_name("question").write_bytes(pickle.dumps(question))
         # Not with -m, which looks for the package in the present folder first.
         start = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from {__name__} import main; main()"
         command = [sys.executable, "-P", "-c", start, function, "meta" * on_meta, str(result)]
         command += [str(script), *flags, "--output_dir", str(Path(folder) / "run")]
+        on_the_cpu = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
         run = subprocess.run(
             command,
-            env=environment() | (variables or {}),
+            env=os.environ | on_the_cpu | (variables or {}),
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -70,25 +73,16 @@ def at_fit(
             if (made := Path(f"{result}.bytes")).exists():
                 size = int(made.read_text())
                 if size < psutil.virtual_memory().available / 2:  # a recipe may load a copy
-                    return at_fit(script, flags, function, variables)
+                    return at_fit(script, flags, function, question, variables)
                 why += f" (a plan gives weights no values, and those of {size / 1e9:.3g} GB do not fit here)"
             raise UsageError(why)
         return pickle.loads(result.read_bytes())
-
-
-def environment() -> dict[str, str]:
-    """The variables for a run of a recipe on the CPU."""
-    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
 
 def main() -> None:
     """Asks the function. The process runs nothing else."""
     function, weights, result, script, *flags = sys.argv[1:]
     module, name = function.split(":")
-
-    def ask(*arguments: Any, **options: Any) -> None:
-        answer = getattr(importlib.import_module(module), name)(*arguments, **options)
-        Path(result).write_bytes(pickle.dumps(answer))
 
     import accelerate_recipes.common.launch.start as launch
     import accelerate_recipes.common.step.checks as checks
@@ -100,12 +94,14 @@ def main() -> None:
         building.close()
         signals.release()  # `start` caught them for a run that stops at its next step
         vars(checks)["check_given"] = check_given
-        ask(*(given[name] for name in NEEDED), **given["options"])
+        question = pickle.loads(Path(result).with_name("question").read_bytes())
+        asked = getattr(importlib.import_module(module), name)
+        found = asked(question, *(given[name] for name in NEEDED), **given["options"])
+        Path(result).write_bytes(pickle.dumps(found))
         os._exit(0)
 
     def start(config: Any) -> Any:
-        sizes = [name for name in ("pipeline_stages", "expert_parallel") if hasattr(config, name)]
-        return begin(replace(config, **dict.fromkeys(sizes, 1)))  # one process shares nothing
+        return begin(replace(config, pipeline_stages=1, expert_parallel=1))  # one process shares nothing
 
     # The first statement of `fit`, also of one that a project has for itself, calls this one.
     check_given, vars(checks)["check_given"] = checks.check_given, answer

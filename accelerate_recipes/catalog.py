@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import yaml
 
 from accelerate_recipes import bundle
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.console import print_entry, print_json
+from accelerate_recipes.console import AsJson, print_entry, print_json
 from accelerate_recipes.paths import is_path, text_of
 
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
@@ -27,81 +26,48 @@ GROUPS = {  # what people want to do: recipes
 }
 
 
-@dataclass(frozen=True)
-class RecipeHeader:
-    """A recipe, from its docstring.
+def show(as_json: AsJson = False) -> None:
+    """List the recipes and the configs, and how each config runs on this machine.
 
-    Attributes:
-        what: its first sentence.
-        data, expect, time: its lines "Data:", "Expect:" and "Time:".
-        command: its first command.
+    Example: accelerate-recipes list
     """
-
-    name: str
-    what: str
-    data: str
-    expect: str
-    time: str
-    command: str
-
-
-@dataclass(frozen=True)
-class ConfigHeader:
-    """A config file, from its header.
-
-    Attributes:
-        what: all up to "Needs:".
-        here: how it runs on this machine.
-        needs, pick_it: the paragraphs "Needs:" and "Pick it".
-        command: the last line.
-    """
-
-    name: str
-    what: str
-    here: str
-    needs: str
-    pick_it: str
-    command: str
-
-
-def show(as_json: bool) -> None:
-    """Prints the recipes and configs."""
-    recipes = [read_recipe(path) for path in bundle.recipes()]
-    num_gpus = count_gpus()
-    configs = [read_config(path, num_gpus) for path in bundle.configs()]
+    recipes, num_gpus = [read_recipe(path) for path in bundle.recipes()], count_gpus()
+    configs = [_read_config(path, num_gpus) for path in bundle.configs()]
     if as_json:
-        print_json(
-            {"recipes": [asdict(recipe) for recipe in recipes], "configs": [asdict(config) for config in configs]}
-        )
+        print_json({"recipes": recipes, "configs": configs})
         return
     for title, names in GROUPS.items():
         print(f"{title}\n")
         for recipe in recipes:
-            if recipe.name in names:
-                print_entry(asdict(recipe))
+            if recipe["name"] in names:
+                print_entry(recipe)
     print("Where it runs\n")
     for config in configs:
-        print_entry(asdict(config))
+        print_entry(config)
     print("Make a project of your own from a recipe: accelerate-recipes new mnist my_project --config ddp")
 
 
-def read_recipe(path: Path) -> RecipeHeader:
-    """Reads a recipe's docstring."""
+def read_recipe(path: Path) -> dict[str, str]:
+    """A recipe, from its docstring: its name, "what" it does, its lines "Data:", "Expect:" and "Time:", and its first
+    command."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     what, _, rest = text.partition("\n\n")
     command = re.search(r"^ +(accelerate launch .*)$", rest, re.MULTILINE)
-    data, expect, time = (_paragraph(rest, label) for label in ("Data:", "Expect:", "Time:"))
-    return RecipeHeader(path.stem, _one_line(what), data, expect, time, command[1] if command else "")
+    lines = {label.lower(): _paragraph(rest, f"{label}:") for label in ("Data", "Expect", "Time")}
+    return {"name": path.stem, "what": _one_line(what), **lines, "command": command[1] if command else ""}
 
 
-def read_config(path: Path, num_gpus: int) -> ConfigHeader:
-    """Reads a config's header, and how the config runs on a machine with so many GPUs."""
+def _read_config(path: Path, num_gpus: int) -> dict[str, str]:
+    """A config file, from its header, with how it runs on a machine with so many GPUs."""
     text = bundle.header(path)
-    what = _one_line(re.split(r"\n\n|^(?:Needs:|Pick it) ", text, maxsplit=1, flags=re.MULTILINE)[0])
-    here = runs_here(yaml.safe_load(path.read_text(encoding="utf-8")), num_gpus)
-    return ConfigHeader(
-        path.stem, what, here, _paragraph(text, "Needs:"), _paragraph(text, "Pick it"), text.splitlines()[-1].strip()
-    )
+    return {
+        "name": path.stem,
+        "what": _one_line(re.split(r"\n\n|^(?:Needs:|Pick it) ", text, maxsplit=1, flags=re.MULTILINE)[0]),
+        "here": runs_here(mapping_in(path), num_gpus),
+        "needs": _paragraph(text, "Needs:"),
+        "pick_it": _paragraph(text, "Pick it"),
+        "command": text.splitlines()[-1].strip(),
+    }
 
 
 def runs_here(config: dict[str, Any], num_gpus: int) -> str:
@@ -151,10 +117,7 @@ def mapping_in(path: Path) -> dict[str, Any]:
 
 def find_recipe(name: str) -> Path:
     """The path of a recipe by name or path. Raises UsageError for an unknown one."""
-    known = {path.stem: path for path in bundle.recipes()}
-    if (found := known.get(Path(name).stem)) is None:
-        raise UsageError(f"{name}: no such recipe; use one of {', '.join(known)}")
-    return found
+    return find_of(bundle.recipes(), name, "recipe")
 
 
 def find_config(name: str) -> Path:
@@ -162,9 +125,14 @@ def find_config(name: str) -> Path:
     if is_path(name):
         mapping_in(Path(name))
         return Path(name)
-    known = {path.stem: path for path in bundle.configs()}
+    return find_of(bundle.configs(), name, "config", ", or the path of a file")
+
+
+def find_of(paths: list[Path], name: str, kind: str, more: str = "") -> Path:
+    """The path with the stem of a name. Raises UsageError if there is none; `more`: what else to use."""
+    known = {path.stem: path for path in paths}
     if (found := known.get(Path(name).stem)) is None:
-        raise UsageError(f"{name}: no such config; use one of {', '.join(known)}, or the path of a file")
+        raise UsageError(f"{name}: no such {kind}; use one of {', '.join(known)}{more}")
     return found
 
 

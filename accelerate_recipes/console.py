@@ -1,14 +1,16 @@
-"""Output: coloured and wrapped on a terminal, plain lines in a pipe, JSON on request."""
+"""What commands share: flags, and output that is wrapped on a terminal, plain lines in a pipe, JSON on request."""
 
 import json
 import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+Flags = Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")]
 
 
 def print_json(value: Any) -> None:
@@ -24,6 +26,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         rows: the cells of each row, as many as there are columns.
     """
     if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
         table = Table(*columns, box=None, header_style="bold", pad_edge=False)
         for row in rows:
             table.add_row(*row)

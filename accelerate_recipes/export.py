@@ -5,11 +5,14 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from accelerate_recipes.common.errors import RunError, UsageError
-from accelerate_recipes.console import print_json
+import typer
+
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.console import AsJson, print_json
 from accelerate_recipes.paths import check_new_folder
 
 if TYPE_CHECKING:
@@ -17,21 +20,18 @@ if TYPE_CHECKING:
 
     from accelerate_recipes.common.checkpoint.reader import Reader
 
+Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
 
-def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
-    """Writes the weights of a checkpoint, or their moving averages, with the run's other files of an exported model.
 
-    Args:
-        checkpoint: its folder; or the output folder of a run, for the newest complete one.
-        folder: for the model; empty or absent.
-        dtype: of the weights, such as "bfloat16"; "auto": as the run exports them.
-        as_json: print as JSON what was made.
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a checkpoint; or of a run, for its newest one")],
+    folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
+    dtype: Annotated[Dtype, typer.Option(help="type of the weights; auto: as the run exports them")] = Dtype.auto,
+    as_json: AsJson = False,
+) -> None:
+    """Make a model of a checkpoint, such as the run writes at its end, in one process.
 
-    Returns:
-        The exit code: 0, or 1 if the file system failed.
-
-    Raises:
-        UsageError: no complete checkpoint there, or the folder cannot be used.
+    Example: accelerate-recipes export outputs/mnist/checkpoints/step_00000100 mnist_100
     """
     try:
         check_new_folder(folder)
@@ -39,18 +39,12 @@ def export(checkpoint: Path, folder: Path, dtype: str, as_json: bool) -> int:
             reader = _opened(checkpoint)
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         files = _write(reader, folder.resolve(), dtype)
-    except UsageError:
-        raise
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return 1
     except OSError as error:
         raise UsageError(f"{checkpoint} or {folder} cannot be used ({error.strerror}): use others") from None
     made = {"checkpoint": str(reader.folder), "step": reader.content["state"]["step"], "folder": str(folder)}
     if not files.is_dir():
         print(f"{files} is missing: {folder} has the weights alone", file=sys.stderr)
     print_json(made) if as_json else print(f"exported: step {made['step']} of {checkpoint} to {folder}")
-    return 0
 
 
 def _opened(checkpoint: Path) -> "Reader":
@@ -103,14 +97,10 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
             shutil.copytree(files, aside, dirs_exist_ok=True)
         write_weights(_weights(reader), aside, getattr(torch, str(wanted), None), adapter)
         settings = aside / "config.json"
-        if (
-            dtype != "auto"
-            and settings.exists()
-            and "model_type" in (config := json.loads(settings.read_text(encoding="utf-8")))
-        ):
-            settings.write_text(
-                json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-            )
+        config = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+        if dtype != "auto" and "model_type" in config:
+            text = json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True)
+            settings.write_text(f"{text}\n", encoding="utf-8")
     return files
 
 

@@ -8,20 +8,16 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.files import replace_file
 
 
-def check_new_folder(path: Path, name: str = "") -> None:
-    """Raises UsageError unless a folder can be made: it is empty or absent, in a place that can be written.
-
-    Args:
-        path: of the folder.
-        name: of the flag, for the message.
-    """
-    check_folder(path, name)
+def check_new_folder(path: Path) -> None:
+    """Raises UsageError unless a folder can be made: it is empty or absent, in a place that can be written."""
+    check_folder(path)
     if path.is_dir() and any(path.iterdir()):
-        raise UsageError(f"{_named(path, name)} is not empty: use the name of a new folder")
+        raise UsageError(f"{path} is not empty: use the name of a new folder")
 
 
 def check_folder(path: Path, name: str = "") -> None:
-    """Raises UsageError unless files can be written into a folder, which need not exist yet. Leaves nothing behind."""
+    """Raises UsageError unless files can be written into a folder, which need not exist yet. Leaves nothing behind.
+    `name`: of the flag, here and below."""
     try:
         if path.is_symlink() and not path.exists():
             raise UsageError(f"{_named(path, name)} is a link that leads nowhere: use another")
@@ -50,12 +46,12 @@ def check_new_file(path: Path, name: str) -> None:
     check_folder(path.parent, name)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Writes a file, or replaces it as a whole. Raises UsageError if that is impossible."""
+def write_file(path: Path, text: str, name: str = "") -> None:
+    """Writes a file, or replaces it as a whole. Raises UsageError if that is impossible. `name`: of the flag."""
     try:
         replace_file(path, text.encode(errors="replace"))
     except OSError as error:
-        raise _cannot(path, "", "written", error) from None
+        raise _cannot(path, name, "written", error) from None
 
 
 def check_file(path: Path, name: str, advice: str) -> None:

@@ -6,11 +6,14 @@ import shlex
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
 
 from accelerate_recipes import bundle, package
-from accelerate_recipes.catalog import find_config, find_recipe, mapping_in
+from accelerate_recipes.catalog import find_config, find_of, find_recipe, mapping_in
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.console import print_json
+from accelerate_recipes.console import AsJson, print_json
 from accelerate_recipes.matrix import flags_for
 from accelerate_recipes.paths import check_new_folder
 from accelerate_recipes.templates import render
@@ -21,36 +24,33 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where names differ
 
 
 def make(
-    recipe: str,
-    folder: Path,
-    configs: list[str] | None = None,
-    own_loop: bool = False,
-    single_file: bool = False,
-    vendor: bool = False,
-    as_json: bool = False,
+    recipe: Annotated[str, typer.Argument(help="name of a recipe, such as mnist")],
+    folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
+    config: Annotated[
+        list[str] | None, typer.Option(help="config to include, by name or path; repeatable (default: ddp)")
+    ] = None,
+    own_loop: Annotated[
+        bool, typer.Option("--own_loop", help="also write the loop as loop.py, for you to change")
+    ] = False,
+    single_file: Annotated[
+        bool, typer.Option("--single_file", help="write one script on Accelerate alone, without this package")
+    ] = False,
+    vendor: Annotated[bool, typer.Option("--vendor", help="also copy the package, for you to change")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Makes the project, and prints its files and the commands to type.
+    """Make a project of your own from a recipe: the recipe, configs and a test. It imports the rest.
 
-    Args:
-        recipe: name of a recipe.
-        folder: the folder to make.
-        configs: names of configs; the first one is that of `make train`. None: ddp.
-        own_loop: add the loop as a file of the project.
-        single_file: one script on Accelerate alone, which needs nothing from this package.
-        vendor: copy this package into the project.
-        as_json: print JSON.
-
-    Raises:
-        UsageError: an unknown recipe or config, a config that the recipe does not support, a folder with content.
+    Example: accelerate-recipes new mnist my_project --config ddp --config fsdp2
     """
     if own_loop + single_file + vendor > 1:
         raise UsageError("--own-loop, --single-file and --vendor make different projects: use one of them")
-    script = _single_file(recipe) if single_file else find_recipe(recipe)
-    chosen = [find_config(name) for name in dict.fromkeys(configs or ["ddp"])]
-    if len({config.name for config in chosen}) < len(chosen):
+    files = sorted(SINGLE_FILES.glob("*.py"))
+    script = find_of(files, recipe, "recipe as a single file") if single_file else find_recipe(recipe)
+    chosen = [find_config(name) for name in dict.fromkeys(config or ["ddp"])]
+    if len({path.name for path in chosen}) < len(chosen):
         raise UsageError("--config names two files of one name, which a project cannot hold: rename one")
-    for config in chosen:
-        _check_pair(script, config)
+    for path in chosen:
+        _check_pair(script, path)
     if not str(folder).isprintable():
         raise UsageError(f"{str(folder)!r} cannot be typed after cd: use another name")
     check_new_folder(folder)
@@ -59,24 +59,17 @@ def make(
         with TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
             project = Path(scratch) / folder.name
             _write(project, script, chosen, own_loop, vendor)
-            files = sorted(str(path.relative_to(project)) for path in project.rglob("*") if path.is_file())
+            made = sorted(str(path.relative_to(project)) for path in project.rglob("*") if path.is_file())
             project.rename(folder)  # as a whole, or not at all
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}): use another folder") from None
     commands = [f"cd {shlex.quote(str(folder))}", "make train", "make test"]
     if as_json:
-        print_json({"folder": str(folder), "files": files, "commands": commands})
+        print_json({"folder": str(folder), "files": made, "commands": commands})
     else:
-        own = [name for name in files if not name.startswith("accelerate_recipes/")]
+        own = [name for name in made if not name.startswith("accelerate_recipes/")]
         lines = [f"{folder}/", *(f"  {name}" for name in own), *["  accelerate_recipes/"] * vendor]
         print("\n".join([*lines, "", "Type:", *(f"  {command}" for command in commands)]))
-
-
-def _single_file(name: str) -> Path:
-    known = {path.stem: path for path in sorted(SINGLE_FILES.glob("*.py"))}
-    if name not in known:
-        raise UsageError(f"{name}: no such recipe as a single file; use one of {', '.join(known)}")
-    return known[name]
 
 
 def _check_pair(script: Path, config: Path) -> None:
@@ -99,10 +92,11 @@ def _write(project: Path, script: Path, configs: list[Path], own_loop: bool, ven
         for name, source in package.files().items():
             shutil.copy(source, _new_file(project / name))
     wheel = None if is_alone or vendor else package.write_wheel(_new_file(project / "wheels" / "x").parent)
+    deepspeed = any(mapping_in(config).get("distributed_type") == "DEEPSPEED" for config in configs)
     flags = {config.stem: "" if is_alone else " ".join(flags_for(script.stem, config.stem) or ()) for config in configs}
     values = {
         "config": configs[0].stem,
-        "dependencies": json.dumps(_dependencies(script, is_alone, vendor, _needs_deepspeed(configs)), indent=4),
+        "dependencies": json.dumps(_dependencies(script, is_alone, vendor, deepspeed), indent=4),
         "flags": flags[configs[0].stem],
         "flags_of_configs": json.dumps({config: own for config, own in flags.items() if own}),
         "name": re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project",
@@ -129,10 +123,6 @@ def _own_files(script: Path, configs: list[Path], own_loop: bool) -> dict[str, s
         imports, ours = r"^(from accelerate_recipes import .*)fit, (.*)$", r"\1\2\nfrom loop import fit"
         text = re.sub(imports, ours, text, flags=re.MULTILINE)
     return found | {"train.py": text}
-
-
-def _needs_deepspeed(configs: list[Path]) -> bool:
-    return any(mapping_in(config).get("distributed_type") == "DEEPSPEED" for config in configs)
 
 
 def _new_file(path: Path) -> Path:

@@ -1,35 +1,35 @@
 """accelerate-recipes data: what a model gets of the data, before anything is trained."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from accelerate_recipes.at_fit import QUESTION, at_fit
+import typer
+
 from accelerate_recipes.catalog import find_recipe
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.console import print_json
-from accelerate_recipes.data.show import facts, has_marks, show
+from accelerate_recipes.console import AsJson, Flags, print_json
 from accelerate_recipes.paths import check_new_file, write_file
 from accelerate_recipes.templates import render
 
 
-def data(script: Path, flags: Sequence[str], samples: int, output: Path | None, as_json: bool) -> None:
-    """Prints what a model gets of the data.
+def data(
+    recipe: Annotated[Path, typer.Argument(help="a recipe")],
+    flags: Flags = None,
+    samples: Annotated[int, typer.Option(help="how many samples of the first step to show", min=0, max=1000)] = 4,
+    output: Annotated[Path | None, typer.Option(help="an HTML page, with the images")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the model gets of the data: sizes, lengths, what is left out, the first samples. Trains nothing.
 
-    Args:
-        script: a recipe.
-        flags: of the recipe.
-        samples: how many samples of the first step to show.
-        output: for an HTML page, which loads nothing.
-        as_json: print JSON, and nothing else.
-
-    Raises:
-        UsageError: no such recipe, one that does not get to its call of `fit`, or no page can be written.
+    Example: accelerate-recipes data recipes/finetune.py --output data.html -- --data chats.jsonl
     """
+    from accelerate_recipes.at_fit import at_fit
+    from accelerate_recipes.data.show import facts, has_marks, show
+
     if output is not None:
         check_new_file(output, "--output")
-    script = script if script.is_file() else find_recipe(str(script))
-    found = at_fit(script, flags, "accelerate_recipes.data.look:look", {QUESTION: json.dumps(samples)})
+    script = recipe if recipe.is_file() else find_recipe(str(recipe))
+    found = at_fit(script, flags or [], "accelerate_recipes.data.look:look", samples)
     if "refused" in found:
         raise UsageError(found["refused"])
     if as_json:

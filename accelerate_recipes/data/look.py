@@ -3,8 +3,6 @@
 import base64
 import io
 import itertools
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,7 +13,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from accelerate_recipes.at_fit import QUESTION
+from accelerate_recipes.common.data.batches import batches
+from accelerate_recipes.common.data.facts import data_lines
+from accelerate_recipes.common.data.mixture import Mixture
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.seeds import seed_sample
+from accelerate_recipes.common.step.setup import Setup
 
 IGNORED = -100  # what losses of torch leave out
 SECONDS = 5.0  # for looking at many samples
@@ -29,16 +32,9 @@ MOST_COLUMNS = 4  # texts of a sample side by side
 BESIDE_TOKENS = {"labels", "text_ids", "attention_mask", "positions", "position_ids", "places", "token_type_ids"}
 
 
-def look(*arguments: Any, **options: Any) -> dict[str, Any]:
-    """Takes the arguments of `fit`. Returns facts about the data, and the first samples of the first step."""
-    from accelerate_recipes.common.data.batches import batches
-    from accelerate_recipes.common.data.facts import data_lines
-    from accelerate_recipes.common.data.mixture import Mixture
-    from accelerate_recipes.common.errors import UsageError
-    from accelerate_recipes.common.step.setup import Setup
-
+def look(number: int, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Takes the arguments of `fit`. Returns facts about the data, and so many samples of the first step."""
     accelerator, model, optimizer, forward_step, own, eval_set, config = arguments  # without the collate function
-    number = json.loads(os.environ[QUESTION])
     named = eval_set if isinstance(eval_set, Mapping) else {"": eval_set}
     sources = {"training": own} | {f"evaluation {name}".strip(): part for name, part in named.items()}
     try:
@@ -81,8 +77,6 @@ def _shape(value: Any) -> str:
 
 def _raw(dataset: Any, index: int) -> dict[str, Any]:
     """A sample before the collate function, for the lengths without padding."""
-    from accelerate_recipes.common.seeds import seed_sample
-
     seed_sample(0, 0, index)
     try:
         sample = dataset[index]

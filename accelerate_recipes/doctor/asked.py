@@ -1,25 +1,30 @@
-"""What a run would refuse: the loop's own checks, called under the variables that `accelerate launch` would set.
+"""What doctor finds in a config, and in a recipe under it: what rules say, and what a run would refuse, by the loop's
+own checks, called under the variables that `accelerate launch` would set.
 
 `refusals` runs in the process of a recipe; without a recipe, in this one.
 """
 
-import contextlib
 import io
-import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from accelerate_recipes.at_fit import QUESTION, at_fit
-from accelerate_recipes.common.errors import UsageError, first_line
+from accelerate_recipes.at_fit import at_fit
+from accelerate_recipes.common.errors import UsageError, first_line, join_advice
+from accelerate_recipes.doctor import rules
 from accelerate_recipes.doctor.config import Config
-from accelerate_recipes.doctor.launched import launched, remove_variables
+from accelerate_recipes.doctor.finding import Finding, findings
+from accelerate_recipes.doctor.rules.launching import by_hand
 from accelerate_recipes.matrix import PIPELINES
 
 if TYPE_CHECKING:
     from accelerate_recipes.common.step.setup import Setup
+
+_INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MASTER_|WORLD_SIZE|RANK|LOCAL_|GROUP_")
 
 
 class Answer(TypedDict):
@@ -47,35 +52,28 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     Raises:
         UsageError: the recipe ended before it called `fit`, or nothing can read a value of the file.
     """
+    question: list[Any] = [str(config.path), bool(config.machine.gpus), config.likely_flags, True]  # as `refusals_of`
     if script is not None:
-        return at_fit(script, flags, f"{__name__}:refusals", question(config))
+        return at_fit(script, flags, f"{__name__}:refusals", question)
     from accelerate_recipes import RunConfig
+    from accelerate_recipes.common.environment import restored_variables
 
     alone = RunConfig(pipeline_stages=2 if config.path.stem in PIPELINES else 1)
-    before = dict(os.environ)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the launcher says which defaults it takes
-            return refusals_of(None, alone, *json.loads(question(config)[QUESTION]))
+        with restored_variables(), redirect_stderr(io.StringIO()):  # the launcher says which defaults it takes
+            return refusals_of(None, alone, *question)
     except Exception as error:  # a word in place of a number, for example
         line = f"{type(error).__name__}: {first_line(error)}"
         raise UsageError(f"the loop does not reach its call of fit: {line}") from None
-    finally:
-        os.environ.clear()
-        os.environ |= before
 
 
-def question(config: Config) -> dict[str, str]:
-    """The variable that `refusals` reads: what `refusals_of` takes beside the description of a run."""
-    return {QUESTION: json.dumps([str(config.path), bool(config.machine.gpus), config.likely_flags, True])}
-
-
-def refusals(*arguments: Any, **options: Any) -> Answer:
+def refusals(question: list[Any], *arguments: Any, **options: Any) -> Answer:
     """What a run under the config would refuse. Takes the arguments of `fit`."""
     try:
         setup = of_any_size(*arguments, **options)
     except UsageError as error:  # what else is wrong cannot be asked
         return {"refusals": [error], "of_the_launcher": [], "facts": {}}
-    return refusals_of(setup, arguments[-1], *json.loads(os.environ[QUESTION]))
+    return refusals_of(setup, arguments[-1], *question)
 
 
 def of_any_size(*arguments: Any, **options: Any) -> "Setup":
@@ -159,3 +157,79 @@ def _note(found: list[UsageError], check: Any, *arguments: Any) -> None:
 def _num_bytes(sample: Any) -> int:
     values = sample.values() if isinstance(sample, dict) else ()
     return sum(value.nbytes for value in values if hasattr(value, "nbytes"))
+
+
+def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
+    """The variables of the first process, under a config file and flags of `accelerate launch`. Raises what it raises
+    for what it refuses."""
+    from accelerate.commands import launch  # here, because the import takes seconds
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
+
+    arguments = launch.launch_command_parser().parse_args(["--config_file", str(config), *flags, "recipe.py"])
+    arguments, defaults, _ = launch._validate_launch_command(arguments)
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    arguments.main_process_port = 0  # any free one: the launcher refuses a port that is in use
+    arguments.main_process_ip = arguments.main_process_ip or "127.0.0.1"  # the command line may give it
+    if arguments.use_deepspeed:
+        _, variables = prepare_deepspeed_cmd_env(arguments)
+    elif arguments.multi_gpu or arguments.use_fsdp or arguments.use_megatron_lm:
+        variables = prepare_multi_gpu_env(arguments)
+    else:
+        _, variables = prepare_simple_launcher_cmd_env(arguments)
+        return variables
+    sizes = {"WORLD_SIZE": arguments.num_processes, "GROUP_WORLD_SIZE": arguments.num_machines}
+    sizes["LOCAL_WORLD_SIZE"] = arguments.num_processes // arguments.num_machines
+    first = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    return variables | {name: str(size) for name, size in sizes.items()} | first
+
+
+def remove_variables() -> None:
+    """Removes the variables of a launcher around this process, which a run must not inherit."""
+    for name in filter(_INHERITED.match, list(os.environ)):
+        del os.environ[name]
+
+
+def refusal_of(line: str) -> Finding:
+    """What the launcher refuses, and no rule."""
+    cure = "what the file lacks"
+    if variable := re.search(r"\$\{?\w+\}?", line):
+        cure = by_hand("machine_rank", variable[0])  # the only number that no rule reads
+    elif "`--gpu_ids`" in line:
+        cure = "gpu_ids: all; or distributed_type: 'NO' for one GPU"
+    elif flag := re.search(r"`--(\w+)`", line):
+        cure = f"{flag[1]}: with its value, in the file; or --{flag[1]} after accelerate launch"
+    return Finding("accelerate launch refuses the file", line, cure)
+
+
+def of_config(
+    config: Config, script: Path | None = None, flags: Sequence[str] = (), ask: Callable[..., Answer] = ask
+) -> Iterator[Finding]:
+    """The findings of a config, and of a recipe under it: those of the rules, then those of the loop, which takes
+    seconds."""
+    found = findings(rules.CONFIG, config)
+    yield from found
+    if not config.is_for_the_loop:
+        return
+    try:
+        answer = ask(config, script, flags)
+    except UsageError as error:
+        command = " ".join(["python", str(script or "YOUR_RECIPE.py"), *flags])
+        why = "doctor runs a recipe up to this call to look at its model and data; a run would end there, too"
+        yield Finding(str(error), why, f"{command}, to see all of its output")
+        return
+    yield from (_of_the_loop(error, config) for error in answer["refusals"])
+    if not found:  # most files that the launcher refuses have a finding that says more
+        yield from map(refusal_of, answer["of_the_launcher"])
+    yield from findings(rules.RECIPE, config, answer["facts"])
+
+
+def _of_the_loop(error: UsageError, config: Config) -> Finding:
+    """A refusal of the loop as a finding, without edits that remove what the file lacks."""
+    edits = [edit for edit in error.edits if edit.value is not None or edit.key in config.section(edit.section)]
+    advice = join_advice(error.instead, error.beside).removeprefix("use ").removeprefix("run ")
+    typed = error.beside if edits else advice
+    return Finding(error.what, "a run ends with this line", *edits, typed or "what the line says" * (not edits))

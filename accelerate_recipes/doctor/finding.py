@@ -32,9 +32,6 @@ class Finding:
         """What to type instead: a command, or lines of the config file."""
         return join_advice("; ".join(words(self.edits)), self.by_hand)
 
-    def as_dict(self) -> dict[str, str]:
-        return {"what": self.what, "why": self.why, "type": self.type}
-
 
 def words(edits: Sequence[Edit]) -> Iterator[str]:
     """Edits as lines of the file, and what to remove from it."""

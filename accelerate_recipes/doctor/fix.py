@@ -11,13 +11,15 @@ import yaml
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Finding
+from accelerate_recipes.paths import check_new_file, write_file
 
 
 def path_of_copy(path: Path) -> Path:
-    """The path of the copy beside the file: c.fixed.yaml for c.yaml. Raises UsageError if it exists."""
+    """The path of the copy beside the file: c.fixed.yaml for c.yaml. Raises UsageError if it exists, or cannot."""
     copy = path.with_name(f"{path.stem}.fixed{path.suffix}")
     if copy.exists():
         raise UsageError(f"{copy} exists: remove it, or use its name to look at it")
+    check_new_file(copy, "")
     return copy
 
 
@@ -25,13 +27,10 @@ def write(config: Config) -> None:
     """Writes a config to its path, without comments. Raises UsageError if that is impossible."""
     is_json = config.path.suffix == ".json"
     text = json.dumps(config.values, indent=2) if is_json else yaml.safe_dump(config.values, sort_keys=False)
-    try:
-        config.path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{config.path}: {error.strerror}: copy the file to a folder of your own") from None
+    write_file(config.path, text)
 
 
-def fix(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
+def fixed(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
     """Makes one edit after the other until no finding has any.
 
     Args:

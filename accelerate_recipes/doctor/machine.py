@@ -42,45 +42,42 @@ class Machine:
     """The facts of a machine. Sizes are in bytes.
 
     Attributes:
-        num_cores: cores that a process may use.
         memory, free_memory: of the machine, or less where a container limits it.
         shared_memory: of /dev/shm; None where there is none.
         gpus: all that torch can use.
         why_no_gpu: why torch cannot use an NVIDIA GPU that is there.
         open_files: limit of a process; None: unlimited.
-        compiler, ninja, mpirun: paths; None where not found.
+        mpirun: its path; None where not found.
         versions: {package: version} of those of `PACKAGES` that are installed.
         default_config: Accelerate's default config file.
         default_values: its content.
     """
 
-    system: str
-    num_cores: int
     memory: int
     free_memory: int
     shared_memory: int | None
     gpus: tuple[GPU, ...] = ()
     why_no_gpu: str | None = None
     open_files: int | None = None
-    compiler: str | None
-    ninja: str | None
     mpirun: str | None = None
     versions: dict[str, str]
     default_config: Path | None = None
     default_values: dict[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, str]]:
-        """The facts as a table of names and values."""
+        """The facts as a table of names and values, with those that no rule needs."""
+        from accelerate_recipes.common.environment import num_cores
+
         packages = [f"{name} {version}" for name, version in self.versions.items() if name != "accelerate-recipes"]
         return [
-            ("system", self.system),
-            ("cores", str(self.num_cores)),
+            ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
+            ("cores", str(num_cores())),
             ("memory", f"{_gib(self.memory)}, {_gib(self.free_memory)} free"),
             ("shared memory", "none" if self.shared_memory is None else _gib(self.shared_memory)),
             ("GPUs", ", ".join(f"{gpu.name} ({_gib(gpu.memory)})" for gpu in self.gpus) or "none"),
             ("open files", "unlimited" if self.open_files is None else f"at most {self.open_files} per process"),
-            ("C++ compiler", self.compiler or "none (DeepSpeed and --compile need one)"),
-            ("ninja", self.ninja or "none (DeepSpeed needs it)"),
+            ("C++ compiler", shutil.which(os.environ.get("CXX", "c++")) or "none (DeepSpeed and --compile need one)"),
+            ("ninja", shutil.which("ninja") or "none (DeepSpeed needs it)"),
             ("packages", ", ".join(packages)),
         ]
 
@@ -90,18 +87,14 @@ def look() -> Machine:
     memory, free_memory = _memory()
     gpus, why_no_gpu = _gpus()
     default_config = _default_config()
-    shared = Path("/dev/shm")
+    shared, (open_files, _) = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
-        system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=memory,
         free_memory=free_memory,
         shared_memory=shutil.disk_usage(shared).total if shared.is_dir() else None,
         gpus=gpus,
         why_no_gpu=why_no_gpu,
-        open_files=_open_files(),
-        compiler=shutil.which(os.environ.get("CXX", "c++")),
-        ninja=shutil.which("ninja"),
+        open_files=None if open_files == resource.RLIM_INFINITY else open_files,
         mpirun=shutil.which("mpirun") or shutil.which("mpiexec"),
         versions=installed_versions(*PACKAGES),
         default_config=default_config,
@@ -118,11 +111,6 @@ def _values(config: Path | None) -> dict[str, Any]:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
-
-
-def _open_files() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _memory() -> tuple[int, int]:

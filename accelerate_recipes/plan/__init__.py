@@ -4,86 +4,87 @@ from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from accelerate_recipes import bundle
 from accelerate_recipes.catalog import find_config, find_recipe
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.console import print_json
+from accelerate_recipes.console import AsJson, Flags, print_json
 from accelerate_recipes.matrix import PIPELINES
 from accelerate_recipes.paths import check_file, check_number, is_path
-from accelerate_recipes.plan import plot, show
-from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scale_up
-from accelerate_recipes.plan.facts import Estimate, NoPlan
-from accelerate_recipes.plan.hardware import Gpu
 
 
 def plan(
-    script: Path,
-    flags: Sequence[str],
-    configs: Sequence[str],
-    num_processes: int | None,
-    num_machines: int | None,
-    settings: Sequence[str],
-    gpu: Gpu,
-    scaling: bool,
-    hours: float | None,
-    page: Path | None,
-    as_json: bool,
+    recipe: Annotated[Path, typer.Argument(help="a recipe")],
+    flags: Flags = None,
+    config: Annotated[
+        list[str] | None, typer.Option(help="config by name or path; repeatable (default: a table of all configs)")
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option("--num_processes", help="GPUs on all machines (default: the config's)", min=1)
+    ] = None,
+    num_machines: Annotated[
+        int | None, typer.Option("--num_machines", help="machines (default: the config's)", min=1)
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE for the config, such as mixed_precision=bf16")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="a name in hardware.json: h100, h200, a100, ...")] = "h100",
+    memory: Annotated[float | None, typer.Option(help="memory of a GPU in GB (default: the GPU's)")] = None,
+    hardware: Annotated[Path | None, typer.Option(help="JSON file with the rates of your machines")] = None,
+    scaling: Annotated[bool, typer.Option("--scaling", help="also with more GPUs, up to 8,192")] = False,
+    page: Annotated[Path | None, typer.Option("--plot", help="with --scaling: an HTML page with the curves")] = None,
+    hours: Annotated[float | None, typer.Option(help="name the cheapest that ends within this many hours")] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Prints a plan for one config, or a table for several.
+    """Say what a run will take on a cluster: batch, memory, traffic, time. Exit code 1 if it does not fit.
 
-    Args:
-        script: a recipe.
-        flags: of the recipe.
-        configs: names or paths; empty: all of ours for one machine.
-        num_processes, num_machines: instead of those of the configs.
-        settings: "key=value", instead of the configs'.
-        gpu: to plan for.
-        scaling: also with more GPUs.
-        hours: the most that the run may take; the cheapest row is named.
-        page: for a plot of the scaling.
-        as_json: print JSON, and nothing else.
-
-    Returns:
-        The exit code: 1 if no config fits, else 0.
-
-    Raises:
-        UsageError: no such recipe or config, the only config is refused, or no plot can be written.
+    Example: accelerate-recipes plan recipes/transformer.py --config fsdp2 --num_processes 2 --gpu h100
     """
-    plot.check(page, scaling)
+    from accelerate_recipes.plan import show
+    from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scale_up
+    from accelerate_recipes.plan.facts import Estimate, NoPlan
+    from accelerate_recipes.plan.hardware import read
+
+    rates = read(gpu, memory, hardware)
+    show.check_plot(page, scaling)
     check_number(hours, "--hours")
-    script = script if is_path(str(script)) else find_recipe(str(script))
+    script = recipe if is_path(str(recipe)) else find_recipe(str(recipe))
     check_file(script, "", "use the path of a recipe")
-    flags, stages = _without_stages(flags)
-    changes = dict(_setting(text) for text in settings)
-    paths = [find_config(name) for name in configs] or _of_one_machine()
+    flags, stages = _without_stages(flags or [])
+    changes = dict(_setting(text) for text in settings or ())
+    # Without --config: those of ours for one machine. The others differ in the number of machines alone.
+    of_one_machine = [path for path in bundle.configs() if not path.stem.startswith("multi_node")]
+    paths = [find_config(name) for name in config or ()] or of_one_machine
     cases = [
         Case(path, num_processes, num_machines, changes, max(stages, 2 if path.stem in PIPELINES else 1))
         for path in paths
     ]
-    found = plans(script, flags, cases, gpu)
+    found = plans(script, flags, cases, rates)
     one = found[0] if len(found) == 1 else None
     if isinstance(one, NoPlan):
         raise UsageError(show.why_not(one))
     fitting = [each for each in found if isinstance(each, Estimate) and each.fits]
-    rows = {each.config: scale_up(each, gpu) for each in fitting} if scaling else {}
-    near = (larger if one.fits else alternatives)(cases[0], one, script, flags, gpu) if one else []
+    rows = {each.config: scale_up(each, rates) for each in fitting} if scaling else {}
+    near = (larger if one.fits else alternatives)(cases[0], one, script, flags, rates) if one else []
     if as_json:
         fits = [{"type": text, "peak": each.step.peak, "seconds": each.speed.seconds} for text, each in near]
         curves = {config: [asdict(row) for row in steps] for config, steps in rows.items()}
         told = [each.as_json() for each in found]
-        print_json({"gpu": gpu.name, "plans": told, "fits_with": fits, "scaling": curves})
+        print_json({"gpu": rates.name, "plans": told, "fits_with": fits, "scaling": curves})
         return 0 if fitting else 1
-    print(f"{script} on {gpu.name} GPUs of {gpu.memory_gb:g} GB; times are estimates (docs/plan.md)\n")
+    print(f"{script} on {rates.name} GPUs of {rates.memory_gb:g} GB; times are estimates (docs/plan.md)\n")
     if one:
-        show.show_one(one, gpu)
+        show.show_one(one, rates)
     else:
         show.show_several(found)
     if one and (near or not fitting):
         show.show_fitting(near, "fits, too" if fitting else "fits with")
     show.show_scaling(rows)
     if page is not None:
-        plot.write(page, rows, script.stem)
+        show.write_plot(page, rows, script.stem)
     if fitting and (hours is not None or not one):
         rows = rows or {each.config: [each.speed] for each in fitting}
         show.show_cheapest([(config, row) for config, steps in rows.items() for row in steps], hours)
@@ -96,11 +97,6 @@ def _without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
     parser.add_argument("--pipeline_stages", "--pipeline-stages", type=int, default=1)
     known, rest = parser.parse_known_args(flags)
     return rest, known.pipeline_stages
-
-
-def _of_one_machine() -> list[Path]:
-    """Those of ours that are not for several machines: the others differ in the number of machines alone."""
-    return [path for path in bundle.configs() if not path.stem.startswith("multi_node")]
 
 
 def _setting(text: str) -> tuple[str, int | str]:

@@ -1,20 +1,19 @@
 """Asks for dry runs of a recipe, and completes their answers with times."""
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from accelerate_recipes.at_fit import QUESTION, at_fit
+from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.catalog import find_config, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.plan.clock import grow, num_sent, step_seconds
-from accelerate_recipes.plan.facts import Estimate, Facts, NoPlan, Question, RunFacts, Sent, Speed, StepFacts
+from accelerate_recipes.plan.facts import Estimate, Facts, NoPlan, RunFacts, Sent, Speed, StepFacts
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.zero import divide
 
@@ -33,7 +32,7 @@ class Case:
         settings: {key of the file: value} instead of the file's.
         stages: of a pipeline.
         flags: {flag of the recipe: value} instead of those on the command line.
-        kind: as in Question.
+        kind: the first case of its kind that fits is enough; None: an answer is needed.
     """
 
     config: Path
@@ -110,17 +109,11 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
     """The plans of cases with the same number of stages."""
     with tempfile.TemporaryDirectory() as folder:
         written = [case.write(Path(folder)) for case in cases]
-        questions = [
-            Question(str(path), case.stages, case.flags, case.kind, last)
-            for case, (path, _) in zip(cases, written)
-            for last in (False, True)[: case.stages]
-        ]
-        told = json.dumps([asdict(gpu), [asdict(question) for question in questions]])
+        question = gpu, [replace(case, config=path) for case, (path, _) in zip(cases, written)]
         # dry.py forks, and the children of a process with threads would wait for these.
-        variables = {QUESTION: told, "OMP_NUM_THREADS": "1"}
-        answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", variables, on_meta=True)
-    ends = [[answers.pop(0) for _ in range(min(2, case.stages))] for case in cases]
-    return [_plan(of_case, gpu, case.config.stem, sizes) for of_case, case, (_, sizes) in zip(ends, cases, written)]
+        one_thread = {"OMP_NUM_THREADS": "1"}
+        answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", question, one_thread, on_meta=True)
+    return [_plan(ends, gpu, case.config.stem, sizes) for ends, case, (_, sizes) in zip(answers, cases, written)]
 
 
 def _plan(ends: list[Facts | NoPlan], gpu: Gpu, config: str, settings: dict[str, int]) -> Estimate | NoPlan:

@@ -3,46 +3,47 @@
 `measure` runs in the process of a recipe, at its call of `fit`.
 """
 
-import json
 import os
 import pickle
 import sys
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from accelerate_recipes.at_fit import QUESTION
+from accelerate_recipes.common.check.reference import MAX_SECONDS, why_not_checked
+from accelerate_recipes.common.environment import Environment
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.parallel.pipeline import PIPELINE
+from accelerate_recipes.common.parallel.schedules import cost
+from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
+from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.doctor import asked
-from accelerate_recipes.plan.facts import Facts, NoPlan, Question, RunFacts
+from accelerate_recipes.plan.ask import Case
+from accelerate_recipes.plan.facts import Facts, NoPlan, RunFacts
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.steps import DryRun, cut_without_values
-
-if TYPE_CHECKING:
-    from accelerate_recipes.common.step.setup import Setup
 
 NOT_ASKED = NoPlan(failed="another of its kind fits")
 
 
-def measure(*arguments: Any, **options: Any) -> list[Facts | NoPlan]:
-    """Takes the arguments of `fit`. Answers each Question of the variable, in a process of its own."""
-    told, questions = json.loads(os.environ[QUESTION])
-    gpu, answers, found = Gpu(**told), list[Facts | NoPlan](), set[int | None]()
-    for question in (Question(**each) for each in questions):
-        is_found = question.kind is not None and question.kind in found
-        answers.append(NOT_ASKED if is_found else _answer(question, gpu, arguments, options))
-        steps = [
-            getattr(answer, "step", None) for answer in answers[-1 - question.last :]
-        ]  # of both ends of a pipeline
-        is_whole = question.last or question.stages == 1
-        if is_whole and all(step and not step.zero and step.peak <= gpu.usable for step in steps):
-            found.add(question.kind)
+def measure(question: tuple[Gpu, list[Case]], *arguments: Any, **options: Any) -> list[list[Facts | NoPlan]]:
+    """Takes a GPU and cases, each with a config as it is meant, and the arguments of `fit`. Answers what one process
+    does, and of a pipeline also the last one, each in a process of its own."""
+    (gpu, cases), answers, found = question, list[list[Facts | NoPlan]](), set[int | None]()
+    for case in cases:
+        if case.kind is not None and case.kind in found:
+            answers.append([NOT_ASKED])
+            continue
+        answers.append([_answer(case, last, gpu, arguments, options) for last in (False, True)[: case.stages]])
+        steps = [getattr(end, "step", None) for end in answers[-1]]
+        if all(step and not step.zero and step.peak <= gpu.usable for step in steps):
+            found.add(case.kind)
     return answers
 
 
-def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> Facts | NoPlan:
+def _answer(case: Case, last: bool, gpu: Gpu, arguments: Any, options: Any) -> Facts | NoPlan:
     reader, writer = os.pipe()
     if child := os.fork():  # a dry run changes the model, and pretends to be a process of many
         os.close(writer)
@@ -51,7 +52,7 @@ def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> Facts
         os.waitpid(child, 0)
         return pickle.loads(sent) if sent else NoPlan(failed="its process ended early")
     try:
-        answer: Facts | NoPlan = _measure(question, gpu, *arguments, **options)
+        answer: Facts | NoPlan = _measure(case, last, gpu, *arguments, **options)
     except DynamicOutputShapeException:
         answer = NoPlan(failed="its shapes depend on values, as with images or experts")
     except UsageError as error:
@@ -64,20 +65,15 @@ def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> Facts
     os._exit(0)
 
 
-def _measure(question: Question, gpu: Gpu, *arguments: Any, **options: Any) -> Facts | NoPlan:
-    from accelerate_recipes.common.check.reference import why_not_checked
-    from accelerate_recipes.common.environment import Environment
-    from accelerate_recipes.common.parallel.pipeline import PIPELINE
-    from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
-
+def _measure(case: Case, last: bool, gpu: Gpu, *arguments: Any, **options: Any) -> Facts | NoPlan:
     *given, config = arguments
-    config = replace(config, **question.flags)
+    config = replace(config, **case.flags)
     setup = asked.of_any_size(*given, config, **options)
-    told = asked.refusals_of(setup, config, question.config, True, [], False)
+    told = asked.refusals_of(setup, config, str(case.config), True, [], False)
     if lines := [*map(str, told["refusals"]), *told["of_the_launcher"]]:
         return NoPlan(refused=lines)
     check_steps = config.check_steps
-    config = replace(config, pipeline_stages=question.stages, check_steps=0, compile=False)
+    config = replace(config, pipeline_stages=case.stages, check_steps=0, compile=False)
     layout = replace(layout_of(Environment.read(), config), device="cpu")
     setup = replace(setup, plan=setup.plan.under(config, layout))
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
@@ -85,17 +81,14 @@ def _measure(question: Question, gpu: Gpu, *arguments: Any, **options: Any) -> F
     run, offloads = _run(setup, check_steps, why_not), layout.environment.is_true("fsdp_offload_params")
     if layout.pp > 1:
         setup = replace(setup, plans={PIPELINE.name: cut_without_values(setup, gpu)})
-    step = DryRun(with_plans(setup), gpu, question.last).measure()
+    step = DryRun(with_plans(setup), gpu, last).measure()
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
         peak = max(step.peak - step.weights - step.gradients - step.optimizer, step.forward)
         step = replace(step, weights=0, gradients=0, optimizer=0, peak=peak)
     return Facts(run, step)
 
 
-def _run(setup: "Setup", check_steps: int, why_not_checked: str | None) -> RunFacts:
-    from accelerate_recipes.common.check.reference import MAX_SECONDS
-    from accelerate_recipes.common.parallel.schedules import cost
-
+def _run(setup: Setup, check_steps: int, why_not_checked: str | None) -> RunFacts:
     plan, options = setup.plan, setup.options
     config, layout, last = plan.config, plan.layout, plan.num_steps - 1
     waits = cost(config.pipeline_schedule, layout.pp, plan.accumulation)

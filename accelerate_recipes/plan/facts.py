@@ -30,25 +30,6 @@ Event = float | Collective  # seconds of computation, or a collective
 
 
 @dataclass(frozen=True)
-class Question:
-    """A dry run to make.
-
-    Attributes:
-        config: path of a file.
-        stages: of a pipeline.
-        flags: {flag of the recipe: value} instead of those on the command line.
-        kind: the first one of its kind that fits is enough; None: an answer is needed.
-        last: whether to take the place of the last process, and not of the first.
-    """
-
-    config: str
-    stages: int
-    flags: dict[str, int]
-    kind: int | None = None
-    last: bool = False
-
-
-@dataclass(frozen=True)
 class RunFacts:
     """The arithmetic of a run.
 

@@ -1,9 +1,13 @@
-"""Prints plans."""
+"""Prints plans, and draws their scaling curves: a page that plotly draws in the browser."""
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
+from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_table
+from accelerate_recipes.paths import check_new_file
 from accelerate_recipes.plan.facts import Estimate, NoPlan, Speed
 from accelerate_recipes.plan.hardware import Gpu
 
@@ -22,9 +26,9 @@ def show_one(plan: Estimate, gpu: Gpu) -> None:
     accumulated = f" × {run.accumulation} accumulated" * (run.accumulation > 1)
     rest = max(0, step.peak - step.weights - step.gradients - step.optimizer)
     forward = f"; a forward pass adds {in_bytes(step.forward)}" * (step.forward > 0)
-    epochs = run.num_steps / run.steps_per_epoch
+    epochs, processes = run.num_steps / run.steps_per_epoch, f"process{'es' * (run.num_processes > 1)}"
     rows = {
-        "config": f"{plan.config}: {run.layout}, {run.precision}, {_processes(run.num_processes)}",
+        "config": f"{plan.config}: {run.layout}, {run.precision}, {run.num_processes:,} {processes}",
         "machines": str(run.num_machines),
         "set in it": ", ".join(f"{key}: {value}" for key, value in plan.settings.items()),
         "batch": f"{run.batch_size} = {run.data_parallel} × {run.micro_batch_size}{accumulated}",
@@ -117,6 +121,36 @@ def show_cheapest(rows: Sequence[tuple[str, Speed]], hours: float | None) -> Non
     print(f"\ncheapest{limit}: {config} on {row.num_processes:,} GPUs, {row.gpu_hours:,.3g} GPU hours")
 
 
+def check_plot(path: Path | None, scaling: bool) -> None:
+    """Raises UsageError if no plot can be written."""
+    if path is None:
+        return
+    if not scaling:
+        raise UsageError("--plot draws scaling curves: use --scaling, too")
+    check_new_file(path, "--plot")
+    if find_spec("plotly") is None:
+        raise UsageError("--plot needs plotly: run pip install 'accelerate-recipes[report]'")
+
+
+def write_plot(path: Path, configs: dict[str, list[Speed]], title: str) -> None:
+    """Writes a page with the efficiency of each config over the number of GPUs."""
+    from plotly.graph_objects import Figure, Scatter  # the import takes a second
+
+    curves = [
+        Scatter(
+            name=config,
+            x=[row.num_processes for row in rows],
+            y=[row.efficiency for row in rows],
+            text=[f"{row.seconds:.3g} s a step, {row.gpu_hours:,.3g} GPU hours" for row in rows],
+            mode="lines+markers",
+        )
+        for config, rows in configs.items()
+    ]
+    axes = {"xaxis": {"title": {"text": "GPUs"}, "type": "log"}, "yaxis": {"tickformat": ".0%", "rangemode": "tozero"}}
+    Figure(curves, axes | {"title": {"text": f"{title}: efficiency"}}).write_html(path)
+    print(f"\nThe curves are in {path}")
+
+
 def in_bytes(number: float) -> str:
     """A number of bytes with three digits and a unit of powers of 1,000."""
     units = ["B", "kB", "MB", "GB", "TB"]
@@ -146,10 +180,6 @@ def _checkpoints(plan: Estimate) -> str:
     if not run.save_every:
         return f"none: use --save_every; each would have {size}"
     return f"{size} every {run.save_every:,} steps, {run.keep_checkpoints} kept"
-
-
-def _processes(number: int) -> str:
-    return f"{number:,} process{'es' * (number > 1)}"
 
 
 def _seconds(number: float) -> str:

@@ -6,22 +6,31 @@ from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accelerate_recipes.doctor.launched import remove_variables
+from accelerate_recipes.common.data.batches import batches
+from accelerate_recipes.common.data.sets import as_numbered_step
+from accelerate_recipes.common.environment import Environment
+from accelerate_recipes.common.launch import start
+from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.parallel import deepspeed
+from accelerate_recipes.common.parallel.chain import find_cut
+from accelerate_recipes.common.parallel.schedules import shortest
+from accelerate_recipes.common.parallel.stages import Cut, copied
+from accelerate_recipes.common.parallel.strategies import prepare
+from accelerate_recipes.common.step.setup import Setup
+from accelerate_recipes.common.weights.shards import local
+from accelerate_recipes.doctor.asked import remove_variables
 from accelerate_recipes.plan.facts import StepFacts, Zero
 from accelerate_recipes.plan.fakes import make_fake, processes
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.tracker import Tracker
-
-if TYPE_CHECKING:
-    from accelerate_recipes.common.layout import Layout
-    from accelerate_recipes.common.parallel.stages import Cut
-    from accelerate_recipes.common.step.setup import Setup
 
 
 @dataclass
@@ -34,7 +43,7 @@ class DryRun:
         last: whether this is the last process, and not the first.
     """
 
-    setup: "Setup"
+    setup: Setup
     gpu: Gpu
     last: bool
 
@@ -44,15 +53,10 @@ class DryRun:
         Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
         zero.py needs to know.
         """
-        from accelerate_recipes.common.environment import Environment
-        from accelerate_recipes.common.layout import Layout
-
         model, optimizer, plan = self.setup.model, self.setup.optimizer, self.setup.plan
         layout, batches, zero = plan.layout, self._batches(), None
         number, dtype = layout.num_processes, None
         if "DeepSpeed" in layout.strategies:
-            from accelerate_recipes.common.parallel import deepspeed
-
             trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
             zero = Zero(deepspeed.zero_stage(layout.environment), deepspeed.offloads(layout.environment), trained)
             plan = replace(plan, layout=replace(layout, strategies=Layout().strategies, environment=Environment()))
@@ -72,8 +76,6 @@ class DryRun:
 
     def _batches(self) -> list[dict[str, Any]]:
         """The first micro-batches of this process, with their data; all others follow from these."""
-        from accelerate_recipes.common.data.batches import batches
-
         plan, train_set = self.setup.plan, self.setup.train_set
         assert train_set is not None
         stream = batches(train_set, plan.micro_batches(0), torch.device("cpu"), plan.config)
@@ -82,19 +84,14 @@ class DryRun:
     @property
     def _numbers(self) -> tuple[int, int]:
         """Two numbers of micro-batches, from whose difference others follow."""
-        from accelerate_recipes.common.parallel.schedules import shortest
-
         plan = self.setup.plan
         if self.setup.batch_loss is not None:
             return plan.accumulation, plan.accumulation
         return shortest(plan.config.pipeline_schedule, plan.layout.pp, plan.accumulation)
 
     def _run_steps(
-        self, setup: "Setup", mode: FakeTensorMode, tracker: Tracker, batches: list[dict[str, Any]]
+        self, setup: Setup, mode: FakeTensorMode, tracker: Tracker, batches: list[dict[str, Any]]
     ) -> StepFacts:
-        from accelerate_recipes.common.parallel.strategies import prepare
-        from accelerate_recipes.common.weights.shards import local
-
         model, optimizer, plan = setup.model, setup.optimizer, setup.plan
         weights = sum(weight.nbytes for weight in model.parameters())
         updated = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
@@ -136,12 +133,8 @@ class DryRun:
         )
 
 
-def cut_without_values(setup: "Setup", gpu: Gpu) -> "Cut":
+def cut_without_values(setup: Setup, gpu: Gpu) -> Cut:
     """The cut of the model of a setup, on tensors without data: without the rehearsal, which compares values."""
-    from accelerate_recipes.common.data.sets import as_numbered_step
-    from accelerate_recipes.common.parallel.chain import find_cut
-    from accelerate_recipes.common.parallel.stages import copied
-
     setup, forward_step = replace(setup, model=copied(setup.model)), as_numbered_step(setup.forward_step)
     mode, tracker, batch = FakeTensorMode(allow_non_fake_inputs=True), Tracker(gpu, False), setup.first_batch()
     with ExitStack() as stack:
@@ -163,13 +156,8 @@ def _num_bytes(tensors: list[Tensor]) -> int:
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
 
 
-def _accelerator(layout: "Layout") -> Any:
+def _accelerator(layout: Layout) -> Any:
     """As `start` makes it, for processes that do not exist."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    from accelerate_recipes.common.launch import start
-
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -158,15 +158,12 @@ class Tracker(TorchDispatchMode):
 
 def _group(args: Any) -> Group:
     """The group of a collective, which it is given as an object or by name."""
-    ranks = _ranks(args)
-    return Group(ranks[0], len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
-
-
-def _ranks(args: Any) -> list[int]:
-    for value in reversed(args):
-        if isinstance(value, str) and value not in ("sum", "avg", "max", "min"):
-            name: Any = value
-            return dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))
+    group: Any = dist.group.WORLD
+    names = ("sum", "avg", "max", "min")  # of operations
+    for value in args:
+        if isinstance(value, str) and value not in names:
+            group = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
-    return list(range(dist.get_world_size()))
+            group = dist.ProcessGroup.unbox(value)
+    ranks = dist.get_process_group_ranks(group)
+    return Group(ranks[0], len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)

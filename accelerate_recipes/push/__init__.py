@@ -2,16 +2,14 @@
 
 import os
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from filelock import FileLock, Timeout
+import typer
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.records.run_card import read_card
-from accelerate_recipes.console import print_json
+from accelerate_recipes.console import AsJson, print_json
 
 # Longest silence of the Hub within a request, in seconds. Longest upload: hf_xet, which sends large files, was seen to
 # wait 20 minutes for a silent server; seconds, and bytes a second.
@@ -19,34 +17,35 @@ TIMEOUT_S = float(os.environ.get("ACCELERATE_RECIPES_HUB_TIMEOUT", 60.0))
 LONGEST_S, SLOWEST = 10 * TIMEOUT_S, 1e6
 
 
-def push(output_dir: Path, name: str, as_json: bool) -> int:
-    """Uploads `model/` with its card.
+def push(
+    output_dir: Annotated[Path, typer.Argument(help="output folder of a run that is done")],
+    name: Annotated[str, typer.Argument(help="repository on the Hugging Face Hub; a new one is private")],
+    as_json: AsJson = False,
+) -> None:
+    """Upload the model of a run, with a model card, to the Hugging Face Hub. Exit code 1 if that fails.
 
-    Args:
-        output_dir: of a run that is done.
-        name: of the repository; a new one is private.
-        as_json: print the address as JSON.
-
-    Returns:
-        The exit code: 0, or 1 if the upload failed; the same command tries again.
-
-    Raises:
-        UsageError: no finished run there, no such name, or no login.
+    Example: accelerate-recipes push outputs/mnist your_name/digits
     """
+    from filelock import FileLock, Timeout
+
     card = _finished(output_dir)
     check_name(name)
     model = output_dir / "model"
     print(f"uploading {model} to {name} on the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
+        seconds = LONGEST_S + sum(path.stat().st_size for path in model.iterdir()) / SLOWEST
         with FileLock(output_dir / ".lock", timeout=0):  # no run may replace model/ now
-            url = _within(_longest(model), lambda: _send(output_dir, card, name))
+            upload = ThreadPoolExecutor(1).submit(_send, output_dir, card, name)
+            if not wait([upload], seconds).done:
+                raise TimeoutError(f"no end after {seconds:.0f} s")
+            url = upload.result()
     except Exception as error:  # the library and its network stack raise dozens of types
-        line = f"not uploaded: {model} did not get to {name} on the Hub ({_reason(error)}): run the same command again"
+        why = "a run writes to the folder" if isinstance(error, Timeout) else _reason(error)
+        line = f"not uploaded: {model} did not get to {name} on the Hub ({why}): run the same command again"
         print(line, file=sys.stderr, flush=True)
         # Not sys.exit: a silent Hub holds a thread.
         os._exit(1)
     print_json({"url": url}) if as_json else print(f"uploaded: {url}")
-    return 0
 
 
 def check_name(name: str) -> None:
@@ -69,6 +68,8 @@ def check_name(name: str) -> None:
 
 def _finished(output_dir: Path) -> dict[str, Any]:
     """The run card. Raises UsageError unless a finished run is there."""
+    from accelerate_recipes.common.records.run_card import read_card  # the import takes seconds
+
     try:
         card = read_card(output_dir)
         is_done = card["status"] == "done" or card.get("trained", False)
@@ -83,19 +84,6 @@ def _finished(output_dir: Path) -> dict[str, Any]:
             f"accelerate-recipes export {output_dir} {output_dir / 'model'}"
         )
     return card
-
-
-def _longest(model: Path) -> float:
-    """Seconds after which an upload of the folder counts as failed."""
-    return LONGEST_S + sum(path.stat().st_size for path in model.iterdir()) / SLOWEST
-
-
-def _within(seconds: float, work: Callable[[], str]) -> str:
-    """The result of `work`. Raises TimeoutError after `seconds`; then the work goes on until the process ends."""
-    try:
-        return ThreadPoolExecutor(1).submit(work).result(seconds)
-    except TimeoutError:
-        raise TimeoutError(f"no end after {seconds:.0f} s") from None
 
 
 def _send(output_dir: Path, card: dict[str, Any], name: str) -> str:
@@ -122,8 +110,6 @@ def _send(output_dir: Path, card: dict[str, Any], name: str) -> str:
 
 def _reason(error: Exception) -> str:
     """Why an upload failed, in one line."""
-    if isinstance(error, Timeout):
-        return "a run writes to the folder"
     status = getattr(getattr(error, "response", None), "status_code", None)
     text = getattr(error, "server_message", None) or str(error).split("\n\n")[0]
     return f"{status or type(error).__name__}: {' '.join(text.split())}"

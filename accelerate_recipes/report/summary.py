@@ -85,12 +85,9 @@ def repeat(run: Run) -> str | None:
 
 def as_json(runs: Sequence[Run]) -> dict[str, Any]:
     """The summary of the runs, for JSON."""
-    return {"runs": [_summary(run) for run in runs], "differences": _by_run(runs)}
-
-
-def _by_run(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     names = [run.name for run in runs]
-    return {setting: dict(zip(names, values)) for setting, values in differences(runs)}
+    by_run = {setting: dict(zip(names, values)) for setting, values in differences(runs)}
+    return {"runs": [_summary(run) for run in runs], "differences": by_run}
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -11,27 +11,17 @@ from accelerate_recipes.catalog import find_config
 from accelerate_recipes.common.check.tolerances import RECORD, TOLERANCE
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
-from accelerate_recipes.paths import check_file, check_new_file, text_of
+from accelerate_recipes.paths import check_file, check_new_file, text_of, write_file
 from accelerate_recipes.verify.certificate import versions
-from accelerate_recipes.verify.compare import Difference, Gap, gaps, noise_floor, of_all_steps
+from accelerate_recipes.verify.compare import Compared, Difference, compared, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Launch, recording
 from accelerate_recipes.verify.trace import Trace
 from accelerate_recipes.verify.watch import watch
 
 
 def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: bool, as_json: bool) -> int:
-    """Writes the first steps of one process into a file, with how far rounding moves them.
-
-    Args:
-        script: a recipe; with `accelerate`, a script that uses Accelerate.
-        flags: its flags.
-        steps: optimizer steps.
-        file: for the record, JSON.
-        accelerate: watch the script from outside.
-        as_json: print the record, too.
-
-    Returns:
-        the exit code.
+    """Writes the first steps of one process into a file, as JSON, with how far rounding moves them. Takes what is given
+    to the command, and returns its exit code.
 
     Raises:
         UsageError: the script does not run, or the file cannot be written.
@@ -54,10 +44,7 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
     made = datetime.now(UTC).isoformat(timespec="seconds")
     reference = {"flags": flags, "steps": steps, "accelerate": accelerate, **kept}
     content = {"script": str(script), "made": made, "versions": versions(), "reference": reference}
-    try:
-        file.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--record {file} cannot be written ({error.strerror}): use another path") from None
+    write_file(file, json.dumps(content) + "\n", "--record")
     if as_json:
         print_json(content)
     else:
@@ -70,9 +57,7 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
     """Runs a script in one process with the flags of a record, and prints each step beside that of then.
 
     Args:
-        script: as it is now.
         certificate: what `record` wrote, or certificate.json of an earlier `verify`.
-        as_json: print JSON instead of the table.
 
     Returns:
         the exit code: 0 if all values agree to 1e-5, or to ten times what rounding changes, otherwise 1.
@@ -92,7 +77,7 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
         print(f"{certificate} has other sums of weights, which are not compared: make it again", file=sys.stderr)
     floor = {"weights": 0.0} | then.facts.get("floor", {})
     floor["weights"] = max(floor["weights"], TOLERANCE)  # 16 sums say little of how far a weight is
-    found = gaps(now, then, floor, RECORD)
+    found = compared(now, then, floor, RECORD)
     difference = Difference.of(found)
     digests = now.facts["model_digest"], then.facts.get("model_digest")
     has_equal_weights = digests[0] == digests[1] if digests[1] is not None else difference.is_exact
@@ -102,20 +87,20 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
     if not difference.is_same:
         verdict = f"DIFFERS {'; '.join(_places(found, now, then))}"
     before, after = content.get("versions", {}), versions()
-    both = {name: [before.get(name), after.get(name)] for name in before | after}
-    changed = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-    rows = [gap for gap in found if gap.step is not None]
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    changed = {name: [before.get(name), after.get(name)] for name in names}
+    rows = [one for one in found if one.step is not None]
     if as_json:
-        weights = {gap.name: gap.size for gap in found if gap.step is None}
+        weights = {one.name: one.size for one in found if one.step is None}
         facts = {"weights_equal": has_equal_weights, "versions": changed, "weights": weights}
         keys = {"step": "step", "name": "name", "then": "expected", "now": "value", "difference": "size"}
-        values = [{key: getattr(gap, field) for key, field in keys.items()} for gap in rows]
+        values = [{key: getattr(one, field) for key, field in keys.items()} for one in rows]
         print_json({"against": str(certificate), "verdict": verdict, **facts, "rows": values})
         return int(not difference.is_same)
     print(f"{'step':>6}  {'':14}  {'then':>14}  {'now':>14}  difference")
-    for gap in rows:
-        columns = (f"{value:14.8g}" if value is not None else f"{'–':>14}" for value in (gap.expected, gap.value))
-        print(f"{gap.step:6}  {gap.name:14}  {'  '.join(columns)}  {gap.size:.1e}")
+    for one in rows:
+        columns = (f"{value:14.8g}" if value is not None else f"{'–':>14}" for value in (one.expected, one.value))
+        print(f"{one.step:6}  {one.name:14}  {'  '.join(columns)}  {one.size:.1e}")
     for name, (old, new) in changed.items():
         print(f"{name} {old or 'none'} then, {new or 'none'} now")
     print(f"\nweights after the last step: {'equal' if has_equal_weights else 'not equal bit for bit'}")
@@ -123,14 +108,14 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
     return int(not difference.is_same)
 
 
-def _places(found: list[Gap], now: Trace, then: Trace) -> list[str]:
+def _places(found: list[Compared], now: Trace, then: Trace) -> list[str]:
     """Where the first value and the first weight are that differ."""
-    wrong = [gap for gap in found if not gap.is_same]
-    places = [f"from step {gap.step}, in {gap.name}" for gap in wrong if gap.step is not None][:1]
-    for gap in [gap for gap in wrong if gap.step is None][:1]:
-        is_there = gap.name in now.weights and gap.name in then.weights
-        how = f", by {gap.size:.1e}" if is_there else ", which only one of the two has"
-        places.append(f"after the last step in {gap.name}{how}")
+    wrong = [one for one in found if not one.is_same]
+    places = [f"from step {one.step}, in {one.name}" for one in wrong if one.step is not None][:1]
+    for one in [one for one in wrong if one.step is None][:1]:
+        is_there = one.name in now.weights and one.name in then.weights
+        how = f", by {one.size:.1e}" if is_there else ", which only one of the two has"
+        places.append(f"after the last step in {one.name}{how}")
     return places
 
 

@@ -4,10 +4,11 @@ import hashlib
 import json
 import platform
 import shlex
+import sys
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from accelerate_recipes import bundle
 from accelerate_recipes.common.package import installed_versions
@@ -84,12 +85,21 @@ class Row:
 
 
 @dataclass
-class Table:
-    """Prints rows as they come; a run takes seconds."""
+class Certificate:
+    """The runs of a script: prints a row for each as it comes, since a run takes seconds, and writes all at the end.
 
-    stream: TextIO
+    Attributes:
+        folder, script, flags, steps, as_json, configs: those of the command.
+    """
+
+    folder: Path
+    script: Path
+    flags: list[str]
+    steps: int
+    as_json: bool
+    configs: list[str] | None = None
     rows: list[Row] = field(default_factory=list)
-    width: int = 0
+    width: int = 0  # of the first column
 
     def begin(self, names: list[str]) -> None:
         """Prints the heading."""
@@ -103,65 +113,50 @@ class Table:
 
     def _print(self, cells: list[str]) -> None:
         name, processes, *numbers, verdict = cells
-        columns = [
-            name.ljust(self.width),
-            processes.rjust(9),
-            *(cell.rjust(13 if cell in COLUMNS[6:] else 9) for cell in numbers),
-        ]
-        print("  ".join([*columns, verdict]).rstrip(), file=self.stream, flush=True)
+        numbers = [cell.rjust(13 if cell in COLUMNS[6:] else 9) for cell in numbers]
+        line = "  ".join([name.ljust(self.width), processes.rjust(9), *numbers, verdict]).rstrip()
+        print(line, file=sys.stderr if self.as_json else sys.stdout, flush=True)
 
+    def write(self, cause: str | None, gap: str | None = None, reference: dict[str, Any] | None = None) -> int:
+        """Writes certificate.json and certificate.md, and prints the result. Returns the exit code: 0 if all runs that
+        are supported are the same, otherwise 1.
 
-def write(
-    folder: Path,
-    script: Path,
-    flags: list[str],
-    steps: int,
-    rows: list[Row],
-    cause: str | None,
-    as_json: bool,
-    configs: list[str] | None = None,
-    gap: str | None = None,
-    reference: dict[str, Any] | None = None,
-) -> None:
-    """Writes certificate.json and certificate.md into a folder, and prints the result.
-
-    Args:
-        folder, script, flags, steps, as_json, configs: those of the command.
-        rows: the runs.
-        cause: the likely cause of a difference.
-        gap: what these runs cannot show.
-        reference: the losses of one process, for `--against`.
-    """
-    is_same = not any(row.is_bad for row in rows)
-    content: dict[str, Any] = {
-        "script": str(script),
-        "sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
-        "configs": configs,
-        "flags": flags,
-        "steps": steps,
-        "is_same": is_same,
-        "cause": cause,
-        "gap": gap,
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
-        "reference": reference,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "certificate.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "certificate.md").write_text(_markdown(content, rows), encoding="utf-8")
-    if as_json:
-        print_json(content)
-        return
-    num_bad = sum(row.is_bad for row in rows)
-    print()
-    if not is_same:
-        print(
-            f"{num_bad} of {len(rows)} runs are not the same. Likely cause: {cause or 'see the line of the failed run'}"
-        )
-    else:
-        print("One result." if gap is None else f"The same, but {gap}.")
-    print(f"The certificate is in {folder}/certificate.md and certificate.json")
+        Args:
+            cause: the likely cause of a difference.
+            gap: what these runs cannot show.
+            reference: the losses of one process, for `--against`.
+        """
+        num_bad = sum(row.is_bad for row in self.rows)
+        content: dict[str, Any] = {
+            "script": str(self.script),
+            "sha256": hashlib.sha256(self.script.read_bytes()).hexdigest(),
+            "configs": self.configs,
+            "flags": self.flags,
+            "steps": self.steps,
+            "is_same": not num_bad,
+            "cause": cause,
+            "gap": gap,
+            "made": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "rows": [asdict(row) | {"verdict": row.verdict} for row in self.rows],
+            "reference": reference,
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {
+            "certificate.json": json.dumps(content, indent=2, ensure_ascii=False) + "\n",
+            "certificate.md": _markdown(content, self.rows),
+        }.items():
+            (self.folder / name).write_text(text, encoding="utf-8")
+        if self.as_json:
+            print_json(content)
+            return int(num_bad > 0)
+        of_all = f"{num_bad} of {len(self.rows)} runs are not the same"
+        if num_bad:
+            print(f"\n{of_all}. Likely cause: {cause or 'see the line of the failed run'}")
+        else:
+            print("\nOne result." if gap is None else f"\nThe same, but {gap}.")
+        print(f"The certificate is in {self.folder}/certificate.md and certificate.json")
+        return int(num_bad > 0)
 
 
 def _markdown(content: dict[str, Any], rows: list[Row]) -> str:

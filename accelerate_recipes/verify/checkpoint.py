@@ -16,9 +16,8 @@ from accelerate_recipes.common.records.output_dir import checkpoints
 from accelerate_recipes.console import print_json
 from accelerate_recipes.matrix import SIZES
 from accelerate_recipes.paths import check_file
-from accelerate_recipes.verify import chosen_configs
 from accelerate_recipes.verify.certificate import Row
-from accelerate_recipes.verify.runs import Finished, Launch
+from accelerate_recipes.verify.runs import Finished, Launch, chosen_configs
 
 # The run that checks writes a record of each step into a folder of its own, and nothing else anywhere.
 CHECKS = ["--check_steps", "2", "--log_every", "1", "--eval_every", str(10**9), "--save_every", "0"]
@@ -78,11 +77,8 @@ def run(script: Path, flags: list[str], checkpoint: Path, configs: list[str] | N
     checkpoint and the output folder of the run are only read.
 
     Args:
-        script: the recipe.
         flags: beside those of the run.
-        checkpoint: its folder.
         configs: names or paths of configs; None: that of the run, or of a run in one process all.
-        as_json: print JSON.
 
     Returns:
         the exit code: 0 if no config gives another result than one process, otherwise 1.

@@ -13,17 +13,17 @@ from accelerate_recipes.common.check.tolerances import BF16, FLOAT32, RECORD, TO
 from accelerate_recipes.common.norms import relative_distance
 from accelerate_recipes.verify.trace import Trace
 
-Key = tuple[int | None, str]  # (step, name of a value), or (None, name of a tensor after the last step)
+Point = tuple[int | None, str]  # (step, name of a value), or (None, name of a tensor after the last step)
 # {key: how far rounding errors move it}, or {name of a value, or "weights": the same for all steps or tensors}
 Floor = Mapping[Any, float]
 
 
 @dataclass(frozen=True)
-class Gap:
+class Compared:
     """A value of a run beside that of its reference, or a tensor.
 
     Attributes:
-        step, name: as in `Key`.
+        step, name: as in `Point`.
         value, expected: None where a run has none, and of a tensor.
         size: the relative difference; infinite where one of the two has no value.
         tolerance: up to which it is the same.
@@ -70,26 +70,26 @@ class Difference:
     is_noise: bool = False
 
     @classmethod
-    def of(cls, gaps: list[Gap]) -> "Difference":
-        """Sums up the gaps of a run."""
-        evaluated = {gap.name for gap in gaps if gap.name.startswith("eval/")} or {"gathered"}
-        wrong = [gap for gap in gaps if not gap.is_same]
+    def of(cls, found: list[Compared]) -> "Difference":
+        """Sums up what is compared of a run."""
+        evaluated = {one.name for one in found if one.name.startswith("eval/")} or {"gathered"}
+        wrong = [one for one in found if not one.is_same]
         # A difference in only these has its own words.
-        steps = [gap.step for gap in wrong if gap.step is not None and gap.name not in ("grad_norm", "gathered")]
+        steps = [one.step for one in wrong if one.step is not None and one.name not in ("grad_norm", "gathered")]
 
         def largest(*names: str) -> float | None:
-            return max((gap.size for gap in gaps if gap.step is not None and gap.name in names), default=None)
+            return max((one.size for one in found if one.step is not None and one.name in names), default=None)
 
         return cls(
             loss=largest("train/loss") or 0.0,
             gradient=largest("grad_norm"),
-            weights=max((gap.size for gap in gaps if gap.step is None), default=0.0),
+            weights=max((one.size for one in found if one.step is None), default=0.0),
             evaluation=largest(*evaluated),
             learning_rate=largest("learning_rate") or 0.0,
             first_step=min(steps, default=None),
-            tensor=next((gap.name for gap in wrong if gap.step is None), None),
+            tensor=next((one.name for one in wrong if one.step is None), None),
             is_same=not wrong,
-            is_noise=not wrong and any(gap.size > gap.tolerance for gap in gaps),
+            is_noise=not wrong and any(one.size > one.tolerance for one in found),
         )
 
     @property
@@ -102,13 +102,13 @@ class Difference:
 def compare(
     trace: Trace, reference: Trace, floor: Floor | None = None, tolerances: Mapping[str, float] | None = None
 ) -> Difference:
-    """Compares a run with its reference: the sum of their `gaps`."""
-    return Difference.of(gaps(trace, reference, floor, tolerances))
+    """Compares a run with its reference: the sum of what `compared` returns."""
+    return Difference.of(compared(trace, reference, floor, tolerances))
 
 
-def gaps(
+def compared(
     trace: Trace, reference: Trace, floor: Floor | None = None, tolerances: Mapping[str, float] | None = None
-) -> list[Gap]:
+) -> list[Compared]:
     """What two runs have beside each other, step by step, and then the weights.
 
     Args:
@@ -132,24 +132,24 @@ def gaps(
         noise = floor.get((step, name), 0.0) or floor.get(kind, 0.0)
         value, expected = (None if step is None else each.values.get((step, name)) for each in (trace, reference))
         limit = max(tolerance, TRAJECTORY_TIMES_FLOOR * noise)
-        found.append(Gap(step, name, value, expected, size, tolerance, limit))
+        found.append(Compared(step, name, value, expected, size, tolerance, limit))
     return found
 
 
-def noise_floor(moved: Trace, reference: Trace) -> dict[Key, float]:
+def noise_floor(moved: Trace, reference: Trace) -> dict[Point, float]:
     """How far each value is up to its step, and each tensor, from the reference in a run that differs by rounding
     errors. Empty if the run starts otherwise: then more than rounding is different."""
     sizes, largest = _sizes(moved, reference), dict[str, float]()
     if not _starts_alike(sizes):
         return {}
-    floor: dict[Key, float] = {}
+    floor: dict[Point, float] = {}
     for (step, name), size in sizes.items():
         if size < math.inf:
             floor[step, name] = largest[name] = max(size, largest.get(name, 0.0))
     return floor
 
 
-def of_all_steps(*floors: Mapping[Key, float]) -> dict[str, float]:
+def of_all_steps(*floors: Mapping[Point, float]) -> dict[str, float]:
     """{name of a value, or "weights": the largest of all steps, or tensors}. For two runs are few: in a third one
     another step or tensor may be the one that rounding moves most."""
     found: dict[str, float] = {}
@@ -159,14 +159,14 @@ def of_all_steps(*floors: Mapping[Key, float]) -> dict[str, float]:
     return found
 
 
-def _sizes(trace: Trace, reference: Trace) -> dict[Key, float]:
+def _sizes(trace: Trace, reference: Trace) -> dict[Point, float]:
     """{key: relative difference} of all values in the order of their steps, and then of all tensors."""
     keys = sorted({**reference.values, **trace.values}, key=lambda key: key[0])
-    found: dict[Key, float] = {key: relative(trace.values.get(key), reference.values.get(key)) for key in keys}
+    found: dict[Point, float] = {key: relative(trace.values.get(key), reference.values.get(key)) for key in keys}
     return found | {(None, name): size for name, size in distances(trace.weights, reference.weights).items()}
 
 
-def _starts_alike(sizes: Mapping[Key, float]) -> bool:
+def _starts_alike(sizes: Mapping[Point, float]) -> bool:
     """Whether the first step has the same loss, gradient and learning rate."""
     first = min((step for step, name in sizes if step is not None and name == "train/loss"), default=None)
     limits = {"train/loss": TOLERANCE, "grad_norm": FLOAT32["grad_norm"], "learning_rate": 0.0}

@@ -18,8 +18,11 @@ from typing import Any
 
 import psutil
 
+from accelerate_recipes.catalog import find_config, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.records.run_card import read_card
+from accelerate_recipes.doctor.config import is_count
+from accelerate_recipes.matrix import CONFIGS
 from accelerate_recipes.verify.trace import Trace
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
@@ -28,6 +31,17 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_po
 def recording(steps: int) -> list[str]:
     """The flags of a run whose steps are compared: so many, each with a record, and two evaluations."""
     return ["--max_steps", str(steps), "--log_every", "1", "--eval_every", str(max(1, steps // 2))]
+
+
+def chosen_configs(names: list[str] | None) -> list[Path]:
+    """The configs of these names or paths; None: all. Raises UsageError for one that is none."""
+    if names:
+        paths = [find_config(name) for name in names]
+        for path in paths:
+            if not is_count(mapping_in(path).get("num_processes")):
+                raise UsageError(f"{path} has no num_processes above 0, which verify needs: add it to the file")
+        return paths
+    return [find_config(name) for name in CONFIGS]
 
 
 @dataclass(frozen=True)

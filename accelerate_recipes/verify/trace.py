@@ -53,11 +53,11 @@ class Trace:
             if _is_kept(name):
                 records.setdefault(step, {"step": step})[name] = value
         kept = {name: self.facts.get(name) for name in ("hardware", "model_digest")} | {"records": [*records.values()]}
-        return kept | ({"sketch": SKETCH, "weights": self._sketches()} if with_weights else {})
-
-    def _sketches(self) -> dict[str, Any]:
+        if not with_weights:
+            return kept
         sums = {name: Sketch.of(tensor, SUMS).sums for name, tensor in self.weights.items()}
-        return {name: (torch.view_as_real(each) if each.is_complex() else each).tolist() for name, each in sums.items()}
+        real = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in sums.items()}
+        return kept | {"sketch": SKETCH, "weights": {name: each.tolist() for name, each in real.items()}}
 
 
 class Tensors(Mapping[str, Tensor]):

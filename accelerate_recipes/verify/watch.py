@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from accelerate_recipes.catalog import count_gpus, find_config
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.verify.causes import cause_of_other_repetition, likely_cause_of_script
-from accelerate_recipes.verify.certificate import Row, Table, write
+from accelerate_recipes.verify.certificate import Certificate, Row
 from accelerate_recipes.verify.compare import compare, noise_floor
 from accelerate_recipes.verify.runs import LAUNCH
 from accelerate_recipes.verify.trace import Tensors, Trace
@@ -32,9 +31,7 @@ class FailedError(UsageError):
     """A script that fails after the compared steps."""
 
 
-def verify_watched(
-    script: Path, flags: list[str], steps: int, output: Path | None, as_json: bool, splits: bool = False
-) -> int:
+def verify_watched(script: Path, flags: list[str], steps: int, folder: Path, as_json: bool, splits: bool) -> int:
     """Runs the script on one process and under DDP, compares them and writes the certificate; returns the exit code.
 
     If they differ, one process runs twice more, once with weights that start one rounding error away: what differs no
@@ -42,49 +39,45 @@ def verify_watched(
 
     Args:
         script: its path, or the name of a module.
-        flags, steps, output, as_json, splits: those of the command.
+        flags, steps, as_json, splits: those of the command.
+        folder: for the certificate.
 
     Raises:
         UsageError: no such script, or it takes no steps, or fails in one process.
     """
-    file, table = _file_of(script), Table(sys.stderr if as_json else sys.stdout)
-    table.begin(["single, 2 accumulated", "ddp (MULTI_CPU)"])
+    certificate = Certificate(folder, _file_of(script), flags, steps, as_json)
+    certificate.begin(["single, 2 accumulated", "ddp (MULTI_CPU)"])
     with TemporaryDirectory(prefix="verify_") as scratch:
 
         def watched(name: str, config: str, *how: str) -> Trace:
             return watch(script, flags, steps, config, Path(scratch) / name, " ".join((*how, "split" * splits)))
 
         single = watched("single", "single")
-        table.add(Row(f"single ({single.facts['distributed_type']})", 1, note="the reference"))
+        certificate.add(Row(f"single ({single.facts['distributed_type']})", 1, note="the reference"))
         if single.facts["by_trainer"]:  # it keeps the global batch, however it is divided
             accumulated = compare(watched("in_2", "single", "accumulated"), single)
-            table.add(Row("single, 2 accumulated", 1, difference=accumulated))
-        ddp, cause = _watched_or_failed(watched, table), None
-        difference = None if ddp is None else compare(ddp, single)
-        if ddp is not None and difference is not None and not difference.is_same:
-            again = watched("again", "single")
-            repeated = compare(again, single)
-            table.add(Row("single, again", 1, difference=repeated))
-            difference = compare(ddp, single, noise_floor(watched("moved", "single", "moved"), single))
-            if not repeated.is_same:
-                cause = cause_of_other_repetition(again, single)
-            elif not difference.is_same:
-                cause = likely_cause_of_script(ddp, single, difference)
-        if ddp is not None:
-            name = f"ddp ({ddp.facts['distributed_type']})"
-            table.add(Row(name, ddp.facts["processes"], difference=difference))
-    folder, num_steps = output or Path("verified") / script.stem, max(step for step, _ in single.values)
-    write(folder, file, flags, num_steps, table.rows, cause, as_json)
-    return int(any(row.is_bad for row in table.rows))
-
-
-def _watched_or_failed(watched: Callable[[str, str], Trace], table: Table) -> Trace | None:
-    """What the script did under DDP; None if it failed, which becomes a row."""
-    try:
-        return watched("ddp", "ddp")
-    except FailedError as error:
-        table.add(Row("ddp", None, failure=str(error)))
-        return None
+            certificate.add(Row("single, 2 accumulated", 1, difference=accumulated))
+        cause = None
+        try:
+            ddp = watched("ddp", "ddp")
+        except FailedError as error:
+            certificate.add(Row("ddp", None, failure=str(error)))
+        else:
+            difference = compare(ddp, single)
+            if not difference.is_same:
+                again = watched("again", "single")
+                repeated = compare(again, single)
+                certificate.add(Row("single, again", 1, difference=repeated))
+                difference = compare(ddp, single, noise_floor(watched("moved", "single", "moved"), single))
+                if not repeated.is_same:
+                    cause = cause_of_other_repetition(again, single)
+                elif not difference.is_same:
+                    cause = likely_cause_of_script(ddp, single, difference)
+            certificate.add(
+                Row(f"ddp ({ddp.facts['distributed_type']})", ddp.facts["processes"], difference=difference)
+            )
+    certificate.steps = max(step for step, _ in single.values)
+    return certificate.write(cause)
 
 
 def _file_of(script: Path) -> Path:

@@ -48,7 +48,7 @@ class Watcher:
         self.model: torch.nn.Module | None = None
         self.optimizer: Any = None
         self.batch: dict[str, Any] = {}  # the last one that a loader gave to the script
-        self.newest: list[Any] = []  # the sample ids of each batch of the newest iterator
+        self.newest: list[Any] = []  # the sample ids of each batch that the newest iterator has asked for
         self.num_iterators = 0
         self.is_inside = False  # a prepared loader, which reads ahead from a loader of torch
         self.is_over = False  # all steps are taken
@@ -248,8 +248,8 @@ class Watcher:
             yield batch
 
     def _begin(self, original: Callable[..., Any], iterator: Any, loader: Any) -> None:
-        iterator.watched, iterator.given = [], []
-        self.newest = iterator.given
+        iterator.watched, iterator.num_given = [], 0
+        self.newest = iterator.watched
         self.num_iterators += 1
         original(iterator, loader)
 
@@ -260,12 +260,10 @@ class Watcher:
 
     def _next(self, original: Callable[..., Any], iterator: Any) -> Any:
         batch = original(iterator)
-        position = len(iterator.given)
-        ids = iterator.watched[position] if position < len(iterator.watched) else None
-        iterator.given.append(ids)
+        iterator.num_given += 1
         if not self.is_inside:
             self.newest_loader = None
-            self._given(batch, ids)
+            self._given(batch, iterator.watched[iterator.num_given - 1])
         return batch
 
     def _given(self, batch: Any, ids: Any) -> None:

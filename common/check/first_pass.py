@@ -134,7 +134,8 @@ class FirstPass:
             "LayerNorm": self.written,
             f'"{first["mixes"]}" of a sample depends on the other samples of its micro-batch, here {size} of {whole}: '
             "the result depends on the number of processes and on --micro_batch_size; give fit a loss that compares "
-            "samples as batch_loss": self.mixes,
+            "samples as batch_loss; replace a mean inside forward_step by one value per sample, with the weights as "
+            '"weight" of the batch': self.mixes,
         }
         for line, applies in {**always, **(if_cut if size != whole else {})}.items():
             if applies:

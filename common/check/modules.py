@@ -20,8 +20,8 @@ from ..weights.shards import is_divided, local
 MOST_BLOCKS = 16  # in which a sample's tensor is cut, before a config divides it
 # (name of the module, number of its call in a forward pass, number of the tensor that it gives)
 Place = tuple[str, int, int]
-Key = tuple[int, Place]  # (row of the micro-batch, place)
-Sums = dict[Key, Tensor]  # of shape (samples, blocks, ...)
+PlaceInRow = tuple[int, Place]  # (row of the micro-batch, place)
+Sums = dict[PlaceInRow, Tensor]  # of shape (samples, blocks, ...)
 
 
 @dataclass
@@ -44,7 +44,7 @@ class ModuleTrace:
     """
 
     parts: int = 0
-    block_sizes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    block_sizes: dict[PlaceInRow, tuple[int, ...]] = field(default_factory=dict)
     forward: Sums = field(default_factory=dict)
     backward: Sums = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Recorder:
                 tensor.register_hook(partial(self._note, self.trace.backward, key))
 
     @torch.no_grad()
-    def _note(self, sums: Sums, key: Key, tensor: Tensor | None) -> None:
+    def _note(self, sums: Sums, key: PlaceInRow, tensor: Tensor | None) -> None:
         if tensor is None or (own := own_values(tensor)) is None:  # a function may give its input no gradient
             return
         values = by_sample(own, self.engine.plan.micro_batch_size)

@@ -26,8 +26,7 @@ from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .first_difference import FirstDifference
 from .first_pass import FirstPass
 from .later import AfterSaves, Rehearsal
-from .modules import Key as PlaceInRow
-from .modules import ModuleTrace
+from .modules import ModuleTrace, PlaceInRow
 from .noise import without_noise
 from .reference import Reference, ReferenceRun, gradients_of, take_reference
 from .sketch import Sketch

@@ -17,7 +17,7 @@ EXACT = (1 << 52) - 1  # a float64 holds each whole number up to this one
 MOST = 6  # sets of processes that share weights: all, those of a stage, of the same shard, of the same experts, ...
 # Processors of other kinds round differently: so far apart, relative to its norm, processes may hold a weight.
 ROUNDING = 1e-5
-Key = tuple[str, tuple[int, ...]]  # (name of a weight, offsets of a shard)
+ShardKey = tuple[str, tuple[int, ...]]  # (name of a weight, offsets of a shard)
 
 
 class Replicas:
@@ -85,9 +85,9 @@ class Replicas:
         return None
 
     @cached_property
-    def shared(self) -> dict[Sequence[int], list[Key]]:
+    def shared(self) -> dict[Sequence[int], list[ShardKey]]:
         """{ranks of the processes that hold them: shards of weights, of which this process is not the only holder}"""
-        found: dict[Sequence[int], list[Key]] = {}
+        found: dict[Sequence[int], list[ShardKey]] = {}
         for name, tensor in self._tensors().items():
             if isinstance(tensor, nn.Parameter):
                 for shard in shards_of(name, tensor, self._holders(name)):

@@ -32,7 +32,7 @@ def test_shipped_configs_and_recipes_are_clean(monkeypatch: pytest.MonkeyPatch, 
     """Each pair that the table names as supported; the others get its line."""
     fork_processes(monkeypatch)
     name, *flags = recipe.split()
-    for config, lines in at_fit(ROOT / "recipes" / f"{name}.py", flags, "ask_all:answers").items():
+    for config, lines in at_fit(ROOT / "recipes" / f"{name}.py", flags, "ask_all:answers", None).items():
         cell = MATRIX.get((recipe, config), Cell())
         assert bool(lines) == (cell.result == "not supported"), (config, lines)
         assert cell.line in " ".join(lines), (config, lines)

@@ -16,19 +16,15 @@ from support.runs import ROOT
 
 FILES = ROOT / "tests" / "support" / "doctor"
 SERVER = Machine(
-    system="Linux",
-    num_cores=64,
     memory=512 * 2**30,
     free_memory=500 * 2**30,
     shared_memory=256 * 2**30,
     gpus=(GPU("NVIDIA A100", 80 * 2**30),) * 8,
     open_files=1024,
-    compiler="/usr/bin/c++",
-    ninja="/usr/bin/ninja",
     mpirun="/usr/bin/mpirun",
     versions={"torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"},
 )
-LAPTOP = replace(SERVER, num_cores=2, gpus=(), shared_memory=64 * 2**20, free_memory=4 * 2**30)
+LAPTOP = replace(SERVER, gpus=(), shared_memory=64 * 2**20, free_memory=4 * 2**30)
 RULES: dict[str, tuple[Rule, ...]] = {
     "machine": (*rules.MACHINE, *rules.MACHINE_WITHOUT_CONFIG),
     "config": rules.CONFIG,

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from accelerate_recipes.common.check.sketch import Sketch
 from accelerate_recipes.common.check.tolerances import RECORD
-from accelerate_recipes.verify.compare import compare, distances, gaps, noise_floor, of_all_steps
+from accelerate_recipes.verify.compare import compare, compared, distances, noise_floor, of_all_steps
 from accelerate_recipes.verify.trace import Tensors, Trace
 
 LARGE = torch.randn(1000, generator=torch.Generator().manual_seed(0))
@@ -73,7 +73,7 @@ def test_a_record_keeps_sums_of_each_weight() -> None:
     assert len(then["weights"]["weight"]) == 16 and len(then["weights"]["bias"]) == 1
     again, moved = (Trace.of_record(each.to_record(with_weights=True)) for each in (ONE, trace((1, 1, 1), weight=1.01)))
     assert compare(again, Trace.of_record(then), tolerances=RECORD).is_exact
-    sizes = {gap.name: gap.size for gap in gaps(moved, Trace.of_record(then), tolerances=RECORD)}
+    sizes = {one.name: one.size for one in compared(moved, Trace.of_record(then), tolerances=RECORD)}
     assert sizes["bias"] == 0 and sizes["weight"] == pytest.approx(0.01, rel=1e-5)
     assert not Trace.of_record(then | {"sketch": "another"}).weights
 

@@ -18,10 +18,10 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate_recipes import catalog
 from accelerate_recipes.common import environment
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.doctor import check, of_config, rules
+from accelerate_recipes.doctor import check, rules
+from accelerate_recipes.doctor.asked import of_config, refusal_of
 from accelerate_recipes.doctor.config import Config, read
 from accelerate_recipes.doctor.finding import findings
-from accelerate_recipes.doctor.launched import refusal_of
 from accelerate_recipes.doctor.machine import Machine, look
 from accelerate_recipes.doctor.rules import keys, launching
 from support.config_files import (

@@ -11,10 +11,11 @@ import yaml
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
 from accelerate_recipes.common.errors import Edit, UsageError
-from accelerate_recipes.doctor import check, of_config
+from accelerate_recipes.doctor import check
+from accelerate_recipes.doctor.asked import of_config
 from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Finding
-from accelerate_recipes.doctor.fix import fix
+from accelerate_recipes.doctor.fix import fixed
 from support.config_files import BAD, FILES, REFUSED, SERVER, TYPICAL, ask_here, config_of, name_of
 
 CONFIGS = [*(path for path in BAD if path.parent.name == "config"), *TYPICAL, *REFUSED]
@@ -28,7 +29,7 @@ def look(config: Config) -> Iterator[Finding]:
 def test_advice_ends_without_a_new_error(path: Path) -> None:
     config = config_of(path)
     before = {finding.what for finding in look(config)}
-    _, made, left = fix(config, look)
+    _, made, left = fixed(config, look)
     assert bool(made) == any(finding.edits for finding in look(config))
     assert not [finding.type for finding in left if finding.edits]  # they contradict each other
     assert {finding.what for finding in left} <= before
@@ -43,22 +44,22 @@ def test_advice_for_a_mixture_of_bad_files_ends(seed: int) -> None:
         for path in generator.sample(CONFIGS, 3):
             given = config_of(path).values
             values |= {key: given[key] for key in generator.sample([*given], generator.randint(1, len(given)))}
-        _, _, left = fix(Config(Path("c.yaml"), values, SERVER), look)
+        _, _, left = fixed(Config(Path("c.yaml"), values, SERVER), look)
         assert not [finding.type for finding in left if finding.edits], values
 
 
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp1_named"])
 def test_fsdp1_becomes_what_accelerate_makes_of_it(name: str) -> None:
     config = config_of(FILES / "typical" / f"{name}.yaml")
-    assert fix(config, look)[0].values == convert_config_to_fsdp2(config.values)
+    assert fixed(config, look)[0].values == convert_config_to_fsdp2(config.values)
 
 
 def test_words_of_deepspeed_are_translated() -> None:
     """Without them, the run would be in float32, without offload."""
-    fixed, _, left = fix(config_of(FILES / "config" / "unknown_section_keys.deepspeed.yaml"), look)
-    assert (fixed.kind, fixed.precision, left) == ("DEEPSPEED", "bf16", [])
+    config, _, left = fixed(config_of(FILES / "config" / "unknown_section_keys.deepspeed.yaml"), look)
+    assert (config.kind, config.precision, left) == ("DEEPSPEED", "bf16", [])
     section = {"zero_stage": 3, "offload_optimizer_device": "cpu", "main_process_port": 29533}
-    assert fixed.section("deepspeed_config") == section
+    assert config.section("deepspeed_config") == section
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_copy(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path, copy = tmp_path / "c.yaml", tmp_path / "c.fixed.yaml"
     text = "distributed_type: MULTI_GPU  # a comment\nnum_process: 2\nmixed_precision: 'no'\ngpu_ids: '0'\n"
     path.write_text(text)
-    assert check(path, None, as_json=False, fixes=True) == 1
+    assert check(path, None, as_json=False, fix=True) == 1
     _, _, output = capsys.readouterr().out.partition("\n\n")
     assert output == (
         f"wrote {copy}, without comments\n\n"
@@ -113,8 +114,8 @@ def test_copy(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         "num_processes": 2,
     }
     with pytest.raises(UsageError, match="exists"):
-        check(path, None, as_json=False, fixes=True)
-    assert check(copy, None, as_json=True, fixes=True) == 1
+        check(path, None, as_json=False, fix=True)
+    assert check(copy, None, as_json=True, fix=True) == 1
     assert json.loads(capsys.readouterr().out)["file"] is None
     with pytest.raises(UsageError, match="config file"):
-        check(None, None, as_json=False, fixes=True)
+        check(None, None, as_json=False, fix=True)

@@ -1,7 +1,6 @@
 """Promise: what fit cannot take is refused in one line that says what to give instead."""
 
 import inspect
-import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +38,7 @@ from support.config_files import lines_of
 from support.runs import ROOT
 
 WEIGHT = nn.Parameter(torch.zeros(3))
+QUESTION = ["config.yaml", False, [], True]  # of the doctor
 
 
 def refusal(call: Callable[..., Any], *arguments: Any) -> str:
@@ -162,11 +162,10 @@ def test_an_accelerator_that_start_did_not_make() -> None:
     assert "use accelerator = start(config)" in refusal(check_given, model, sgd(model), given)
 
 
-def test_the_doctor_says_the_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, [], True]))
+def test_the_doctor_says_the_line_of_the_run() -> None:
     model, step = nn.Linear(2, 2), lambda model, batch: {"loss": model(batch["x"])[:, 0]}
     for optimizer, dataset in (([sgd(model)], ROWS), (sgd(model), DataLoader(ROWS))):
-        answer = asked.refusals(None, model, optimizer, step, dataset, ROWS, RunConfig())
+        answer = asked.refusals(QUESTION, None, model, optimizer, step, dataset, ROWS, RunConfig())
         of_run = refusal(lambda: (check_given(model, optimizer), check_datasets(dataset, ROWS, None)))  # noqa: B023
         assert lines_of(answer) == [of_run]
 
@@ -266,14 +265,13 @@ def test_what_is_no_function(name: str) -> None:
         ("callbacks", "fit has no option callbacks: use one of summarize, tokens_per_sample, "),
     ],
 )
-def test_unknown_options_of_fit(monkeypatch: pytest.MonkeyPatch, name: str, expected: str) -> None:
+def test_unknown_options_of_fit(name: str, expected: str) -> None:
     """The run refuses them, and so does the doctor."""
     model, told = nn.Linear(2, 2), {name: None}
     given = SimpleNamespace(layout=Layout()), model, sgd(model), check_metrics, ROWS, ROWS, RunConfig()
     line = refusal(partial(fit, *given, **told))
     assert line.startswith(expected)
-    monkeypatch.setenv(asked.QUESTION, json.dumps(["config.yaml", False, [], True]))
-    assert lines_of(asked.refusals(*given, **told)) == [line]
+    assert lines_of(asked.refusals(QUESTION, *given, **told)) == [line]
 
 
 def test_weights_that_zero_would_train_in_float32() -> None:

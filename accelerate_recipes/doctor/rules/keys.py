@@ -158,15 +158,11 @@ def one_machine(config: Config) -> Iterator[Finding]:
     keys = [key for key in ("main_process_ip", "machine_rank") if config.values.get(key)]
     if keys and config.values.get("num_machines", 1) == 1 and config.starts_several:
         yield Finding(
-            f"{_have(keys)} no effect, because num_machines is 1",
+            f"{', '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect, because num_machines is 1",
             "each machine would train alone",
             *map(Edit, keys),
             "or num_machines: 2 or more",
         )
-
-
-def _have(keys: list[str]) -> str:
-    return f"{', '.join(keys)} {'have' if len(keys) > 1 else 'has'}"
 
 
 def _instead(config: Config, key: str, section: str = "") -> Iterator[Edit | str]:
