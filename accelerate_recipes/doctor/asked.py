@@ -56,11 +56,11 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     if script is not None:
         return at_fit(script, flags, f"{__name__}:refusals", question)
     from accelerate_recipes import RunConfig
-    from accelerate_recipes.common.environment import restored_variables
+    from accelerate_recipes.common.environment import without_ranks
 
     alone = RunConfig(pipeline_stages=2 if config.path.stem in PIPELINES else 1)
     try:
-        with restored_variables(), redirect_stderr(io.StringIO()):  # the launcher says which defaults it takes
+        with without_ranks(), redirect_stderr(io.StringIO()):  # the launcher says which defaults it takes
             return refusals_of(None, alone, *question)
     except Exception as error:  # a word in place of a number, for example
         line = f"{type(error).__name__}: {first_line(error)}"
