@@ -158,15 +158,16 @@ class PipelineEngine(Engine):
 
     def _divide(self, setup: Setup, division: Division) -> dict[int, Stage]:
         """The stages of this process. The optimizer gets their weights."""
-        model, whole_model = setup.model, [*setup.model.parameters()]
+        model, whole_model = setup.model, [*setup.model.named_parameters()]
         own = [stage for stage, process in self._process_of.items() if process == self.process]
         gathered = torch.bfloat16 if setup.plan.layout.dp_shard > 1 and setup.plan.layout.precision == "bf16" else None
         self._entry = entry_of(model, self._cut.chain, self.device, gathered)
         models = [model, *(copied(model) for _ in own[1:])]
         stages = {index: Stage(part, self._cut, index, self.device) for index, part in zip(own, models)}
         kept = {weight for stage in stages.values() for weight in stage.parameters()}
-        for weight in (each for each in whole_model if each not in kept and not each.is_meta):
-            weight.data = Absent(weight, "").numbers.to(weight)  # the recipe may hold it
+        for name, weight in whole_model:  # the recipe may hold it
+            if weight not in kept and not weight.is_meta:
+                torch.utils.swap_tensors(weight, Absent.weight(weight, name, self.device))
         for group in setup.optimizer.param_groups:
             group["params"] = [weight for weight in group["params"] if weight in kept]
         for stage in stages.values():

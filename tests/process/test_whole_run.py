@@ -44,6 +44,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("dropout", "pipeline_parallel"): "the layers of LateNet draw random numbers",
     ("early_exit", "pipeline_parallel"): "branches on stem.",
     ("penalty", "interleaved"): OTHER,
+    **{("captured", config): OTHER for config in PIPELINES},
     ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,
     ("clipping", "pipeline_parallel"): "into another tensor: another stage of the pipeline has that",

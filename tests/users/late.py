@@ -64,7 +64,7 @@ class LateNet(nn.Module):
         return self.head(hidden).squeeze(-1) + 0.1 * self.penalty
 
 
-def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module) -> dict[str, Tensor]:
+def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured: list[Tensor]) -> dict[str, Tensor]:
     NOW["step"], what = step, whole.what if step >= BEGIN else ""
     output, more = model(batch["x"]), torch.zeros(())
     if what == "second_view":
@@ -74,6 +74,8 @@ def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module) -> dict[
             more = model(-batch["x"]).abs()
     if what == "penalty":
         more = 1e-2 * sum(weight.pow(2).sum() for weight in whole.parameters())
+    if what == "captured":
+        more = 1e-2 * sum(weight.pow(2).sum() for weight in captured)
     if what == "factor":  # of the gradient of a process, which its loss does not show
         output = output.detach() + (output - output.detach()) * (1 + 0.5 * float(os.environ.get("RANK", 0)))
     if what == "number":
@@ -110,8 +112,8 @@ def main(config: Config) -> None:
         model.register_forward_hook(partial(hook, model=model))
     if config.what == "clipping":
         optimizer.register_step_pre_hook(partial(clip, model=model))
-    train_set, eval_set = Samples(32, 1), Samples(11, 2)
-    fit(accelerator, model, optimizer, partial(forward_step, whole=model), train_set, eval_set, config)
+    values = partial(forward_step, whole=model, captured=[*model.parameters()])
+    fit(accelerator, model, optimizer, values, Samples(32, 1), Samples(11, 2), config)
 
 
 if __name__ == "__main__":
