@@ -20,9 +20,8 @@ class CpuGroup:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if self.size > 1 else 0
         # A separate group: its pending operations never delay the default group.
-        self._group = (
-            dist.new_group(backend="gloo", timeout=collective_timeout(hang_timeout)) if self.size > 1 else None
-        )
+        timeout = collective_timeout(hang_timeout)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
 
     def all_gather(self, value: Any) -> list[Any]:
         """The value of each process, in rank order."""

@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from .checkpoint.export import export_model, load_exported
 from .cpu_group import CpuGroup
 from .data.batches import batches, resident
-from .data.facts import say_sizes
+from .data.facts import say
 from .data.mixture import of_sources, without_sources
 from .data.sets import Collated, Examples, MapDataset, Metrics
 from .errors import RunError, StoppedError, UsageError
@@ -50,7 +50,8 @@ class Evaluation:
 
     def __init__(self, engine: Engine, state: TrainState, watch: Watch):
         eval_sets = engine.setup.eval_sets
-        say_sizes(engine.plan.num_samples, eval_sets)
+        parts = [f"{len(part):,} for evaluation{f' ({name})' if name else ''}" for name, part in eval_sets.items()]
+        say(f"{engine.plan.num_samples:,} training samples, {', '.join(parts)}")
         self.engine, self.options, self.state = engine, engine.setup.options, state
         num_workers, device = engine.plan.config.num_workers, engine.accelerator.device
         # Moved once, not in each evaluation.

@@ -90,7 +90,7 @@ def fit(
                 if watch.stop_requested:
                     watch.raise_stopped(checkpoint.path)
             while not plan.is_over(state):
-                learning_rate = engine.set_learning_rate(plan.learning_rate_factor(state))
+                learning_rate = engine.set_learning_rate(plan.factor_at(state.step - state.num_skipped))
                 micro_batches = [next(stream) for _ in range(plan.accumulation)]
                 watch.progress()
                 result = check.take_step(state.step, micro_batches, plan.reads(state.step + 1) or watch.stop_requested)

@@ -116,17 +116,9 @@ class Plan:
             smaller = length // layout.data_parallel_size * layout.data_parallel_size
             advice = f"use --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
             raise UsageError(f"{length} training samples are fewer than --batch_size {config.batch_size}", advice)
-        return cls(
-            config=config,
-            layout=layout,
-            num_samples=num_samples,
-            micro_batch_size=micro_batch_size,
-            accumulation=accumulation,
-            steps_per_epoch=steps_per_epoch,
-            num_steps=config.max_steps or config.epochs * steps_per_epoch,
-            schedule=schedule,
-            sampler=sampler,
-        )
+        num_steps = config.max_steps or config.epochs * steps_per_epoch
+        sizes = num_samples, micro_batch_size, accumulation, steps_per_epoch, num_steps
+        return cls(config, layout, *sizes, schedule, sampler)
 
     def under(self, config: RunConfig, layout: Layout) -> "Plan":
         """The plan of the same data with other flags and in another layout. Raises UsageError as `of`."""
@@ -184,12 +176,8 @@ class Plan:
         """The number of this process's micro-batch `index` among those of all processes in a step."""
         return index * self.layout.data_parallel_size + self.layout.data_parallel_rank
 
-    def learning_rate_factor(self, state: TrainState) -> float:
-        """The share of the peak learning rate for the next step."""
-        return self.factor_at(state.step - state.num_skipped)  # a step that the loss scaler skips does not advance it
-
     def factor_at(self, position: int) -> float:
-        """The share of the peak learning rate at this position of the schedule, in steps from 0."""
+        """The share of the peak learning rate after so many steps that were not skipped."""
         if self.schedule is not None:
             seed_schedule(self.config.seed, position)
             return float(self.schedule(position, self.num_steps, self.config.warmup_steps))

@@ -107,12 +107,6 @@ class _Lent:
     wants_gradient: bool
     version: int = 0
 
-    def give_back(self) -> None:
-        self.tensor.data = self.data
-        if self.tensor.is_leaf:
-            self.tensor.grad = self.gradient
-            self.tensor.requires_grad_(self.wants_gradient)
-
 
 class _Lending:
     """Tensors that the block may change, and copies of their data."""
@@ -153,7 +147,10 @@ class _Lending:
                     storage.resize_(before.nbytes())
                 storage.copy_(before)
         for each in self.tensors:
-            each.give_back()
+            each.tensor.data = each.data
+            if each.tensor.is_leaf:
+                each.tensor.grad = each.gradient
+                each.tensor.requires_grad_(each.wants_gradient)
 
 
 _noting: list[list[str]] = []  # lists of files, of which the last one grows

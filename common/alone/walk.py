@@ -135,7 +135,8 @@ class Walk:
             return []
         if isinstance(value, Accelerator | types.FrameType | types.TracebackType) or _serves_python(value):
             return []
-        slots = [slot for each in type(value).__mro__ for slot in _list(vars(each).get("__slots__", ()))]
+        named = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
+        slots = [slot for each in named for slot in ([each] if isinstance(each, str) else each)]
         fields = self._fields(name, value, slots) if slots else []
         return [*self._attributes(name, value), *fields, *_objects(gc.get_referents(value))]  # and what C code holds
 
@@ -198,17 +199,13 @@ class Walk:
             found += self._note(variable, partial(_of_cell, cell), partial(_fill_cell, cell))
             found += [(variable, part) for part in _of_cell(cell).values()]
         used, space = _names(value.__code__), value.__globals__
-        read = partial(_name, space, used)
+        read = lambda: {name: space[name] for name in used if name in space}  # noqa: E731
         found += self._note("", read, partial(_set_named, space, used))
         return [*found, *self._attributes(name or value.__name__, value)]
 
 
 def _objects(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     return [(None, value) for value in values if not isinstance(value, ATOMS)]
-
-
-def _list(slots: Any) -> Iterable[str]:
-    return [slots] if isinstance(slots, str) else slots
 
 
 def _refill(mapping: dict, before: dict) -> None:
@@ -233,10 +230,6 @@ def _fill_cell(cell: types.CellType, before: dict[str, Any]) -> None:
         cell.cell_contents = before[ITSELF]
     else:
         del cell.cell_contents
-
-
-def _name(space: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: space[name] for name in names if name in space}
 
 
 def _set_named(space: dict[str, Any], names: set[str], before: dict[str, Any]) -> None:

@@ -161,10 +161,12 @@ class AfterSaves:
     def _found(self) -> tuple[str, str]:
         """(the difference, empty if there is none; why nothing was compared, empty if something was)"""
         ends = time.monotonic() + min(600.0, self._plan.config.hang_timeout / 2 or 600.0)
-        alone = dict[int, tuple[float, float]]()
+        alone, path = dict[int, tuple[float, float]](), self._folder / "metrics.jsonl"
         while not self._own.keys() <= alone.keys():
             is_over = self._process.poll() is not None  # before its records are read
-            alone = _records(self._folder / "metrics.jsonl")
+            text = path.read_text() if path.exists() else ""
+            records = [json.loads(line) for line in text.split("\n")[:-1]]  # those that are complete
+            alone = {each["step"]: (each["train/loss"], each["grad_norm"]) for each in records if "grad_norm" in each}
             if is_over and not self._own.keys() <= alone.keys():
                 lines = (self._folder / "output.txt").read_text(errors="replace").split("\n")
                 return "", next((line for line in reversed(lines) if "rror" in line), "it ended without a line")
@@ -180,10 +182,3 @@ class AfterSaves:
                 if not abs(value - expected) <= tolerance * abs(expected):
                     return f"the {name} of step {step} is {value:.7g}, {expected:.7g} on one process", ""
         return "", ""
-
-
-def _records(path: Path) -> dict[int, tuple[float, float]]:
-    """{step: (loss, norm of the gradient)} of the training records that are complete."""
-    text = path.read_text() if path.exists() else ""
-    records = [json.loads(line) for line in text.split("\n")[:-1]]
-    return {each["step"]: (each["train/loss"], each["grad_norm"]) for each in records if "grad_norm" in each}

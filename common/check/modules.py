@@ -55,13 +55,13 @@ class ModuleTrace:
     def watch(self, engine: Engine) -> Iterator[None]:
         """Notes the passes that have a gradient, in the step that the engine takes in the `with` block. Leaves out
         modules that take no hooks, such as scripted ones, and those that another stage has a part of."""
-        hooks, recorder = [], Recorder(self, engine)
+        hooks, calls = [], Counter[tuple[int, str]]()
         for name, module in engine.running_modules():
             is_whole = not any(map(is_absent, module.modules()))
             if is_whole and not isinstance(module, torch.jit.ScriptModule):
                 self.classes[name] = type(module).__name__
-                hooks.append(module.register_forward_pre_hook(partial(recorder.before, name), with_kwargs=True))
-                hooks.append(module.register_forward_hook(partial(recorder.after, name)))
+                hooks.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+                hooks.append(module.register_forward_hook(partial(self._after, engine, calls, name)))
         try:
             yield
         finally:
@@ -73,49 +73,36 @@ class ModuleTrace:
         forward, backward = ({key: sums.cpu() for key, sums in each.items()} for each in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
-
-class Recorder:
-    """The hooks that fill a trace.
-
-    Args:
-        trace: to fill.
-        engine: whose model it watches.
-    """
-
-    def __init__(self, trace: ModuleTrace, engine: Engine):
-        self.trace, self.engine = trace, engine
-        self._calls: Counter[tuple[int, str]] = Counter()
-
-    def before(self, name: str, module: nn.Module, args: Any, named: Any) -> None:
-        """A module is called."""
+    def _before(self, name: str, module: nn.Module, args: Any, named: Any) -> None:
         for tensor in tensors_in((args, named)):
             if (giver := getattr(tensor, "_module", None)) is not None:
-                self.trace.followers.setdefault(giver, {})[name] = None
+                self.followers.setdefault(giver, {})[name] = None
 
-    def after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """A module returns."""
-        row = self.engine.row
+    def _after(
+        self, engine: Engine, calls: Counter[tuple[int, str]], name: str, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        row, size = engine.row, engine.plan.micro_batch_size
         is_again = torch._C._current_graph_task_id() != -1  # activation checkpointing, in the backward pass
         if row is None or is_again or not torch.is_grad_enabled():
             return
-        call = self._calls[row, name]
-        self._calls[row, name] += 1
+        call = calls[row, name]
+        calls[row, name] += 1
         for index, tensor in enumerate(tensors_in(output)):
             key = (row, (name, call, index))
-            self.trace.is_low = self.trace.is_low or torch.finfo(tensor.dtype).bits < 32
-            self._note(self.trace.forward, key, tensor)
+            self.is_low = self.is_low or torch.finfo(tensor.dtype).bits < 32
+            self._note(size, self.forward, key, tensor)
             tensor._module = name  # type: ignore[attr-defined]
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._note, self.trace.backward, key))
+                tensor.register_hook(partial(self._note, size, self.backward, key))
 
     @torch.no_grad()
-    def _note(self, sums: Sums, key: PlaceInRow, tensor: Tensor | None) -> None:
+    def _note(self, size: int, sums: Sums, key: PlaceInRow, tensor: Tensor | None) -> None:
         if tensor is None or (own := own_values(tensor)) is None:  # a function may give its input no gradient
             return
-        values = by_sample(own, self.engine.plan.micro_batch_size)
-        if self.trace.parts:
-            self.trace.block_sizes[key] = sizes_of_blocks(values.shape[1:], self.trace.parts)
-        sizes = self.trace.block_sizes.get(key)
+        values = by_sample(own, size)
+        if self.parts:
+            self.block_sizes[key] = sizes_of_blocks(values.shape[1:], self.parts)
+        sizes = self.block_sizes.get(key)
         if sizes is not None and (found := block_sums(values, sizes)) is not None:
             sums[key] = found.detach().clone()
 

@@ -15,7 +15,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from ..alone.kept import Changes, NotChecked, kept
-from ..alone.world import one_process
+from ..alone.passes import one_process
 from ..checkpoint.resume import Checkpoint
 from ..data.batches import batches
 from ..data.sets import Batch, as_numbered_step

@@ -4,7 +4,7 @@ by a few of their samples: a run that resumes must draw the same."""
 import copy
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -40,7 +40,9 @@ def describe(layout: Layout) -> str:
 def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
     """The settings that a resumed run must share with its checkpoint, and what a few samples of its data are. A
     collective."""
-    plan, config = setup.plan, asdict(setup.plan.config)
+    plan, config, eval_sets = setup.plan, asdict(setup.plan.config), setup.eval_sets
+    some = {name: _some(range(len(each)), NUM_OF_EVALUATION) for name, each in eval_sets.items()}
+    evaluated = {name: _facts(eval_sets[name], ids, plan.config) for name, ids in some.items()}
     return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
         "num_samples": plan.num_samples,
         "optimizer": type(setup.optimizer).__name__,
@@ -48,7 +50,7 @@ def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
         "mixture": _mixture(plan),
         "sampler": None if plan.sampler is None else _digest(plan.epoch_order(0).tolist()),
         "samples": training_facts(plan, setup.train_set, group),
-        "eval_samples": evaluation_facts(plan, setup.eval_sets, group),
+        "eval_samples": group.broadcast(evaluated),
     }
 
 
@@ -71,12 +73,6 @@ def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[s
         for name in identity
         if name in compared and there.get(name) != identity[name]
     ]
-
-
-def other_data(identity: dict[str, Any], there: dict[str, Any]) -> str | None:
-    """Where the training data first differ from those of a checkpoint; None if they do not, or if it has no record."""
-    found = other_sample(identity["samples"], there.get("samples", {}))
-    return found and f'"{found[1]}" of sample {found[0]} differs'
 
 
 def other_evaluation(identity: dict[str, Any], there: dict[str, Any]) -> bool:
@@ -120,12 +116,6 @@ def known_by(plan: Plan) -> list[int]:
     """The ids of the training samples that `training_facts` reads."""
     drawn = range(plan.num_samples) if plan.sampler is None else plan.epoch_order(0).tolist()
     return _some(drawn, NUM_SAMPLES)
-
-
-def evaluation_facts(plan: Plan, eval_sets: Mapping[str, MapDataset], group: CpuGroup) -> dict[str, Facts]:
-    """{name of an evaluation set: what four of its samples are}; a collective."""
-    some = {name: _some(range(len(each)), NUM_OF_EVALUATION) for name, each in eval_sets.items()}
-    return group.broadcast({name: _facts(eval_sets[name], ids, plan.config) for name, ids in some.items()})
 
 
 def other_sample(here: Facts, there: Facts) -> tuple[str, str] | None:

@@ -22,7 +22,7 @@ from ..step.setup import Setup
 from ..weights.on_disk import leave_on_disk
 from ..weights.shards import checkpoint_tensors
 from .format import MANIFEST, DamagedError, check_same_model
-from .identity import curve, describe, differences, other_data, other_evaluation, other_flags
+from .identity import curve, describe, differences, other_evaluation, other_flags, other_sample
 from .reader import Reader
 
 Opened = TypeVar("Opened")
@@ -168,11 +168,11 @@ def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: d
     """Raises UsageError for a checkpoint of a run with other settings, or with other data."""
     for name, there, here in differences(identity, content["identity"]):
         raise UsageError(f"{path} was made with {name} {there}, this run has {here}")
-    if where := other_data(identity, content["identity"]):
+    if (found := other_sample(identity["samples"], content["identity"].get("samples", {}))) is not None:
         flags = [f"; --{name} was {there}, is {here}" for name, there, here in other_flags(plan, content)]
         raise UsageError(
-            f"the data differ from those of the checkpoint {path}: {where}{''.join(flags)}: resume with the data "
-            "and flags of that run, or use --overwrite_output_dir to start over"
+            f'the data differ from those of the checkpoint {path}: "{found[1]}" of sample {found[0]} differs'
+            f"{''.join(flags)}: resume with the data and flags of that run, or use --overwrite_output_dir to start over"
         )
 
 

@@ -26,6 +26,8 @@ from .reader import Reader
 from .source import source
 from .writer import OwnShards, collect_shards, remove, write
 
+AfterSave = Callable[[int, Callable[[], Path | None]], object] | None
+
 
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
@@ -40,7 +42,7 @@ class Saver:
         identity: dict[str, Any],
         group: CpuGroup,
         watch: Watch,
-        after_save: Callable[[int, Callable[[], Path | None]], None] = lambda step, finish: None,
+        after_save: AfterSave = None,
     ):
         self._engine, self._identity, self._group, self._watch = engine, identity, group, watch
         self._after_save = after_save
@@ -54,8 +56,16 @@ class Saver:
         self._newest: Callable[[], Path | None] = lambda: None
 
     def __enter__(self) -> Self:
-        if self._group.rank == 0:
-            self._write_model_files()
+        if self._group.rank != 0:
+            return self
+        config, export = self._engine.plan.config, self._engine.setup.options.get("export")
+        folder = config.output_dir / "checkpoints"
+        try:
+            folder.mkdir(exist_ok=True)
+            flush(folder.parent)  # once in a run: a run that was killed may have made it
+            write_model(self._engine.module, folder / MODEL_FILES, config.export_dtype, export, with_weights=False)
+        except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.
+            print(f"accelerate-recipes export will lack files beside the weights: {first_line(error)}", flush=True)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -112,7 +122,8 @@ class Saver:
         else:
             path = self._write(shards, content)
             self._newest = lambda: path
-        self._after_save(state.step, self.finish)
+        if self._after_save is not None:
+            self._after_save(state.step, self.finish)
 
     def finish(self) -> Path | None:
         """Waits for the save in progress. Returns the newest checkpoint; None if it could not be written, or
@@ -136,16 +147,6 @@ class Saver:
             oldest = self._own(path, step)[: -config.keep_checkpoints]
             self._removals = [self._remover.submit(_remove, old) for old in oldest]
         return path
-
-    def _write_model_files(self) -> None:
-        config, export = self._engine.plan.config, self._engine.setup.options.get("export")
-        folder = config.output_dir / "checkpoints"
-        try:
-            folder.mkdir(exist_ok=True)
-            flush(folder.parent)  # once in a run: a run that was killed may have made it
-            write_model(self._engine.module, folder / MODEL_FILES, config.export_dtype, export, with_weights=False)
-        except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.
-            print(f"accelerate-recipes export will lack files beside the weights: {first_line(error)}", flush=True)
 
     def _own(self, newest: Path, step: int) -> list[Path]:
         """This run's checkpoints, the oldest first and the newest last. What is damaged, or of another run, does not

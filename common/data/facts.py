@@ -1,7 +1,7 @@
 """The lines about the data that a run prints at its start and keeps in the run card."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence
 
 from ..environment import print_once
 
@@ -19,12 +19,6 @@ def say(line: str) -> None:
 def data_lines() -> list[str]:
     """The lines so far."""
     return [*_said]
-
-
-def say_sizes(num_training: int, eval_sets: Mapping[str, Sized]) -> None:
-    """Says how many samples the sets have."""
-    parts = [f"{len(part):,} for evaluation{f' ({name})' if name else ''}" for name, part in eval_sets.items()]
-    say(f"{num_training:,} training samples, {', '.join(parts)}")
 
 
 def count_by_class(classes: Sequence[str], labels: Sequence[int]) -> str:

@@ -35,29 +35,18 @@ class ObservedAccelerator(Accelerator):
         device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
 
-    @property
-    def num_processes(self) -> int:
-        self.note("num_processes")
-        return super().num_processes
 
-    @property
-    def process_index(self) -> int:
-        self.note("process_index")
-        return super().process_index
+def _observed(name: str) -> Any:
+    """A property or method of Accelerate's own that notes who asks for it."""
+    own: Any = getattr(Accelerator, name)
 
-    @property
-    def is_main_process(self) -> bool:
-        self.note("is_main_process")
-        return super().is_main_process
+    def asked(self: ObservedAccelerator, *args: Any, **named: Any) -> Any:
+        self.note(name)
+        found = own.__get__(self)
+        return found if isinstance(own, property) else found(*args, **named)
 
-    def gather(self, tensor: Any) -> Any:
-        self.note("gather")
-        return super().gather(tensor)
+    return property(asked) if isinstance(own, property) else asked
 
-    def gather_for_metrics(self, *args: Any, **named: Any) -> Any:
-        self.note("gather_for_metrics")
-        return super().gather_for_metrics(*args, **named)
 
-    def reduce(self, *args: Any, **named: Any) -> Any:
-        self.note("reduce")
-        return super().reduce(*args, **named)
+for _name in ("num_processes", "process_index", "is_main_process", "gather", "gather_for_metrics", "reduce"):
+    setattr(ObservedAccelerator, _name, _observed(_name))

@@ -43,7 +43,9 @@ def start(config: RunConfig) -> ObservedAccelerator:
     Raises:
         UsageError: this machine or Accelerate cannot run the config.
     """
-    _quiet()
+    for name in ("torch.distributed", "DeepSpeed"):  # messages and warnings that a user cannot act on
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")
     drop_leftovers()
     environment = Environment.read()
     with saying_who_waits(environment):
@@ -104,13 +106,6 @@ def mesh_of_accelerate(layout: Layout) -> AbstractContextManager[None]:
     return patch_environment(**variables)
 
 
-def _quiet() -> None:
-    """Silences log messages and warnings that a user cannot act on."""
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")
-
-
 def _join_after_restart(layout: Layout, timeout: timedelta) -> None:
     """Joins the others under a new prefix in the launcher's store, because the store still has the addresses of the
     ended processes."""
@@ -167,9 +162,7 @@ def _check_applied(accelerator: Accelerator, layout: Layout) -> None:
 def _banner(layout: Layout, config: RunConfig, rehearses: bool) -> str:
     num_processes, (micro_batch_size, accumulation) = layout.num_processes, split_batch(config, layout)
     num_machines = layout.environment.num_machines
-    factors = f"{layout.data_parallel_size} × {micro_batch_size}" + (
-        f" × {accumulation} accumulated" if accumulation > 1 else ""
-    )
+    factors = f"{layout.data_parallel_size} × {micro_batch_size}{f' × {accumulation} accumulated' * (accumulation > 1)}"
     line = (
         f"{num_processes} process{'es' * (num_processes > 1)} on {num_machines} machine{'s' * (num_machines > 1)}, "
         f"{layout}, {layout.precision}, batch {config.batch_size} = {factors}"

@@ -1,7 +1,7 @@
 """Steps through DeepSpeed's engine, and saving and loading of its state."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeGuard
@@ -98,28 +98,24 @@ class DeepSpeedEngine(Engine):
 
     def shards(self) -> list[Shard]:
         """As `Engine.shards`, but each tensor is whole; `get` gathers one tensor at a time."""
-        self._link_states()
-        shards: list[Shard] = []
-        for name, weight in self.saved_tensors().items():
-            shape = tuple(getattr(weight, "ds_shape", weight.shape))
-            shards.append(Shard.gathered(f"model.{name}", shape, partial(self._whole, weight), self.holders(name)))
-            if _is_trained(weight):
-                shards += self._slots(name, weight, shape)
-        return shards
-
-    def _slots(self, name: str, weight: nn.Parameter, shape: tuple[int, ...]) -> Iterator[Shard]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        holders = self.holders(name)
+        self._link_states()
+        shards: list[Shard] = []
         flat, state = self._flat_states()[0]  # all weights have the same slots and step count
-        for slot, value in state.items():
-            key = f"average.{name}" if slot == AVERAGE else f"optimizer.{name}.{slot}"
-            if isinstance(value, Tensor) and value.shape == flat.shape:
-                yield Shard.gathered(key, shape, partial(safe_get_full_optimizer_state, weight, slot), holders)
-            else:
-                kind = type(self._own_optimizer).__name__
-                number = value if isinstance(value, Tensor) else as_tensor(kind, slot, value)
-                yield Shard.whole(key, number.float() if slot == "step" else number, holders)
+        for name, weight in self.saved_tensors().items():
+            shape, holders = tuple(getattr(weight, "ds_shape", weight.shape)), self.holders(name)
+            shards.append(Shard.gathered(f"model.{name}", shape, partial(self._whole, weight), holders))
+            for slot, value in state.items() if _is_trained(weight) else ():
+                key = f"average.{name}" if slot == AVERAGE else f"optimizer.{name}.{slot}"
+                if isinstance(value, Tensor) and value.shape == flat.shape:
+                    get = partial(safe_get_full_optimizer_state, weight, slot)
+                    shards.append(Shard.gathered(key, shape, get, holders))
+                else:
+                    kind = type(self._own_optimizer).__name__
+                    number = value if isinstance(value, Tensor) else as_tensor(kind, slot, value)
+                    shards.append(Shard.whole(key, number.float() if slot == "step" else number, holders))
+        return shards
 
     def _link_states(self) -> None:
         """Links the optimizer state, with the averages as a slot of it, to the weights. ZeRO-1 and 2 do so in their

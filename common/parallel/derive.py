@@ -132,10 +132,11 @@ class _Passes:
     def rehearse(self, columns: set[str], rows: set[str], size: int, packs: Sequence[int]) -> dict[str, str]:
         """{name: style} for these layers and what is between them; nothing if they cannot be divided."""
         between = {weight.rpartition(".")[0] for row in rows for weight in self._between[row]}
-        if any(width_of(self.layers[row], 1) % size for row in rows) or not all(
-            _is_norm(self._modules[name]) for name in between
-        ):
+        if any(width_of(self.layers[row], 1) % size for row in rows):
             return {}
+        for module in map(self._modules.__getitem__, between):  # only vectors, as in a norm of the queries of each head
+            if [*module.children()] or any(weight.ndim != 1 for weight in module.parameters()):
+                return {}
         for number in packs:
             packed = {name: 1 if isinstance(self.layers[name], nn.Embedding) else number for name in columns}
             if any(width_of(self.layers[name], 0) % (size * packed[name]) for name in columns):
@@ -206,8 +207,3 @@ def _is_plain(module: nn.Module) -> bool:
         return is_same(torch.func.functional_call(module, part, given), F.linear(given, **part))
     except Exception:  # what another pass makes of it
         return False
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether a module has vectors alone, as a norm of the queries of each head."""
-    return not [*module.children()] and all(weight.ndim == 1 for weight in module.parameters())

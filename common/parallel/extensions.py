@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,19 +23,13 @@ def extensions_folder() -> Path:
     other's extensions again and again, and code for one processor may not run on another."""
     from torch.utils.cpp_extension import get_default_build_root
 
-    facts = [sys.prefix, sys.version, torch.__version__, version("deepspeed"), platform.machine(), *_processor()]
+    facts = [sys.prefix, sys.version, torch.__version__, version("deepspeed"), platform.machine()]
+    with suppress(OSError):  # the feature flags of the processor, on Linux
+        facts += re.findall(r"^(?:flags|Features)\s*:.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     name = f"accelerate_recipes_{key}_whole"  # without: named before they were whole
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     return root if root.name == name else root / name
-
-
-def _processor() -> list[str]:
-    """The feature flags of the processor; empty without Linux's /proc/cpuinfo."""
-    try:
-        return re.findall(r"^(?:flags|Features)\s*:.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
-    except OSError:
-        return []
 
 
 def load_extensions(names: list[str]) -> None:

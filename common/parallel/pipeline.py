@@ -282,13 +282,13 @@ class PipelineEngine(Engine):
         """Sums the gradients over the replicas. Raises UsageError if these do not have gradients of the same weights in
         each step: they would add those of different weights."""
         weights = self._updated_tensors()
-        if self._replicas and (own := [weight.grad is not None for weight in weights]) != self._with_gradients:
-            if not self._with_gradients:  # in the first step
-                self._with_gradients = self._in_any(own, self._replicas)
-            for weight, here, everywhere in zip(weights, own, self._with_gradients):
-                if here != everywhere:
-                    names = {held: name for name, held in self.saved_tensors().items()}
-                    raise not_used(f"not all passes use {names[weight]}")
+        own = [weight.grad is not None for weight in weights]
+        if self._replicas and not self._with_gradients:  # in the first step
+            self._with_gradients = self._in_any(own, self._replicas)
+        for weight, here, everywhere in zip(weights, own, self._with_gradients):
+            if here != everywhere:
+                names = {held: name for name, held in self.saved_tensors().items()}
+                raise not_used(f"not all passes use {names[weight]}")
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         for group in self._replicas:  # not DDP: its buckets do not support a separate backward pass of each micro-batch
             for request in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:

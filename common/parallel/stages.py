@@ -3,8 +3,9 @@ before it sent, and the pass is left before the first layer of the next stage.""
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,32 +136,21 @@ class Stage(nn.Module):
         self.layers[0].register_forward_pre_hook(self._before_draws, prepend=True)
         self.layers[-1].register_forward_hook(self._after_draws)
         here = {module for layer in self.layers for module in layer.modules()}
-        for number, (name, layer, num_outputs) in enumerate(zip(names, layers, cut.chain.values())):
+        for number, (name, layer) in enumerate(zip(names, layers)):
             if not start <= number < stop:
-                forward = _leave if number >= stop else self._give if number == start - 1 else _nothing_of(name)
-                _make_absent(layer, forward, num_outputs, here)
-                _take_numbers(name, layer, cut.left, here, device)
+                nothing = partial(_nothing, name)
+                forward = _leave if number >= stop else self._give if number == start - 1 else nothing
+                _make_absent(name, layer, forward, cut, here, device)
         # (The weights of a module, a name, what stands there.) The model sees these in the block of `all_names` alone.
-        self._absent: list[tuple[dict[str, Any], str, Absent]] = []
+        self.absent: list[tuple[dict[str, Any], str, Absent]] = []
         for name in (name for name, stages in cut.stages_of.items() if index not in stages):
             owner, _, key = name.rpartition(".")
             module = model.get_submodule(owner)
             if key in module._buffers:  # it stays, but is not saved
                 module._non_persistent_buffers_set.add(key)
             elif (weight := module._parameters.pop(key, None)) is not None:  # not of a module with two names
-                self._absent.append((module._parameters, key, Absent.weight(weight, name, device)))
+                self.absent.append((module._parameters, key, Absent.weight(weight, name, device)))
                 module._of_another_stage = not any(True for _ in module.parameters())  # type: ignore[assignment]
-
-    @contextmanager
-    def all_names(self) -> Iterator[None]:
-        """Lets the model have all its weights in the `with` block; those of other stages have no values."""
-        for weights, key, absent in self._absent:
-            weights[key] = absent
-        try:
-            yield
-        finally:
-            for weights, key, _ in self._absent:
-                weights.pop(key, None)
 
     def forward(self, received: Tensor) -> Any:
         """What `run` returns for the model, in the last stage; in others the hidden states with which the pass leaves
@@ -196,11 +186,16 @@ class Stage(nn.Module):
 
 @contextmanager
 def all_names(stages: Collection[Stage]) -> Iterator[None]:
-    """Lets the models of these stages have all their weights in the `with` block."""
-    with ExitStack() as contexts:
-        for stage in stages:
-            contexts.enter_context(stage.all_names())
+    """Lets the models of these stages have all their weights in the `with` block; those of other stages have no
+    values."""
+    absent = [each for stage in stages for each in stage.absent]
+    for weights, key, value in absent:
+        weights[key] = value
+    try:
         yield
+    finally:
+        for weights, key, _ in absent:
+            weights.pop(key, None)
 
 
 def draws(name: str) -> UsageError:
@@ -217,15 +212,11 @@ def _other_path(what: str) -> UsageError:
     )
 
 
-def _nothing_of(name: str) -> Callable[..., Any]:
+def _nothing(name: str, /, *args: Any, **named: Any) -> Absent:
     """Replaces a layer of an earlier stage, other than its last."""
-
-    def forward(*args: Any, **named: Any) -> Any:
-        hidden = hidden_states(*args, **named)
-        values = torch.full_like(hidden, torch.nan) if not isinstance(hidden, Absent) else hidden.numbers
-        return Absent(hidden, name, values)
-
-    return forward
+    hidden = hidden_states(*args, **named)
+    values = torch.full_like(hidden, torch.nan) if not isinstance(hidden, Absent) else hidden.numbers
+    return Absent(hidden, name, values)
 
 
 def entry_of(
@@ -259,11 +250,25 @@ def is_absent(module: nn.Module) -> bool:
     return getattr(module, "_of_another_stage", False)
 
 
-def _make_absent(layer: nn.Module, forward: Callable[..., Any], num_outputs: int, here: Collection[nn.Module]) -> None:
+def _make_absent(
+    name: str,
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    cut: Cut,
+    here: Collection[nn.Module],
+    device: torch.device,
+) -> None:
     """Makes a layer return other hidden states, without the user's hooks, which belong to the stage that has it. It may
-    share modules with layers that are here."""
-    for module in layer.modules():
-        module._of_another_stage = module not in here  # type: ignore[assignment]
+    share modules with layers that are here. Others lose what a pass would set: the attributes that it left in the first
+    passes, and other numbers, which may be such attributes from the start, as `self.penalty = 0.0`."""
+    num_outputs = cut.chain[name]
+    for path, module in layer.named_modules():
+        module._of_another_stage = module not in here
+        prefix = f"{name}.{path}".rstrip(".")
+        keys = [each.rpartition(".")[2] for each in cut.left if each.rpartition(".")[0] == prefix]
+        keys += [key for key, value in vars(module).items() if type(value) is float]
+        for key in keys if module not in here else ():
+            vars(module)[key] = Absent(torch.empty((), device=device), f"{prefix}.{key}")
     for hooks in HOOKS:
         getattr(layer, hooks).clear()
     if hasattr(layer, "gradient_checkpointing"):  # of transformers: there is nothing to compute again
@@ -271,19 +276,6 @@ def _make_absent(layer: nn.Module, forward: Callable[..., Any], num_outputs: int
     layer.forward = lambda *args, **named: (  # in the form in which the layer returned them
         (forward(*args, **named), *[None] * (num_outputs - 1)) if num_outputs else forward(*args, **named)
     )
-
-
-def _take_numbers(
-    name: str, layer: nn.Module, left: Collection[str], here: Collection[nn.Module], device: torch.device
-) -> None:
-    """Takes what a pass of a layer of another stage would set: the attributes that it left in the first passes, and
-    other numbers, which may be such attributes from the start, as `self.penalty = 0.0`."""
-    for path, module in layer.named_modules():
-        prefix = f"{name}.{path}".rstrip(".")
-        keys = [each.rpartition(".")[2] for each in left if each.rpartition(".")[0] == prefix]
-        keys += [key for key, value in vars(module).items() if type(value) is float]
-        for key in keys if module not in here else ():
-            vars(module)[key] = Absent(torch.empty((), device=device), f"{prefix}.{key}")
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -26,8 +26,13 @@ class MetricsFile:
     def __init__(self, output_dir: Path, keeps: Callable[[dict[str, Any]], bool]):
         self.path = output_dir / "metrics.jsonl"
         self._waiting: list[bytes] = []
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.write_bytes(b"".join(_kept(self.path, keeps)))
+        part, kept = self.path.with_name(f"{self.path.name}.part"), list[bytes]()
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
+            # Skips lines that are not records, such as half a line after a power failure.
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                if keeps(json.loads(line)):
+                    kept.append(line + b"\n")
+        part.write_bytes(b"".join(kept))
         flush(part)
         part.rename(self.path)  # a rename, so that a kill loses no record
         flush(output_dir)
@@ -71,15 +76,3 @@ class MetricsFile:
                 self._file.truncate(end)
             raise
         self._waiting.clear()
-
-
-def _kept(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[bytes]:
-    if not path.exists():
-        return []
-    kept = []
-    for line in path.read_bytes().splitlines():
-        # Skips lines that are not records, such as half a line after a power failure.
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            if keeps(json.loads(line)):
-                kept.append(line + b"\n")
-    return kept

@@ -81,24 +81,19 @@ class OutputDir:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
-            self._write_ending(first_failure(error), is_refused=isinstance(error, UsageError))
-        else:
+        if error is None:
             _over.append(self.path)
+        else:
+            failure, on_disk = first_failure(error), read_card(self.path)
+            is_earlier = isinstance(error, UsageError) and on_disk and not self.card  # and that run is unchanged
+            # Another process writes its own failure too: the launcher may end the main process before it can.
+            if (self.group.rank == 0 or failure.is_mine) and not is_earlier:
+                own = {"command": " ".join(sys.argv), "config": asdict(self.config)}
+                replace_card(self.path, own | on_disk | self.card | ending(failure))
         if self.group.rank == 0:
             if not self._was_marked and not self.card:  # nothing has moved
                 self._unmark()
             self._lock.release()
-
-    def _write_ending(self, failure: Failure, is_refused: bool) -> None:
-        """Writes into the run card how the run failed."""
-        on_disk = read_card(self.path)
-        if is_refused and on_disk and not self.card:  # an earlier run's card, and that run is unchanged
-            return
-        # Another process writes its own failure too: the launcher may end the main process before it can.
-        if self.group.rank == 0 or failure.is_mine:
-            own = {"command": " ".join(sys.argv), "config": asdict(self.config)}
-            replace_card(self.path, own | on_disk | self.card | ending(failure))
 
     def write_card(self, card: dict[str, Any]) -> None:
         """Writes the run card. The folder is then this run's; one that is done replaces what was there before."""
@@ -160,8 +155,7 @@ class OutputDir:
             return f"--output_dir {self.path} is not a folder: use another"
         except Timeout:
             return f"another run writes to {self.path}: wait for it, or use another --output_dir"
-        if (problem := self._question()) is not None:
-            return problem
+        self._check_earlier()
         for left in self.path.glob("run.json.*"):  # by a process that was killed
             left.unlink(missing_ok=True)
         shutil.rmtree(self.path / "checkpoints" / "removed", ignore_errors=True)
@@ -171,23 +165,20 @@ class OutputDir:
             flush(self.path)
         return None
 
-    def _question(self) -> str | None:
-        """What the user must decide about an earlier run in the folder; None if nothing."""
+    def _check_earlier(self) -> None:
+        """Raises UsageError if the user must decide what becomes of an earlier run in the folder."""
         resumed = self.config.resume_from_checkpoint
         held = "checkpoints" if checkpoints(self.path) else "the model" if (self.path / "model").exists() else None
-        if held is None or self.config.overwrite_output_dir:
-            return None
-        if resumes_from_elsewhere(self.config):
-            return (
-                f"{self.path} holds {held} of a different run than {resumed}: use --resume_from_checkpoint latest "
-                "to continue from there, --overwrite_output_dir to replace it, or another --output_dir"
-            )
+        goes_on = resumed is not None and not resumes_from_elsewhere(self.config)
+        if held is None or self.config.overwrite_output_dir or goes_on:
+            return
+        whose, how, otherwise = f"a different run than {resumed}", "continue from there", "replace it"
         if resumed is None:
-            return (
-                f"{self.path} holds {held} of an earlier run: use --resume_from_checkpoint latest to continue, "
-                "--overwrite_output_dir to start over, or another --output_dir"
-            )
-        return None
+            whose, how, otherwise = "an earlier run", "continue", "start over"
+        raise UsageError(
+            f"{self.path} holds {held} of {whose}: use --resume_from_checkpoint latest to {how}, "
+            f"--overwrite_output_dir to {otherwise}, or another --output_dir"
+        )
 
 
 def _move_beside(moves: list[tuple[Path, Path]]) -> None:
@@ -222,9 +213,7 @@ def _check_shared(folder: Path, group: CpuGroup, machine_rank: int) -> None:
     hosts = group.all_gather((socket.gethostname(), machine_rank, token.exists()))
     if group.rank == 0:
         token.unlink(missing_ok=True)
-    blind = [(host, machine) for host, machine, sees in hosts if not sees]
-    if blind:
-        host, machine = blind[0]
+    for host, machine in [(host, machine) for host, machine, sees in hosts if not sees]:
         raise UsageError(
             f"machine {machine} ({host}) does not see the --output_dir {folder} of machine 0 ({hosts[0][0]}): use one "
             "on a file system that all machines share"

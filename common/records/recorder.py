@@ -99,7 +99,12 @@ class Recorder:
         self._num_lost = self._metrics.close()
         if error is None:
             self.output_dir.write_card(self._card(0))
-            self._say_goodbye()
+            path = self.output_dir.path
+            line = f"done in {self._wall_seconds:.1f} s: the model is in {path / 'model'}"
+            if any(step == self.state.step for step, _ in checkpoints(path)):
+                line += "; to train longer, run the same command with more --epochs or --max_steps and "
+                line += "--resume_from_checkpoint latest"
+            print(f"{line}; accelerate-recipes push {path} NAME uploads it", flush=True)
         else:
             self.output_dir.card = self._card(None)  # OutputDir adds how the run failed
         metrics = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}
@@ -196,14 +201,6 @@ class Recorder:
             return
         line = "  ".join([f"step {record['step']}/{self.plan.num_steps}", *shown])
         print(line, flush=True) if self._bar is None else self._bar.write(line)
-
-    def _say_goodbye(self) -> None:
-        line = f"done in {self._wall_seconds:.1f} s: the model is in {self.output_dir.path / 'model'}"
-        if any(step == self.state.step for step, _ in checkpoints(self.output_dir.path)):
-            line += "; to train longer, run the same command with more --epochs or --max_steps and "
-            line += "--resume_from_checkpoint latest"
-        line += f"; accelerate-recipes push {self.output_dir.path} NAME uploads it"
-        print(line, flush=True)
 
     def _goes_on_after(self, record: dict[str, Any]) -> bool:
         """Whether to keep an earlier record: this run does not write it again."""

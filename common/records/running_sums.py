@@ -63,7 +63,14 @@ class RunningSums:
         found = engine.replicas.rows(bits).flatten(), engine.trained.has_moved(bits)[None]
         *totals, num_moved = accelerator.reduce(torch.cat([values, *found]), "sum").tolist()
         engine.trained.note_record(num_moved, step)
-        _check_replicas(engine, totals[len(names) :], step)
+        if (difference := engine.replicas.drift(totals[len(names) :], step)) is not None:
+            agreed = engine.replicas.agreed
+            earlier = [path for number, path in checkpoints(engine.plan.config.output_dir) if number <= agreed]
+            advice = f"; use --resume_from_checkpoint {earlier[-1]} to continue from there" if earlier else ""
+            raise DriftError(
+                f"after step {step} {difference}; they agreed after step {agreed}. Likely cause: a weight unfrozen "
+                f"late, a change of weights in one process, a gradient outside forward_step, or bad memory{advice}"
+            )
         # The processes that count a sample: of a pipeline, the last stage.
         copies = layout.model_parallel_size // layout.pp
         return {name: total / copies + self.earlier.get(name, 0.0) for name, total in zip(names, totals)}
@@ -76,19 +83,6 @@ class RunningSums:
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Restores the result of `state_dict`, under any layout."""
         self.num_taken, self.seconds, self.earlier = content["num_taken"], content["seconds"], content["sums"]
-
-
-def _check_replicas(engine: Engine, rows: list[float], step: int) -> None:
-    """Raises DriftError, with the newest checkpoint of weights that were equal, if processes disagree."""
-    if (difference := engine.replicas.drift(rows, step)) is None:
-        return
-    folder, agreed = engine.plan.config.output_dir, engine.replicas.agreed
-    earlier = [path for number, path in checkpoints(folder) if number <= agreed]
-    advice = f"; use --resume_from_checkpoint {earlier[-1]} to continue from there" if earlier else ""
-    raise DriftError(
-        f"after step {step} {difference}; they agreed after step {agreed}. Likely cause: a weight unfrozen late, "
-        f"a change of weights in one process, a gradient outside forward_step, or bad memory{advice}"
-    )
 
 
 def _total(values: Sequence[Tensor | float], device: torch.device) -> Tensor:

@@ -92,7 +92,7 @@ class Engine:
         self.shares: list[Share] = []
         self.after_backward: list[Callable[[], None]] = []
         self.numbers = Numbers(self._own_optimizer)
-        self.replicas = Replicas(self.accelerator, self.plan, self.saved_tensors, self.holders)
+        self.replicas = Replicas(setup, self.saved_tensors, self.holders)
         self.trained = Trained(self.accelerator, optimizer, self.saved_tensors)
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
@@ -335,23 +335,20 @@ class Engine:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts a model into evaluation mode for the `with` block."""
+    """Puts a model into evaluation mode for the `with` block. In it both `model.generate` and `model.module.generate`
+    work, if one does: DDP has the second, a bare model the first."""
+    inner = getattr(model, "module", model)
+    reached: dict[str, Any] = {} if hasattr(model, "module") or not hasattr(model, "generate") else {"module": model}
+    if not hasattr(model, "generate") and hasattr(inner, "generate"):
+        reached = {"generate": inner.generate}
     _set_training(model, False)
-    vars(model).update(reached := _to_generate(model))
+    vars(model).update(reached)
     try:
         yield
     finally:
         for name in reached:
             del vars(model)[name]
         _set_training(model, True)
-
-
-def _to_generate(model: nn.Module) -> dict[str, Any]:
-    """What a model lacks for `model.generate` and `model.module.generate`: DDP has one, a bare one the other."""
-    if hasattr(model, "generate"):
-        return {} if hasattr(model, "module") else {"module": model}
-    generate = getattr(getattr(model, "module", None), "generate", None)
-    return {} if generate is None else {"generate": generate}
 
 
 def _set_training(model: nn.Module, training: bool) -> None:

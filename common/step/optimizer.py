@@ -43,13 +43,22 @@ def _fits_fused_kernels(weight: Tensor) -> bool:
 
 
 def exchange_weights(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Gives an optimizer divided weights in place of its own, {own: divided}, with the state that it has of them."""
+    """Gives an optimizer divided weights in place of its own, {own: divided}, with the state that it has of them.
+
+    Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on GPUs,
+    refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(weight, weight) for weight in group["params"]]
     for before, after in replaced.items():
         if before in optimizer.state and after is not before:
             optimizer.state[after] = _divided_like(after, optimizer.state.pop(before))
-    split_groups_by_mesh(optimizer)
+    for index, group in enumerate(list(optimizer.param_groups)):
+        meshes: dict[object, list[nn.Parameter]] = {}
+        for weight in group["params"]:
+            meshes.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+        if len(meshes) > 1:
+            group["params"], *others = meshes.values()
+            optimizer.param_groups += [group | {"params": weights, "split_from": index} for weights in others]
 
 
 def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -64,18 +73,6 @@ def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]
         else value
         for name, value in state.items()
     }
-
-
-def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on
-    GPUs, refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
-    for index, group in enumerate(list(optimizer.param_groups)):
-        meshes: dict[object, list[nn.Parameter]] = {}
-        for weight in group["params"]:
-            meshes.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
-        if len(meshes) > 1:
-            group["params"], *others = meshes.values()
-            optimizer.param_groups += [group | {"params": weights, "split_from": index} for weights in others]
 
 
 def follow_split_groups(optimizer: torch.optim.Optimizer) -> None:

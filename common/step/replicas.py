@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..cpu_group import CpuGroup
 from ..norms import relative_distance
-from ..plan import Plan
 from ..weights.shards import local, shards_of
+from .setup import Setup
 
 EXACT = (1 << 52) - 1  # a float64 holds each whole number up to this one
 MOST = 6  # sets of processes that share weights: all, those of a stage, of the same shard, of the same experts, ...
@@ -27,8 +26,7 @@ class Replicas:
     of a training record. Buffers may differ between processes, and are not compared.
 
     Args:
-        accelerator: of the run.
-        plan: of the run.
+        setup: of the run.
         tensors: `saved_tensors` of the engine.
         holders: as that of the engine.
 
@@ -36,15 +34,9 @@ class Replicas:
         agreed: number of optimizer steps after which the processes last agreed; 0 before the first comparison.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        plan: Plan,
-        tensors: Callable[[], dict[str, Tensor]],
-        holders: Callable[[str], Sequence[int]],
-    ):
-        self._accelerator, self._plan, self._tensors, self._holders = accelerator, plan, tensors, holders
-        self.agreed, self._compares = 0, plan.layout.num_processes > 1
+    def __init__(self, setup: Setup, tensors: Callable[[], dict[str, Tensor]], holders: Callable[[str], Sequence[int]]):
+        self._accelerator, self._plan, self._tensors, self._holders = setup.accelerator, setup.plan, tensors, holders
+        self.agreed, self._compares = 0, self._plan.layout.num_processes > 1
 
     def bits(self) -> dict[str, Tensor]:
         """{name of a weight: the sum of the bits of what this process holds of it}, of those that are trained or that

@@ -48,7 +48,7 @@ def catch(at_once: Callable[[str], object] | None = None) -> None:
     threading.Thread(target=_listen, args=(reader, writer, os.getppid()), daemon=True).start()
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in STOPPING:
-        _before[number] = signal.signal(number, _ignore)
+        _before[number] = signal.signal(number, lambda *_: None)
     end_with_launcher()
 
 
@@ -80,10 +80,6 @@ def release() -> None:
         signal.set_wakeup_fd(-1)
     while _before:
         signal.signal(*_before.popitem())
-
-
-def _ignore(*_: object) -> None:
-    pass
 
 
 def _listen(reader: socket.socket, writer: socket.socket, parent: int) -> None:

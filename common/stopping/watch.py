@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +31,7 @@ class Watch:
 
     Attributes:
         stop_requested: whether a process received a signal; the same in all processes.
+        progress, save: those of the watchdog.
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan, group: CpuGroup):
@@ -42,6 +42,7 @@ class Watch:
         self._results: dict[int, StepResult] = {}
         self._skips_in_row = 0
         self._watchdog = Watchdog(group, plan.config.output_dir, plan.config.hang_timeout)
+        self.progress, self.save = self._watchdog.progress, self._watchdog.save
 
     def __enter__(self) -> Self:
         signals.catch()  # before this, a signal ended the process: there was nothing to save
@@ -77,16 +78,11 @@ class Watch:
                 "the loss scale: use --mixed_precision bf16 after accelerate launch, or a lower --learning_rate"
             )
         self._start_poll(step, result)
-        if self.stop_requested or self.plan.reads(step) or _is_known_not_finite(result):
+        norm = None if result.skipped else result.grad_norm  # the same in all processes
+        is_on_cpu = not isinstance(norm, torch.Tensor) or norm.device.type == "cpu"
+        is_not_finite = norm is not None and is_on_cpu and not math.isfinite(norm)
+        if self.stop_requested or self.plan.reads(step) or is_not_finite:
             self.settle()
-
-    def progress(self) -> None:
-        """Reports progress of this process to the watchdog, which restarts its timeout."""
-        self._watchdog.progress()
-
-    def save(self) -> AbstractContextManager[None]:
-        """Surrounds the write of a checkpoint. The process is not ended within it because of a lost peer."""
-        return self._watchdog.save()
 
     def poll(self) -> bool:
         """Polls for a stop request during long work outside steps, such as evaluation. Collective.
@@ -161,13 +157,6 @@ def advice_for(error: BaseException, plan: Plan) -> str | None:
     if plan.config.deterministic and "does not have a deterministic implementation" in text:
         return f"--deterministic: {text.partition(' does not')[0]} has no deterministic kernel: remove that flag"
     return advice(error)
-
-
-def _is_known_not_finite(result: StepResult) -> bool:
-    """Whether the norm of the gradient, the same in all processes, is on the CPU and not finite."""
-    norm = result.grad_norm
-    is_read = norm is not None and not (isinstance(norm, torch.Tensor) and norm.device.type != "cpu")
-    return is_read and not result.skipped and not math.isfinite(norm)  # type: ignore[arg-type]
 
 
 class _Pending:

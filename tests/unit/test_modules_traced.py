@@ -1,6 +1,5 @@
 """The sums that are kept of what a module gives: a part of it is found in them, and a distance follows."""
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 
 from accelerate_recipes.common.check.modules import (
     ModuleTrace,
-    Recorder,
     block_sums,
     by_sample,
     relative_distances,
@@ -71,7 +69,7 @@ class Dropped(torch.autograd.Function):
 
 def test_an_output_that_gets_no_gradient_is_left_out() -> None:
     trace, layer = ModuleTrace(parts=2), torch.nn.Linear(3, 4)
-    engine: Any = SimpleNamespace(row=0, plan=SimpleNamespace(micro_batch_size=2))
-    layer.register_forward_hook(partial(Recorder(trace, engine).after, "layer"))
-    (Dropped.apply(layer(torch.ones(2, 3))).sum() + layer.weight.sum()).backward()
+    facts: Any = {"row": 0, "plan": SimpleNamespace(micro_batch_size=2), "running_modules": lambda: [("layer", layer)]}
+    with trace.watch(SimpleNamespace(**facts)):
+        (Dropped.apply(layer(torch.ones(2, 3))).sum() + layer.weight.sum()).backward()
     assert len(trace.forward) == 1 and not trace.backward
