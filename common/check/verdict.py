@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ..alone.kept import Changes
 from ..layout import Layout
 from ..parallel.strategies import main_strategy, strategies_of
+from ..plan import Plan
 from ..step.setup import Setup
 from .compare import Gap, Key
 from .first_pass import FirstPass
@@ -36,18 +37,18 @@ def verdict(
 ) -> str:
     """Names the first of these differences, where it begins, and its likely cause. `steps` are what step `number` did
     in each process, the main process first; `find` is that of a FirstDifference."""
-    order, expected, plan = ("value", "eval", "norm", "weight", "replica"), reference.steps[number], setup.plan
+    order, plan = ("value", "eval", "norm", "weight", "replica"), setup.plan
     first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
     lines = [f"{plan.layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
     where, line = find(first[0])
     lines += [f"  {line}"] if line else []
-    sample = _other_sample(steps, expected, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
     values = where == "forward" or any(what in ("value", "eval") for what, _ in gaps)
     at_once = values and number == min(reference.steps)
     only_weights = not values and not where and ("norm", "") not in gaps
     asked = getattr(setup.accelerator, "asked", {})
-    causes = _causes_in_the_recipe(sample, first_pass, reference.changes, asked, gaps)
-    if (cause := next(causes, None)) is None and at_once:
+    causes = _causes_in_the_recipe(first_pass, reference.changes, asked, gaps)
+    cause = _cause_in_a_sample(steps, reference.steps[number], plan, number) or next(causes, None)
+    if cause is None and at_once:
         cause = _cause_of_values(where, first_pass.draws, plan.layout)
     elif cause is None:
         main, optimizer = main_strategy(plan.layout), type(setup.optimizer).__name__
@@ -64,9 +65,7 @@ def not_repeated(reference: Reference, setup: Setup) -> str | None:
     why = what_does_not_repeat(again, expected, plan, number, reference.is_low)
     if why is None:
         return None
-    cause = _cause_in_a_sample(
-        _other_sample([again], expected, [ids.tolist() for _, ids in plan.global_micro_batches(number)])
-    )
+    cause = _cause_in_a_sample([again], expected, plan, number)
     if cause is None:
         known = ", ".join([*reference.changes.names, *reference.changes.generators][:3])
         cause = (
@@ -81,30 +80,24 @@ def not_repeated(reference: Reference, setup: Setup) -> str | None:
     )
 
 
-def _cause_in_a_sample(sample: str | None) -> str | None:
-    return sample and (
-        f"{sample} changes when it is read again: draw from the generators of torch, numpy or random, which are "
-        "seeded for each sample, not from one of your own"
-    )
-
-
-def _other_sample(steps: Sequence[Step], expected: Step, ids: list[list[int]]) -> str | None:
+def _cause_in_a_sample(steps: Sequence[Step], expected: Step, plan: Plan, number: int) -> str | None:
     """Names a sample that a process read differently than the main process; None if there is none."""
-    for step in steps:
-        for row, batch in step.samples.items():
-            for name, sums in batch.items():
-                for sample, here, there in zip(ids[row], sums, expected.samples[row].get(name, [])):
-                    if here != there:
-                        return f'"{name}" of sample {sample}'
+    ids = [ids.tolist() for _, ids in plan.global_micro_batches(number)]
+    for row, batch in (each for step in steps for each in step.samples.items()):
+        for name, sums in batch.items():
+            for sample, here, there in zip(ids[row], sums, expected.samples[row].get(name, [])):
+                if here != there:
+                    return (
+                        f'"{name}" of sample {sample} changes when it is read again: draw from the generators of '
+                        "torch, numpy or random, which are seeded for each sample, not from one of your own"
+                    )
     return None
 
 
 def _causes_in_the_recipe(
-    sample: str | None, first: FirstPass, changes: Changes, asked: Mapping[str, str], gaps: Mapping[Key, Gap]
+    first: FirstPass, changes: Changes, asked: Mapping[str, str], gaps: Mapping[Key, Gap]
 ) -> Iterator[str]:
     """What the recipe does that no layout can make equal, and what to type; the likeliest first."""
-    if (cause := _cause_in_a_sample(sample)) is not None:
-        yield cause
     for name in first.written:
         yield (
             f"the forward pass changes {name}, and each process sees other samples, or with tensor parallelism other "
