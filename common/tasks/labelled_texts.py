@@ -11,7 +11,7 @@ from ..data.facts import count_by_class, say
 from ..errors import UsageError
 from .labelled import Labelled, flatten, with_same_classes
 from .rows import Table, rows_with_text, text_of_cell
-from .sources import hold_out, load_tables
+from .sources import divide, load_tables
 from .tokenization import rows_with_tokens
 
 # Packages that every Python has, without parts that a distribution may leave out.
@@ -92,7 +92,7 @@ def load_labelled_texts(
         kind = tables[0].kinds.get(label_column)
         declared = getattr(getattr(kind, "feature", kind), "names", declared)
     if len(parts) == 1:
-        parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
+        parts = divide(parts[0], HELD_OUT)
     texts = [[row[0] if len(row) == 2 else row[:2] for row in part] for part in parts]
     labels = [[row[-1] for row in part] for part in parts]
     is_number, classes = target in NUMBERS, {*flatten([label for part in labels for label in part])}

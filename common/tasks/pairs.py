@@ -4,7 +4,6 @@ import ast
 import hashlib
 import re
 import sysconfig
-from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch.utils.data import Dataset
 from ..data.facts import say
 from ..errors import UsageError
 from .rows import Table, rows_with_text
-from .sources import hold_out, load_tables
+from .sources import divide, load_tables
 from .tokenization import encode_texts
 
 # Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.
@@ -105,7 +104,7 @@ def load_pairs(
         columns = query_column, document_column, negative_column, score_column
         parts = [_rows(table, *columns) for table in load_tables(data, ADVICE)]
     if len(parts) == 1:
-        parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
+        parts = divide(parts[0], HELD_OUT)
     train, evaluation = parts
     if min(len(train), len(evaluation)) < 2:
         raise UsageError(
@@ -144,5 +143,5 @@ def _rows(table: Table, query: str, document: str, negative: str | None, score: 
     table.check_columns({"--score_column": score})
     if negatives:
         raise UsageError("--score_column says how much two texts are alike: leave out --negative_column")
-    deque(table.numbers(score), maxlen=0)  # or the line that says which is none
-    return [Pair(row[:2], float(row[2])) for row in rows_with_text(table, query, document, score)]
+    rows = rows_with_text(table, query, document, beside=[*table.numbers(score)])
+    return [Pair(tuple(texts), number) for *texts, number in rows]

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..data.sets import Batch, InMemoryDataset
 from ..errors import UsageError
-from .cache import cache_folder, progress_bar, write_once
 from .causal_lm import IGNORED
 from .rows import Table
 from .sources import TABLES, check_not_streamed, files_of_folder, load_tables, walk
+from .streams import cache_folder, progress_bar, write_once
 from .text_files import Place, ending_of, local_path, open_text
 from .tokenization import digest_of, is_bytewise
 
