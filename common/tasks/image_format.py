@@ -59,8 +59,9 @@ class ImageFormat:
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # such as that of another recipe
             entries = json.loads(read_file(path))
             form = cls(**entries | {"image_shape": tuple(entries["image_shape"])})
-            fits = len(form.image_shape) == 3 and 0 < math.prod(form.image_shape) <= MOST_PIXELS
-            if fits and form.network in networks:
+            has_types = {*map(type, form.image_shape)} == {int} and {*map(type, form.classes)} == {str}
+            is_size = len(form.image_shape) == 3 and min(form.image_shape) > 0
+            if has_types and is_size and math.prod(form.image_shape) <= MOST_PIXELS and form.network in networks:
                 return form
         if not any(path.parent.glob("*.safetensors")):
             raise UsageError(

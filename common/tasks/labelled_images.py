@@ -3,7 +3,6 @@ Hub."""
 
 import os
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,8 @@ def read_folder(data: str, folder: Path, advice: str) -> list[Files]:
         UsageError: no images, images without classes, or a folder that cannot be read.
     """
     found, left_out = walk(folder, twice=True)
-    files = [file for file in found if Path(file).suffix.lower() in _endings()]
+    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    files = [file for file in found if Path(file).suffix.lower() in endings]
     if others := sorted({*found} - {*files}):
         left_out[NO_IMAGE] = others
     if any(file.lower().endswith(".parquet") for file in left_out.get(NO_IMAGE, [])):
@@ -154,12 +154,6 @@ def read_folder(data: str, folder: Path, advice: str) -> list[Files]:
 def _counts(left_out: LeftOut) -> str:
     facts = [f"{why}: {len(paths):,}, such as {printable(paths[0])}" for why, paths in left_out.items() if paths]
     return "; ".join(facts)
-
-
-@cache
-def _endings() -> set[str]:
-    Image.init()
-    return {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
 
 
 def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list[str]:

@@ -78,8 +78,8 @@ class Entities:
     """
 
     def __init__(self, classes: list[str]):
-        marks = [name[0] if re.match("[BILUES]-.", name) else "S" for name in classes]
-        kinds = [name[2:] if re.match("[BILUES]-.", name) else name for name in classes]
+        pairs = [(name[0], name[2:]) if re.match("[BILUES]-.", name) else ("S", name) for name in classes]
+        marks, kinds = zip(*pairs)
         self.types = sorted({*kinds} - {"O"})
         numbers = {"O": 0} | {kind: number for number, kind in enumerate(self.types, start=1)}
         self.kinds = torch.tensor([numbers[kind] for kind in kinds])

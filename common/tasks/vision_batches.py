@@ -52,8 +52,10 @@ class VisionEncoder:
         others = [name for name in of_images if name not in self.of_tokens]
         self.of_sample = [name for name in others if len(of_images[name]) == 1]
         self.of_rows = [name for name in others if name not in self.of_sample]
-        self._without = {name: _nothing(value[0] if name in self.of_sample else value)
-                         for name, value in of_images.items() if name in others}  # fmt: skip
+        # What a sample without images has in place of these values; 0 of a number of images.
+        shown = {name: of_images[name][0] if name in self.of_sample else of_images[name] for name in others}
+        sizes = {name: (0, *value.shape[1:]) if value.ndim else () for name, value in shown.items()}
+        self._without = {name: value.new_zeros(sizes[name]) for name, value in shown.items()}
         self._blank = self.sample(_asking(1), [small], is_cut=False)
         padding = processor.tokenizer.pad_token_id
         if padding is None:
@@ -154,11 +156,6 @@ class VisionEncoder:
                 raise UsageError(
                     f"{type(self.processor).__name__} pads {name} in a way of its own: use a model with another one"
                 )
-
-
-def _nothing(value: Tensor) -> Tensor:
-    """What a sample without images has in place of this value of a sample; 0 of a number of images."""
-    return value.new_zeros((0, *value.shape[1:]) if value.ndim else ())
 
 
 def _of_one_size(values: list[Tensor]) -> list[Tensor]:
