@@ -196,16 +196,13 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
                 f"--data {data} holds {other.name} and {path.name}, which may be the same: use the path of one, or "
                 "move the other away"
             )
+    named = [(path.absolute(), _split_of(path.relative_to(folder))) for path in found]
+    unnamed = "" if any(split == "train" for _, split in named) else "train"  # the split of files without one
     splits: dict[str, list[Place]] = {}
-    for path in found:
-        splits.setdefault(_split_of(path.relative_to(folder)) or "", []).append(path.absolute())
-    unnamed = splits.pop("", [])
-    if "train" in splits:
-        others += map(Path, unnamed)
-    elif unnamed:
-        splits["train"] = unnamed
+    for path, split in named:
+        splits.setdefault(split or unnamed, []).append(path)
     names = _names(data, splits)
-    others += [Path(place) for name in names[2:] for place in splits[name]]
+    others += [Path(place) for name in ("", *names[2:]) for place in splits.get(name, ())]
     if len(names) > 1 or others:
         read = [f"{len(splits[name]):,} for {name}" for name in names[:2]]
         left = [f"{len(others):,} not read, such as {others[0].name}"] if others else []
