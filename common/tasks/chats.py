@@ -17,11 +17,11 @@ from ..data.collate import pad_to_longest
 from ..data.facts import say
 from ..errors import UsageError
 from .causal_lm import IGNORED, find_trained_places
-from .conversations import Conversation, Messages, as_text, find_unused
+from .conversations import Conversation, Messages, answer_spans, find_unused
 from .rows import Row, Table
 from .sources import check_not_streamed, divide, load_tables
 from .streams import cache_folder, rows_on_disk
-from .tokenization import digest_of
+from .tokenization import END, digest_of
 
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
 VERSION = 6  # of the encoded rows: another number makes it work anew
@@ -315,7 +315,12 @@ def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
     mark, but not in messages before the first that it learns. Raises UsageError.
     """
     chat = Conversation.of(chat)
-    text, spans = as_text(chat, tokenizer)
+    if chat.is_plain:  # its contents as they stand, of which the last one is learnt
+        (prompt, answer), end = (message["content"] for message in chat.messages), tokenizer.eos_token or END
+        text = prompt + answer + ("" if answer.endswith(end) else end)
+        spans = [range(len(prompt), len(text))]
+    else:
+        text, spans = answer_spans(chat.messages, tokenizer, chat.first, chat.options)
     encoded = tokenizer(text, add_special_tokens=chat.is_plain, return_offsets_mapping=True)
     tokens, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
     trained = [any(start in span for span in spans) for start in starts]

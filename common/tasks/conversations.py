@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 from ..errors import UsageError, first_line
-from .tokenization import END
 
 Messages = list[dict[str, Any]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT's form; others have their usual names
@@ -327,16 +326,6 @@ def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
 def num_shared(one: Any, other: Any) -> int:
     """How many characters, or items, both begin with."""
     return next((at for at, (mine, yours) in enumerate(zip(one, other)) if mine != yours), min(len(one), len(other)))
-
-
-def as_text(chat: Conversation, tokenizer: Any) -> tuple[str, list[range]]:
-    """What `answer_spans` returns; of a plain conversation its contents, to learn the last. Raises UsageError."""
-    if not chat.is_plain:
-        return answer_spans(chat.messages, tokenizer, chat.first, chat.options)
-    prompt, answer = (message["content"] for message in chat.messages)
-    end = tokenizer.eos_token or END
-    text = prompt + answer + ("" if answer.endswith(end) else end)
-    return text, [range(len(prompt), len(text))]
 
 
 def question(chat: Conversation, template: Any) -> str:

@@ -15,7 +15,7 @@ from ..data.facts import say
 from ..errors import UsageError
 from .rows import Table, rows_with_text
 from .sources import divide, load_tables
-from .tokenization import encode_texts
+from .tokenization import rows_with_tokens
 
 # Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.
 MODULES = (
@@ -51,7 +51,9 @@ class EncodedPairs(Dataset):
         begins = [prompts["query" if name == "query" else "document"] for name in self.names]
         # Outer white space goes, as in sentence-transformers.
         texts = [[(begin + pair.texts[at]).strip() for pair in pairs] for at, begin in enumerate(begins)]
-        kept, self.columns = encode_texts(texts, tokenizer, max_length)
+        encoded = [tokenizer(column, truncation=True, max_length=max_length)["input_ids"] for column in texts]
+        kept = rows_with_tokens(*encoded)
+        self.columns = [[torch.tensor(tokens[row]) for row in kept] for tokens in encoded]
         self.pairs = [pairs[row] for row in kept]
 
     def __len__(self) -> int:
