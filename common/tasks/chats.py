@@ -18,8 +18,8 @@ from ..data.facts import say
 from ..errors import UsageError
 from .causal_lm import IGNORED, find_trained_places
 from .conversations import Conversation, Messages, answer_spans, find_unused
-from .rows import Row, Table
-from .sources import check_not_streamed, divide, load_tables
+from .reading.rows import Row, Table
+from .reading.sources import check_not_streamed, divide, load_tables
 from .streams import cache_folder, rows_on_disk
 from .tokenization import END, digest_of
 

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from ..errors import UsageError, first_line
 from .augmentation import UNCHANGED, AugmentationFlags, Box, erase, middle, mix, normalise, random_box
 from .labelled import Labelled
-from .labelled_images import load_image_splits
-from .sources import check_not_streamed, hold_out
+from .reading.labelled_images import load_image_splits
+from .reading.sources import check_not_streamed, hold_out
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 NUM_DRAWN = 3000

@@ -14,9 +14,9 @@ from PIL import ImageOps
 
 from ..errors import UsageError
 from ..files import read_file
-from .image_decoding import Opener
 from .images import ImageDataset
-from .text_files import local_path
+from .reading.image_decoding import Opener
+from .reading.text_files import local_path
 
 NUM_LOOKED_AT = 1000  # training images, about
 MOST_PIXELS = 2**26  # of an image

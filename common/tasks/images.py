@@ -15,9 +15,9 @@ from ..environment import Environment
 from ..errors import UsageError
 from ..files import check_is_pulled
 from .embedded import sklearn_file
-from .labelled_images import load_image_splits
-from .sources import check_not_streamed, hold_out
-from .text_files import local_path, open_bytes
+from .reading.labelled_images import load_image_splits
+from .reading.sources import check_not_streamed, hold_out
+from .reading.text_files import local_path, open_bytes
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 ADVICE = "use --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, images or parquet files"

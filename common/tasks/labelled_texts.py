@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 from ..data.facts import count_by_class, say
 from ..errors import UsageError
 from .labelled import Labelled, flatten, with_same_classes
-from .rows import Table, rows_with_text, text_of_cell
-from .sources import divide, load_tables
+from .reading.rows import Table, rows_with_text, text_of_cell
+from .reading.sources import divide, load_tables
 from .tokenization import rows_with_tokens
 
 # Packages that every Python has, without parts that a distribution may leave out.

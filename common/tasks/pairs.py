@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from ..data.facts import say
 from ..errors import UsageError
-from .rows import Table, rows_with_text
-from .sources import divide, load_tables
+from .reading.rows import Table, rows_with_text
+from .reading.sources import divide, load_tables
 from .tokenization import rows_with_tokens
 
 # Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.

@@ -13,9 +13,9 @@ from ..data.facts import count_by_class, say
 from ..errors import UsageError
 from .causal_lm import IGNORED
 from .labelled import Labelled, flatten
-from .rows import Table, text_of_cell
-from .sources import TABLES, divide, files_of_folder, load_tables, walk
-from .text_files import Place, ending_of, local_path, open_text
+from .reading.rows import Table, text_of_cell
+from .reading.sources import TABLES, divide, files_of_folder, load_tables, walk
+from .reading.text_files import Place, ending_of, local_path, open_text
 
 HELD_OUT = 10  # one sample in so many is for evaluation, if the source has no evaluation part
 CONLL = dict.fromkeys((".conll", ".conllu", ".bio", ".iob", ".iob2", ".txt", ".tsv"), "CoNLL")

@@ -16,10 +16,10 @@ from torch import Tensor
 from ..data.sets import Batch, InMemoryDataset
 from ..errors import UsageError
 from .causal_lm import IGNORED
-from .rows import Table
-from .sources import TABLES, check_not_streamed, files_of_folder, load_tables, walk
+from .reading.rows import Table
+from .reading.sources import TABLES, check_not_streamed, files_of_folder, load_tables, walk
+from .reading.text_files import Place, ending_of, local_path, open_text
 from .streams import cache_folder, progress_bar, write_once
-from .text_files import Place, ending_of, local_path, open_text
 from .tokenization import digest_of, is_bytewise
 
 STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to evaluate

@@ -14,10 +14,10 @@ from ..data.facts import say
 from ..errors import UsageError
 from .chats import HELD_OUT
 from .conversations import Conversation, as_messages
-from .image_decoding import Opener
-from .rows import Table, holds_images
-from .sources import check_not_streamed, divide, load_tables
-from .text_files import local_path
+from .reading.image_decoding import Opener
+from .reading.rows import Table, holds_images
+from .reading.sources import check_not_streamed, divide, load_tables
+from .reading.text_files import local_path
 
 Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}]}]
 Images = list[Image.Image]  # in RGB

@@ -10,9 +10,9 @@ import numpy
 import torch
 from PIL import ExifTags, Image, ImageMode, UnidentifiedImageError
 
-from ..data.facts import say
-from ..errors import UsageError, first_line
-from ..files import check_is_pulled
+from ...data.facts import say
+from ...errors import UsageError, first_line
+from ...files import check_is_pulled
 
 # How to turn an image with orientation tag 2, 3, ...; 1 is upright.
 TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"

@@ -17,9 +17,9 @@ from typing import Any, TextIO
 
 import numpy
 
-from ..data.facts import say
-from ..errors import UsageError, first_line
-from .streams import cache_folder, rows_on_disk
+from ...data.facts import say
+from ...errors import UsageError, first_line
+from ..streams import cache_folder, rows_on_disk
 from .text_files import Place, ending_of, open_text, packing_of
 
 VERSION = 3  # of the rows on disk: another number makes them anew
