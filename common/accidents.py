@@ -32,7 +32,7 @@ FULL = re.compile(r"\d+ requested and \d+ written|Not enough disk space")  # of 
 # {part of the path of the code that writes: variable}; for errors that name no file.
 WRITERS = {
     "-packages/datasets/": "HF_DATASETS_CACHE",
-    "/common/tasks/cache.py": "HF_DATASETS_CACHE",
+    "/common/tasks/streams.py": "HF_DATASETS_CACHE",
     "-packages/huggingface_hub/": "HF_HUB_CACHE",
     "-packages/torch/utils/cpp_extension": "TORCH_EXTENSIONS_DIR",
     "-packages/triton/": "TRITON_CACHE_DIR",

@@ -162,7 +162,7 @@ def with_losses(
         else:
             output = type(self).forward(self, input_ids=tokens, use_cache=False, **given, **asked)
             values = _of_labels(output.logits, labels.flatten(), measures)
-        means = _means(values, labels, num_labels)
+        means = values.view(-1, *labels.shape).sum(-1) / num_labels.clamp(min=1)  # these may be a part of the labels
         if routes:
             return {"cross_entropy": means[0]} | routes_of(output.router_logits, labels != IGNORED, num_chosen)
         means = means if group is None else group.total(means)
@@ -223,11 +223,6 @@ def _of_labels(logits: Tensor, labels: Tensor, measures: bool) -> Tensor:
         entropy = -predicted.exp().mul_(predicted).nansum(-1)
         measured = [value.masked_fill(labels == IGNORED, 0) for value in (right, entropy)]
     return torch.stack([losses, *measured])
-
-
-def _means(values: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
-    """The means of each example over its labels, of which these may be a part; shape (values, batch)."""
-    return values.view(-1, *labels.shape).sum(-1) / num_labels.clamp(min=1)
 
 
 def find_trained_places(labels: Tensor) -> Tensor:

@@ -16,13 +16,12 @@ from torch.utils.data import Dataset
 from ..data.collate import pad_to_longest
 from ..data.facts import say
 from ..errors import UsageError
-from .cache import cache_folder
 from .causal_lm import IGNORED, find_trained_places
-from .conversations import Conversation, Messages, as_text, find_unused
-from .rows import Row, Table
-from .sources import check_not_streamed, hold_out, load_tables
-from .streams import rows_on_disk
-from .tokenization import digest_of
+from .conversations import Conversation, Messages, answer_spans, find_unused
+from .reading.rows import Row, Table
+from .reading.sources import check_not_streamed, divide, load_tables
+from .streams import cache_folder, rows_on_disk
+from .tokenization import END, digest_of
 
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
 VERSION = 6  # of the encoded rows: another number makes it work anew
@@ -35,8 +34,8 @@ class Chats:
 
     Attributes:
         rows: for each, {"tokens": ids without those beyond the limit, "trained": for each of them whether the model
-            learns to write it, "num_trained", "length": the number of ids before the cut}. A list, or a
-            `datasets.Dataset` whose rows stay on disk.
+            learns to write it, "num_trained", "length": the number of ids before the cut, "equal": whether both
+            conversations of a pair have the same tokens}. A list, or a `datasets.Dataset` whose rows stay on disk.
         chat: the conversation with an index.
         per_sample: how many of them, one after another, make a sample.
     """
@@ -252,7 +251,9 @@ def load_samples(
     def encoded(rows: Iterable[Row]) -> Iterator[Row]:
         for number, row in enumerate(rows, start=1):
             try:
-                yield from _encode_sample(read(row), tokenizer, max_length)
+                found = [encode(chat, tokenizer, max_length) for chat in read(row)]
+                is_equal = len(found) > 1 and found[0]["tokens"] == found[1]["tokens"]
+                yield from (one | {"equal": is_equal} for one in found)
             except UsageError as error:
                 raise UsageError(f"--data {data}, {noun} {number}: {error}") from None
 
@@ -290,7 +291,7 @@ def load_samples(
 
 def _divide(number: int, useful: list[int]) -> tuple[list[int], list[int]]:
     """(samples for training, those that are held out): one in twenty, of which one is useful."""
-    train, held = (ids.sort().values.tolist() for ids in hold_out(number, HELD_OUT))
+    train, held = divide(range(number), HELD_OUT)
     if useful and not {*useful} & {*held}:
         held = useful[:1]
         train = [sample for sample in range(number) if sample not in held]
@@ -307,13 +308,6 @@ def _say_unused(data: str, table: Table, read: Callable[[Row], list[Conversation
         say(f"--data {data}: the chat template does not use {', '.join(names)}")
 
 
-def _encode_sample(chats: list[Conversation], tokenizer: Any, max_length: int) -> list[Row]:
-    """The rows of `Chats` for a sample: "equal" says that it is two conversations with the same tokens."""
-    rows = [encode(chat, tokenizer, max_length) for chat in chats]
-    is_equal = len(rows) > 1 and rows[0]["tokens"] == rows[1]["tokens"]
-    return [row | {"equal": is_equal} for row in rows]
-
-
 def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
     """Encodes a conversation, or messages: a row of `Chats`.
 
@@ -321,7 +315,12 @@ def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
     mark, but not in messages before the first that it learns. Raises UsageError.
     """
     chat = Conversation.of(chat)
-    text, spans = as_text(chat, tokenizer)
+    if chat.is_plain:  # its contents as they stand, of which the last one is learnt
+        (prompt, answer), end = (message["content"] for message in chat.messages), tokenizer.eos_token or END
+        text = prompt + answer + ("" if answer.endswith(end) else end)
+        spans = [range(len(prompt), len(text))]
+    else:
+        text, spans = answer_spans(chat.messages, tokenizer, chat.first, chat.options)
     encoded = tokenizer(text, add_special_tokens=chat.is_plain, return_offsets_mapping=True)
     tokens, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
     trained = [any(start in span for span in spans) for start in starts]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -67,15 +68,14 @@ def weights_of_classes(flag: str | None, parts: Sequence[Labelled], are_mixed: b
     weights = dict.fromkeys(classes, 1.0)
     for word in flag.split(","):
         name, _, number = word.rpartition(":")
-        try:
-            weights[name] = float(number) if name in weights and 0 < float(number) < math.inf else math.nan
-        except ValueError:
-            weights[name] = math.nan
-        if math.isnan(weights[name]):
-            raise UsageError(
-                f"--class_weights {flag}: {word} is no class and its weight: use balanced, or numbers above 0 such as "
-                f"{classes[0]}:2,{classes[-1]}:0.5"
-            )
+        with suppress(ValueError):
+            if name in weights and 0 < float(number) < math.inf:
+                weights[name] = float(number)
+                continue
+        raise UsageError(
+            f"--class_weights {flag}: {word} is no class and its weight: use balanced, or numbers above 0 such as "
+            f"{classes[0]}:2,{classes[-1]}:0.5"
+        )
     return [weights[name] for name in classes]
 
 

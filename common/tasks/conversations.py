@@ -3,11 +3,11 @@
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 from ..errors import UsageError, first_line
-from .tokenization import END
 
 Messages = list[dict[str, Any]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT's form; others have their usual names
@@ -199,51 +199,36 @@ def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any
 
 def _forms(messages: Messages) -> Iterator[Messages]:
     tried: list[Messages] = []
-    for content, *changes in itertools.product(("", None), (dict, _join), (_parse, _dump)):
-        form = [{"content": content, **message} for message in messages]
-        for change in changes:
-            form = [change(message) for message in form]
+    for content, joins, convert in itertools.product(("", None), (False, True), (_parse, _dump)):
+        form = [_in_form({"content": content, **message}, joins, convert) for message in messages]
         if form not in tried:
             tried.append(form)
             yield form
 
 
-def _join(message: dict[str, Any]) -> dict[str, Any]:
-    """With a text in place of parts that are texts."""
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
-        return message | {"content": "".join(part["text"] for part in content)}
-    return message
+def _in_form(message: dict[str, Any], joins: bool, convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message with one text in place of parts that are texts, if it `joins` them; and with converted arguments."""
+    content, calls = message["content"], message.get("tool_calls")
+    if joins and isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
+        message = message | {"content": "".join(part["text"] for part in content)}
+    return message | {"tool_calls": [_convert(one, convert) for one in calls]} if isinstance(calls, list) else message
 
 
-def _parse(message: dict[str, Any]) -> dict[str, Any]:
-    """With the arguments of calls as dicts."""
-
-    def convert(given: Any) -> Any:
-        try:
-            found = json.loads(given) if isinstance(given, str) else given
-        except ValueError:
-            return given
-        return found if isinstance(found, dict) else given
-
-    return _with_arguments(message, convert)
+def _convert(call: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(call, dict) and "function" in call:
+        return call | {"function": _convert(call["function"], convert)}
+    return call | {"arguments": convert(call["arguments"])} if isinstance(call, dict) and "arguments" in call else call
 
 
-def _dump(message: dict[str, Any]) -> dict[str, Any]:
-    """With the arguments of calls as JSON."""
-    return _with_arguments(message, lambda given: given if isinstance(given, str) else json.dumps(given))
+def _parse(arguments: Any) -> Any:
+    with suppress(ValueError):
+        found = json.loads(arguments) if isinstance(arguments, str) else None
+        return found if isinstance(found, dict) else arguments
+    return arguments
 
 
-def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    def converted(call: Any) -> Any:
-        if isinstance(call, dict) and "function" in call:
-            return call | {"function": converted(call["function"])}
-        return (
-            call | {"arguments": convert(call["arguments"])} if isinstance(call, dict) and "arguments" in call else call
-        )
-
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": [converted(call) for call in calls]} if isinstance(calls, list) else message
+def _dump(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: str) -> str | None:
@@ -341,16 +326,6 @@ def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
 def num_shared(one: Any, other: Any) -> int:
     """How many characters, or items, both begin with."""
     return next((at for at, (mine, yours) in enumerate(zip(one, other)) if mine != yours), min(len(one), len(other)))
-
-
-def as_text(chat: Conversation, tokenizer: Any) -> tuple[str, list[range]]:
-    """What `answer_spans` returns; of a plain conversation its contents, to learn the last. Raises UsageError."""
-    if not chat.is_plain:
-        return answer_spans(chat.messages, tokenizer, chat.first, chat.options)
-    prompt, answer = (message["content"] for message in chat.messages)
-    end = tokenizer.eos_token or END
-    text = prompt + answer + ("" if answer.endswith(end) else end)
-    return text, [range(len(prompt), len(text))]
 
 
 def question(chat: Conversation, template: Any) -> str:

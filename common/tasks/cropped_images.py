@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from ..errors import UsageError, first_line
 from .augmentation import UNCHANGED, AugmentationFlags, Box, erase, middle, mix, normalise, random_box
 from .labelled import Labelled
-from .labelled_images import load_image_splits
-from .sources import check_not_streamed, hold_out
+from .reading.labelled_images import load_image_splits
+from .reading.sources import check_not_streamed, hold_out
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 NUM_DRAWN = 3000
@@ -144,7 +144,9 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
     """
     if data == "shapes":
         check_not_streamed(data, max_samples)
-        parts = [_draw_shapes()]
+        generator = random.Random(0)  # the same images in each run
+        labels = [number % len(SHAPES) for number in range(NUM_DRAWN)]
+        parts = [Labelled([_draw(SHAPES[label], generator) for label in labels], labels, list(SHAPES))]
     else:
         parts = load_image_splits(data, ADVICE, max_samples)
     if len({*parts[0].labels}) < 2 and not parts[0].has_several:
@@ -158,15 +160,8 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
     return parts[0].part(rest), parts[0].part(held_out)
 
 
-def _draw_shapes() -> Labelled:
-    """Shapes of all colours, sizes and places on images of all sizes, the same in each run."""
-    generator = random.Random(0)
-    labels = [number % len(SHAPES) for number in range(NUM_DRAWN)]
-    images = [_draw(SHAPES[label], generator) for label in labels]
-    return Labelled(images, labels, list(SHAPES))
-
-
 def _draw(shape: str, generator: random.Random) -> Image.Image:
+    """A shape of a random colour, size and place on an image of a random size."""
     width, height = generator.randint(40, 80), generator.randint(40, 80)
     ground, colour = ([generator.randint(*limits) for _ in range(3)] for limits in ((0, 110), (120, 255)))
     image = Image.new("RGB", (width, height), tuple(ground))

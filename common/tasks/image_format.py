@@ -14,9 +14,9 @@ from PIL import ImageOps
 
 from ..errors import UsageError
 from ..files import read_file
-from .image_decoding import Opener
 from .images import ImageDataset
-from .text_files import local_path
+from .reading.image_decoding import Opener
+from .reading.text_files import local_path
 
 NUM_LOOKED_AT = 1000  # training images, about
 MOST_PIXELS = 2**26  # of an image
@@ -59,7 +59,9 @@ class ImageFormat:
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # such as that of another recipe
             entries = json.loads(read_file(path))
             form = cls(**entries | {"image_shape": tuple(entries["image_shape"])})
-            if form._is_sound() and form.network in networks:
+            has_types = {*map(type, form.image_shape)} == {int} and {*map(type, form.classes)} == {str}
+            is_size = len(form.image_shape) == 3 and min(form.image_shape) > 0
+            if has_types and is_size and math.prod(form.image_shape) <= MOST_PIXELS and form.network in networks:
                 return form
         if not any(path.parent.glob("*.safetensors")):
             raise UsageError(
@@ -69,19 +71,6 @@ class ImageFormat:
         raise UsageError(
             f"{path} does not describe an image classifier: train again with --overwrite_output_dir, or use the "
             "--output_dir of a run of this recipe"
-        )
-
-    def _is_sound(self) -> bool:
-        """Whether all entries are of the types and sizes of a format."""
-        sizes, names = self.image_shape, self.classes
-        return (
-            isinstance(self.network, str)
-            and len(sizes) == 3
-            and all(type(size) is int and size > 0 for size in sizes)
-            and math.prod(sizes) <= MOST_PIXELS
-            and isinstance(names, list)
-            and all(isinstance(name, str) for name in names)
-            and self.background in ("dark", "light", "mixed")
         )
 
 

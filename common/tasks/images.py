@@ -1,6 +1,7 @@
 """Image datasets: embedded, in files, or on the Hub."""
 
 import gzip
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,9 @@ from ..environment import Environment
 from ..errors import UsageError
 from ..files import check_is_pulled
 from .embedded import sklearn_file
-from .labelled_images import load_image_splits
-from .sources import check_not_streamed, hold_out
-from .text_files import local_path
+from .reading.labelled_images import load_image_splits
+from .reading.sources import check_not_streamed, hold_out
+from .reading.text_files import local_path, open_bytes
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 ADVICE = "use --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, images or parquet files"
@@ -95,58 +96,49 @@ def _load_digits() -> tuple[ImageDataset, ImageDataset]:
     return _split(ImageDataset(images, rows[:, -1].long(), num_classes=10))
 
 
-# IDX is the format of the original MNIST files: two zero bytes, a type code, the number of
-# dimensions, each dimension as a big-endian int32, then the values. Source: end of the page
-# http://yann.lecun.com/exdb/mnist.
-_IDX_UINT8 = 8
-_IDX_FILES = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
-
-
 def _idx_folder(folder: Path) -> Path | None:
     return next((place for place in (folder, folder / "MNIST" / "raw") if any(place.glob("*-idx?-ubyte*"))), None)
 
 
 def _load_idx(place: Path) -> tuple[ImageDataset, ImageDataset]:
-    train, test = (_read_idx_pair(place, images, labels) for images, labels in _IDX_FILES.values())
+    sets = []
+    for part in ("train", "t10k"):
+        images, labels = _read_idx(place, f"{part}-images", 3), _read_idx(place, f"{part}-labels", 1)
+        if len(images) != len(labels):
+            found = f"{part}-images has {len(images)} images but {part}-labels has {len(labels)} labels"
+            raise UsageError(f"{place}: {found}")
+        if len(images) == 0:
+            raise UsageError(f"{place}: {part}-images has no images")
+        sets.append((images.unsqueeze(1), labels.long()))
+    train, test = sets
     if train[0].shape[1:] != test[0].shape[1:]:
-        sizes = [" x ".join(map(str, images.shape[2:])) for images, _ in (train, test)]
+        sizes = [" x ".join(map(str, images.shape[2:])) for images, _ in sets]
         raise UsageError(f"{place}: training images are {sizes[0]}, test images {sizes[1]}: expected one size")
     num_classes = int(max(train[1].max(), test[1].max())) + 1
     return ImageDataset(*train, num_classes), ImageDataset(*test, num_classes)
 
 
-def _read_idx_pair(place: Path, images_name: str, labels_name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    images = _read_idx(_idx_path(place, images_name, "3"), num_dimensions=3)
-    labels = _read_idx(_idx_path(place, labels_name, "1"), num_dimensions=1)
-    if len(images) != len(labels):
-        raise UsageError(f"{place}: {images_name} has {len(images)} images but {labels_name} has {len(labels)} labels")
-    if len(images) == 0:
-        raise UsageError(f"{place}: {images_name} has no images")
-    return images.unsqueeze(1), labels.long()
-
-
-def _idx_path(place: Path, name: str, num_dimensions: str) -> Path:
-    stem = f"{name}-idx{num_dimensions}-ubyte"
-    for path in (place / stem, place / f"{stem}.gz"):
-        if path.exists():
-            return path
-    raise UsageError(f"{place / stem}: no such file, and no {stem}.gz; expected all four MNIST IDX files")
-
-
-def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
+def _read_idx(place: Path, name: str, num_dimensions: int) -> torch.Tensor:
+    """The values of a file in IDX, the format of the original MNIST files: two zero bytes, a type code (8 for bytes),
+    the number of dimensions, each dimension as a big-endian int32, then the values. Source: end of the page
+    http://yann.lecun.com/exdb/mnist. Raises UsageError."""
+    whole = place / f"{name}-idx{num_dimensions}-ubyte"
+    path = next((path for path in (whole, Path(f"{whole}.gz")) if path.exists()), None)
+    if path is None:
+        raise UsageError(f"{whole}: no such file, and no {whole.name}.gz; expected all four MNIST IDX files")
     check_is_pulled(path)
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_bytes(path) as file:
             content = file.read()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(f"{path} is truncated or damaged ({error}): download it again") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     header_size = 4 + 4 * num_dimensions
-    if len(content) < header_size or content[:4] != bytes([0, 0, _IDX_UINT8, num_dimensions]):
+    if len(content) < header_size or content[:4] != bytes([0, 0, 8, num_dimensions]):
         raise UsageError(f"{path} is not an IDX file of bytes with {num_dimensions} dimensions: download it again")
     shape = [int(length) for length in numpy.frombuffer(content, ">u4", num_dimensions, offset=4)]
-    expected = header_size + int(numpy.prod(shape, dtype=numpy.int64))
+    expected = header_size + math.prod(shape)
     if len(content) != expected:
         raise UsageError(f"{path} has {len(content)} bytes, its header says {expected}: download it again")
     return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=header_size).copy()).view(shape)

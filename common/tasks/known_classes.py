@@ -1,6 +1,5 @@
 """The classes of the data, and those that the head of a pretrained model knows by name."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,22 +20,10 @@ def config_of_classes(classes: list[str]) -> dict[str, Any]:
     return names | {"problem_type": "single_label_classification"}  # the files may have another, which pipelines follow
 
 
-def order_of_head(config: Any, classes: list[str]) -> list[str] | None:
-    """The names that a head has for its outputs, in its order, if it knows each of `classes` by one name; else None.
-
-    Args:
-        config: of a model of transformers: its `id2label` is {output: name}.
-        classes: names of the classes in the data.
-    """
-    names = names_of(config)
-    times = Counter(names)
-    return names if all(times[name] == 1 for name in classes) else None
-
-
 def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], bool]:
     """The classes in the order of the head that a pretrained model gets, and whether this head must be new.
 
-    A head that knows all classes by name keeps its order and its weights. One without names (LABEL_0, ...) takes the
+    A head that knows each class by one name keeps its order and its weights. One without names (LABEL_0, ...) takes the
     classes in the order of the data; if these are numbers of most of its outputs, it takes all numbers. Any other
     would give its outputs other names: it is new, and a line says so.
     """
@@ -47,9 +34,9 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
         config = PretrainedConfig(**{name: found[name] for name in ("id2label", "num_labels") if found.get(name)})
     except Exception:  # the library raises dozens of types; loading the model says what is wrong
         return classes, False
-    if (order := order_of_head(config, classes)) is not None:
-        return order, False
     names = names_of(config)
+    if all(names.count(name) == 1 for name in classes):
+        return names, False
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)):
         numbers = [*map(str, range(len(names)))]
         if not ({*classes} < {*numbers} and 2 * len(classes) > len(names)):

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 from ..data.facts import count_by_class, say
 from ..errors import UsageError
 from .labelled import Labelled, flatten, with_same_classes
-from .rows import Table, rows_with_text, text_of_cell
-from .sources import hold_out, load_tables
+from .reading.rows import Table, rows_with_text, text_of_cell
+from .reading.sources import divide, load_tables
 from .tokenization import rows_with_tokens
 
 # Packages that every Python has, without parts that a distribution may leave out.
@@ -82,17 +82,22 @@ def load_labelled_texts(
         UsageError: no data, no such column, an empty part, no such target, or fewer than two classes.
     """
     declared: list[str] = []
+    parts: list[Any] = []  # of (text, perhaps the second one, its class, classes or number)
     if data == "stdlib":
         if second_column or target != "class":
             raise UsageError("--data stdlib has single texts with a class each: use the path of a file that has others")
         parts = [_standard_library()]
     else:
         tables = load_tables(data, ADVICE, is_labelled=lambda table: table.has_classes(label_column))
-        parts = [_rows(table, text_column, label_column, second_column, target) for table in tables]
+        columns = [text_column] if second_column is None else [text_column, second_column]
+        for table in tables:
+            flags = dict(zip(("--text_column", "--second_text_column"), columns))
+            table.check_columns(flags | {"--label_column": label_column})
+            parts.append(rows_with_text(table, *columns, beside=_labels(table, label_column, target)))
         kind = tables[0].kinds.get(label_column)
         declared = getattr(getattr(kind, "feature", kind), "names", declared)
     if len(parts) == 1:
-        parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
+        parts = divide(parts[0], HELD_OUT)
     texts = [[row[0] if len(row) == 2 else row[:2] for row in part] for part in parts]
     labels = [[row[-1] for row in part] for part in parts]
     is_number, classes = target in NUMBERS, {*flatten([label for part in labels for label in part])}
@@ -122,15 +127,6 @@ def _standard_library() -> list[tuple[str, ...]]:
             starts = range(0, len(lines) - LINES_PER_TEXT + 1, LINES_PER_TEXT)
             rows += [("\n".join(lines[start : start + LINES_PER_TEXT]), package) for start in starts]
     return rows
-
-
-def _rows(table: Table, text: str, label: str, second: str | None, target: str) -> list[tuple[Any, ...]]:
-    """(text, perhaps the second one, its class, classes or number) of each row that has texts. Raises UsageError for
-    one without a class or number."""
-    columns = [text] if second is None else [text, second]
-    flags = dict(zip(("--text_column", "--second_text_column"), columns))
-    table.check_columns(flags | {"--label_column": label})
-    return rows_with_text(table, *columns, beside=_labels(table, label, target))
 
 
 def _labels(table: Table, column: str, target: str) -> list[Any]:

@@ -4,7 +4,6 @@ import ast
 import hashlib
 import re
 import sysconfig
-from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +13,9 @@ from torch.utils.data import Dataset
 
 from ..data.facts import say
 from ..errors import UsageError
-from .rows import Table, rows_with_text
-from .sources import hold_out, load_tables
-from .tokenization import encode_texts
+from .reading.rows import Table, rows_with_text
+from .reading.sources import divide, load_tables
+from .tokenization import rows_with_tokens
 
 # Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.
 MODULES = (
@@ -52,7 +51,9 @@ class EncodedPairs(Dataset):
         begins = [prompts["query" if name == "query" else "document"] for name in self.names]
         # Outer white space goes, as in sentence-transformers.
         texts = [[(begin + pair.texts[at]).strip() for pair in pairs] for at, begin in enumerate(begins)]
-        kept, self.columns = encode_texts(texts, tokenizer, max_length)
+        encoded = [tokenizer(column, truncation=True, max_length=max_length)["input_ids"] for column in texts]
+        kept = rows_with_tokens(*encoded)
+        self.columns = [[torch.tensor(tokens[row]) for row in kept] for tokens in encoded]
         self.pairs = [pairs[row] for row in kept]
 
     def __len__(self) -> int:
@@ -105,7 +106,7 @@ def load_pairs(
         columns = query_column, document_column, negative_column, score_column
         parts = [_rows(table, *columns) for table in load_tables(data, ADVICE)]
     if len(parts) == 1:
-        parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
+        parts = divide(parts[0], HELD_OUT)
     train, evaluation = parts
     if min(len(train), len(evaluation)) < 2:
         raise UsageError(
@@ -144,5 +145,5 @@ def _rows(table: Table, query: str, document: str, negative: str | None, score: 
     table.check_columns({"--score_column": score})
     if negatives:
         raise UsageError("--score_column says how much two texts are alike: leave out --negative_column")
-    deque(table.numbers(score), maxlen=0)  # or the line that says which is none
-    return [Pair(row[:2], float(row[2])) for row in rows_with_text(table, query, document, score)]
+    rows = rows_with_text(table, query, document, beside=[*table.numbers(score)])
+    return [Pair(tuple(texts), number) for *texts, number in rows]

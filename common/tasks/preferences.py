@@ -23,11 +23,11 @@ from ..parallel.strategies import check_trainable, prepare
 from ..plan import Plan
 from ..step.guards import check_same_start, freeze_what_is_not_trained
 from ..step.setup import Setup
-from .cache import cache_folder, write_once
 from .causal_lm import IGNORED, find_trained_places
 from .chats import Chats, answers_by_rules, by_rules, load_samples, shift
 from .conversations import Conversation, as_messages, check_messages, num_shared, options_of
 from .lora import digest_of_weights
+from .streams import cache_folder, write_once
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
 VERSION = 4  # of what is kept on disk: another number makes it anew

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -228,20 +228,15 @@ def _left_on_disk(model: PreTrainedModel, folder: Folder) -> bool:
     if any(name in folder.tensors and other in folder.tensors for name, other in tied.items()):
         return False  # they may differ
     try:
-        _compute_buffers(model)
+        with _WithoutMemory():  # for the buffers that the constructor computes
+            built = type(model)(copy.deepcopy(model.config))
+        for name, module in built.named_modules():
+            if module._buffers.keys() & module._non_persistent_buffers_set:
+                model.get_submodule(name)._buffers.update(module._buffers)
         on_disk(model)
     except Exception:  # such as a constructor that reads its weights, or a weight that is not there
         return False
     return not any(tensor.is_meta for tensor in model.buffers())
-
-
-def _compute_buffers(model: PreTrainedModel) -> None:
-    """Gives a model on the meta device the buffers that its constructor computes."""
-    with _WithoutMemory():
-        built = type(model)(copy.deepcopy(model.config))
-    for name, module in built.named_modules():
-        if module._buffers.keys() & module._non_persistent_buffers_set:
-            model.get_submodule(name)._buffers.update(module._buffers)
 
 
 class _WithoutMemory(TorchDispatchMode):
@@ -256,29 +251,19 @@ class _WithoutMemory(TorchDispatchMode):
 def runnable(model: PreTrainedModel) -> Iterator[None]:
     """Makes a model run in evaluation, even if its weights are still on disk: with random weights, and only the first
     few layers, one of each type among them."""
-    training = model.training
-    model.eval()
+    training, cut = model.training, list[tuple[nn.ModuleList, Any]]()
+    if on_disk(model):
+        config = model.config.get_text_config()
+        types = getattr(config, "layer_types", None) or [None]
+        num_kept = 1 + max(types.index(kind) for kind in types)
+        for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+            if len(layers) == config.num_hidden_layers:
+                cut.append((layers, layers._modules))
+                layers._modules = dict(list(layers._modules.items())[:num_kept])
     try:
-        with _few_layers(model) if on_disk(model) else nullcontext():
+        with with_random_weights(model.eval()):  # of those on disk
             yield
     finally:
-        model.train(training)
-
-
-@contextmanager
-def _few_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Leaves a model whose weights are on disk the first layers alone, with random weights."""
-    config = model.config.get_text_config()
-    types = getattr(config, "layer_types", None) or [None]
-    num_kept = 1 + max(types.index(kind) for kind in types)
-    num_layers = config.num_hidden_layers
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
-    own = [(layers, dict(layers._modules)) for layers in lists]
-    try:
-        for layers, modules in own:
-            layers._modules = dict(list(modules.items())[:num_kept])
-        with with_random_weights(model):
-            yield
-    finally:
-        for layers, modules in own:
+        for layers, modules in cut:
             layers._modules = modules
+        model.train(training)

@@ -138,10 +138,8 @@ def correlations_of(predicted: Tensor, target: Tensor) -> Metrics:
     rank."""
     values = predicted.double(), target.double()
     ranks = _ranks((values[0] / ROUNDING).round()), _ranks(values[1])
-    return {
-        name: float(F.cosine_similarity(one - one.mean(), other - other.mean(), dim=0, eps=0))
-        for name, (one, other) in (("pearson", values), ("spearman", ranks))
-    }
+    measured = {"pearson": values, "spearman": ranks}
+    return {name: float(torch.stack(both).corrcoef()[0, 1]) for name, both in measured.items()}
 
 
 def _ranks(values: Tensor) -> Tensor:

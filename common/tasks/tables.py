@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..data.sets import Batch, InMemoryDataset
 from ..errors import UsageError
-from .sources import load_tables
+from .reading.sources import load_tables
 
 ADVICE = "use --data diabetes or synthetic, or the path of a .csv file"
 

@@ -13,9 +13,9 @@ from ..data.facts import count_by_class, say
 from ..errors import UsageError
 from .causal_lm import IGNORED
 from .labelled import Labelled, flatten
-from .rows import Table, text_of_cell
-from .sources import TABLES, files_of_folder, hold_out, load_tables, walk
-from .text_files import Place, ending_of, local_path, open_text
+from .reading.rows import Table, text_of_cell
+from .reading.sources import TABLES, divide, files_of_folder, load_tables, walk
+from .reading.text_files import Place, ending_of, local_path, open_text
 
 HELD_OUT = 10  # one sample in so many is for evaluation, if the source has no evaluation part
 CONLL = dict.fromkeys((".conll", ".conllu", ".bio", ".iob", ".iob2", ".txt", ".tsv"), "CoNLL")
@@ -42,9 +42,9 @@ class EncodedWords(Dataset):
         encoded = tokenizer([*source.samples], is_split_into_words=True, truncation=True, max_length=max_length)
         self.samples, lost = list[dict[str, Tensor]](), 0
         for row, tags in enumerate(source.labels):
-            words, labels = encoded.word_ids(row), list[int]()
-            for place, word in enumerate(words):
-                labels.append(IGNORED if word is None or word in words[:place] else tags[word])
+            words = encoded.word_ids(row)
+            pairs = zip([None, *words], words)  # of each token, and of the one before it
+            labels = [IGNORED if word is None or word == before else tags[word] for before, word in pairs]
             number = len({*words} - {None})
             lost += len(tags) - number
             if number:
@@ -78,8 +78,8 @@ class Entities:
     """
 
     def __init__(self, classes: list[str]):
-        marks = [name[0] if re.match("[BILUES]-.", name) else "S" for name in classes]
-        kinds = [name[2:] if re.match("[BILUES]-.", name) else name for name in classes]
+        pairs = [(name[0], name[2:]) if re.match("[BILUES]-.", name) else ("S", name) for name in classes]
+        marks, kinds = zip(*pairs)
         self.types = sorted({*kinds} - {"O"})
         numbers = {"O": 0} | {kind: number for number, kind in enumerate(self.types, start=1)}
         self.kinds = torch.tensor([numbers[kind] for kind in kinds])
@@ -142,7 +142,7 @@ def load_tagged_words(
         parts = [_rows(table, word_column, tag_column) for table in tables]
         names = getattr(getattr(tables[0].kinds.get(tag_column), "feature", None), "names", names)
     if len(parts) == 1:
-        parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
+        parts = divide(parts[0], HELD_OUT)
     if not all(parts):
         raise UsageError(f"--data {data} has no sentences for training or evaluation: expected two or more")
     classes = names or sorted({tag for part in parts for _, tags in part for tag in tags})

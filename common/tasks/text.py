@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..data.sets import Batch, InMemoryDataset
 from ..errors import UsageError
-from .cache import cache_folder, progress_bar, write_once
 from .causal_lm import IGNORED
-from .rows import Table
-from .sources import TABLES, check_not_streamed, files_of_folder, load_tables, walk
-from .text_files import Place, ending_of, local_path, open_text
+from .reading.rows import Table
+from .reading.sources import TABLES, check_not_streamed, files_of_folder, load_tables, walk
+from .reading.text_files import Place, ending_of, local_path, open_text
+from .streams import cache_folder, progress_bar, write_once
 from .tokenization import digest_of, is_bytewise
 
 STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to evaluate
@@ -153,7 +153,11 @@ def texts_of(data: str, max_samples: int | None = None) -> list[Text]:
         folder = Path(sysconfig.get_path("stdlib"))
         text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))[:STDLIB_CHARACTERS]
         return [Text(data, None, len(text), lambda: iter([text]))]
-    return [_text_of_files(data, places) for places in files]
+    texts = []
+    for places in files:
+        facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in map(Path, places)]
+        texts.append(Text(data, facts, sum(size for _, size, _ in facts), partial(_pieces, places)))
+    return texts
 
 
 def _text_files(data: str) -> list[list[Place]] | None:
@@ -169,14 +173,6 @@ def _text_files(data: str) -> list[list[Place]] | None:
             raise UsageError(f"--data {data} holds {found['.txt']} and {tables[0]}: use the path of one")
         return None  # .md and .py files beside tables are about them
     return [*files_of_folder(data, path, TEXTS, ADVICE).splits.values()][:2]
-
-
-def _text_of_files(data: str, places: list[Place]) -> Text:
-    try:
-        facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in map(Path, places)]
-    except OSError as error:  # a link may lead nowhere
-        raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from None
-    return Text(data, facts, sum(size for _, size, _ in facts), partial(_pieces, places))
 
 
 def _pieces(places: list[Place]) -> Iterator[str]:

@@ -1,14 +1,12 @@
 """A tokenizer of bytes, and what tells one tokenizer from another."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -42,24 +40,6 @@ def adds_special_tokens(processor: Any, text: str) -> bool:
     `apply_chat_template`: tokenizers add none, processors add them unless the text begins with one."""
     plain = tokenizer_of(processor)
     return plain is not processor and not (plain.bos_token is not None and text.startswith(plain.bos_token))
-
-
-def encode_texts(
-    columns: Iterable[Sequence[str]], tokenizer: Any, max_length: int
-) -> tuple[list[int], list[list[Tensor]]]:
-    """(numbers of the samples all of whose texts have tokens, the tokens of these texts in each column).
-
-    Args:
-        columns: the texts of all samples, one column after another.
-        tokenizer: of transformers.
-        max_length: tokens beyond this number are left out.
-
-    Raises:
-        UsageError: like `rows_with_tokens`.
-    """
-    encoded = [tokenizer([*texts], truncation=True, max_length=max_length)["input_ids"] for texts in columns]
-    kept = rows_with_tokens(*encoded)
-    return kept, [[torch.tensor(tokens[row]) for row in kept] for tokens in encoded]
 
 
 def rows_with_tokens(*encoded: Sequence[Any]) -> list[int]:

@@ -52,18 +52,16 @@ class VisionEncoder:
         others = [name for name in of_images if name not in self.of_tokens]
         self.of_sample = [name for name in others if len(of_images[name]) == 1]
         self.of_rows = [name for name in others if name not in self.of_sample]
-        self._without = {name: _nothing(value[0] if name in self.of_sample else value)
-                         for name, value in of_images.items() if name in others}  # fmt: skip
-        self._blank = self._sample(_asking(1), [small])
-        self._pad = pad_to_longest({"tokens": self._padding, "labels": IGNORED, "places": -1}, None)
-        self._check(small, wide)
-
-    @property
-    def _padding(self) -> int:
-        token = self.processor.tokenizer.pad_token_id
-        if token is None:
+        # What a sample without images has in place of these values; 0 of a number of images.
+        shown = {name: of_images[name][0] if name in self.of_sample else of_images[name] for name in others}
+        sizes = {name: (0, *value.shape[1:]) if value.ndim else () for name, value in shown.items()}
+        self._without = {name: value.new_zeros(sizes[name]) for name, value in shown.items()}
+        self._blank = self.sample(_asking(1), [small], is_cut=False)
+        padding = processor.tokenizer.pad_token_id
+        if padding is None:
             raise UsageError("the tokenizer has no token for padding: give it a pad_token")
-        return token
+        self._pad = pad_to_longest({"tokens": padding, "labels": IGNORED, "places": -1}, None)
+        self._check(small, wide)
 
     def _process(self, text: str | list[str], images: Any, **options: Any) -> dict[str, Tensor]:
         texts, images = ([text], [images]) if isinstance(text, str) else (text, images)
@@ -74,17 +72,15 @@ class VisionEncoder:
         except Exception as error:  # of dozens of types
             raise UsageError(f"{type(self.processor).__name__} refuses it ({first_line(error)})") from None
 
-    def sample(self, messages: Messages, images: Images) -> dict[str, Any]:
-        """A sample of a conversation. Raises UsageError, also if none of its tokens is trained."""
-        return self._sample(messages, images, self.max_length)
-
-    def _sample(self, messages: Messages, images: Images, max_length: int | None = None) -> dict[str, Any]:
+    def sample(self, messages: Messages, images: Images, is_cut: bool = True) -> dict[str, Any]:
+        """A sample of a conversation, which `is_cut` to `max_length`. Raises UsageError, then also if none of its
+        tokens is trained."""
         found, trained = self._encode(messages, images)
-        whole, kept = found["input_ids"][0], slice(max_length)
-        if max_length is not None and (whole[max_length:] == self.image_token).any():
+        whole, kept = found["input_ids"][0], slice(self.max_length if is_cut else None)
+        if is_cut and (whole[self.max_length :] == self.image_token).any():
             last = int((whole == self.image_token).nonzero()[-1]) + 1
             raise UsageError(f"its images end at token {last}: use --max_length {last} or more, or smaller images")
-        if max_length is not None and not trained[kept].any():
+        if is_cut and not trained[kept].any():
             first = int(trained.int().argmax()) + 1
             advice = f"its first answer begins at token {first}: use --max_length {first} or more"
             raise UsageError(advice if trained.any() else "it has no answer after its last image")
@@ -150,7 +146,7 @@ class VisionEncoder:
         chats, images = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
         texts = [render(messages, self.processor) for messages in chats]
         # The last one has no images. It is not for the processor: some refuse an empty list.
-        samples = [self._sample(*both) for both in [*zip(chats, images), (_asking(0), [])]]
+        samples = [self.sample(*both, is_cut=False) for both in [*zip(chats, images), (_asking(0), [])]]
         own = self.collate(samples)
         others = (*self.of_tokens, *self._without, *(ROWS + name for name in self.of_rows))
         own = unpad({name: own[name] for name in others})
@@ -160,11 +156,6 @@ class VisionEncoder:
                 raise UsageError(
                     f"{type(self.processor).__name__} pads {name} in a way of its own: use a model with another one"
                 )
-
-
-def _nothing(value: Tensor) -> Tensor:
-    """What a sample without images has in place of this value of a sample; 0 of a number of images."""
-    return value.new_zeros((0, *value.shape[1:]) if value.ndim else ())
 
 
 def _of_one_size(values: list[Tensor]) -> list[Tensor]:

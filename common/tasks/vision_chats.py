@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -14,10 +14,10 @@ from ..data.facts import say
 from ..errors import UsageError
 from .chats import HELD_OUT
 from .conversations import Conversation, as_messages
-from .image_decoding import Opener
-from .rows import Table, holds_images
-from .sources import check_not_streamed, hold_out, load_tables
-from .text_files import local_path
+from .reading.image_decoding import Opener
+from .reading.rows import Table, holds_images
+from .reading.sources import check_not_streamed, divide, load_tables
+from .reading.text_files import local_path
 
 Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}]}]
 Images = list[Image.Image]  # in RGB
@@ -90,37 +90,28 @@ def load_vision_chats(
         cut = len(chats) // HELD_OUT
         parts = range(cut, len(chats)), range(cut)
         return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
-    splits = [_Rows.of(data, split, messages_column, images_column) for split in load_tables(data, ADVICE, max_samples)]
-    numbers: list[Sequence[int]] = [split.find_answered(data) for split in splits]
+    splits = [_Rows(data, table, messages_column, images_column) for table in load_tables(data, ADVICE, max_samples)]
+    numbers: Sequence[Sequence[int]] = [split.find_answered(data) for split in splits]
     if len(splits) == 1:
         if len(numbers[0]) < 2:
             raise UsageError(f"--data {data} has one conversation: expected 2 or more")
-        divided = (ids.sort().values.tolist() for ids in hold_out(len(numbers[0]), HELD_OUT))
-        numbers = [[numbers[0][place] for place in places] for places in divided]
+        numbers = divide(numbers[0], HELD_OUT)
     return VisionChats(numbers[0], splits[0], data), VisionChats(numbers[1], splits[-1], data)
 
 
-@dataclass(frozen=True)
 class _Rows:
-    """Loads conversations from a table.
+    """Loads conversations from a table. Raises UsageError for columns that are missing.
 
-    Attributes:
-        rows: the table.
-        folder: of relative paths.
+    Args:
+        data: of `--data`, for messages and relative paths.
+        table: the rows.
         messages, images: names of columns.
-        opener: of its images.
     """
 
-    rows: Table
-    folder: Path
-    messages: str
-    images: str
-    opener: Opener
-
-    @classmethod
-    def of(cls, data: str, table: Table, messages: str, images: str) -> Self:
-        """Raises UsageError for columns that are missing."""
+    def __init__(self, data: str, table: Table, messages: str, images: str):
         path = local_path(data)
+        self.folder = path.parent if path.is_file() else path
+        self.rows, self.messages, self.images, self.opener = table, messages, images, Opener()
         table.check_columns({"--messages_column": messages})
         if images not in table.column_names:
             if of_images := [name for name, kind in table.kinds.items() if holds_images(kind)]:
@@ -128,7 +119,6 @@ class _Rows:
                     f"--data {data} has no column {images}: use --images_column with one of {', '.join(of_images)}"
                 )
             say(f"--data {data} has no column {images}: it has no images but those in parts of its messages")
-        return cls(table, path.parent if path.is_file() else path, messages, images, Opener())
 
     def find_answered(self, data: str) -> list[int]:
         """The numbers of the conversations with an answer, from which something can be learnt; a line tells how many
@@ -145,17 +135,18 @@ class _Rows:
         images = row.get(self.images)
         given = [] if images is None else images if isinstance(images, list) else [images]
         messages, given = with_parts(row[self.messages], given)
-        return messages, [self._open(image) for image in given]
+        return messages, [_open(image, self.folder, self.opener) for image in given]
 
-    def _open(self, image: Any) -> Image.Image:
-        """An image, a path, or a dict with "bytes" or "path", as `datasets` has it, in RGB. Raises UsageError."""
-        if isinstance(image, dict):
-            image = image.get("bytes") or image.get("path")
-        if isinstance(image, str) and (found := NO_PATH.match(image)):
-            what = "a web address" if "://" in found[0] else "base64"
-            raise UsageError(f"an image is {what}, {image[:40]} ...: expected the path of a file")
-        path = str(local_path(image, self.folder)) if isinstance(image, str) else ""
-        return self.opener(path or image, path[:200] or "an image").convert("RGB")
+
+def _open(image: Any, folder: Path, opener: Opener) -> Image.Image:
+    """An image, a path, or a dict with "bytes" or "path", as `datasets` has it, in RGB. Raises UsageError."""
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, str) and (found := NO_PATH.match(image)):
+        what = "a web address" if "://" in found[0] else "base64"
+        raise UsageError(f"an image is {what}, {image[:40]} ...: expected the path of a file")
+    path = str(local_path(image, folder)) if isinstance(image, str) else ""
+    return opener(path or image, path[:200] or "an image").convert("RGB")
 
 
 def _may_have_an_answer(messages: Any) -> bool:
@@ -176,14 +167,17 @@ def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not any(_is_image(part) for content in contents for part in content):
-        contents = [[piece for part in content for piece in _split(part)] for content in contents]
+        contents = [[piece for part in content for piece in _split(part["text"])] for content in contents]
     shown = [part for content in contents for part in content if _is_image(part)]
     if not shown and images:
         first = next((at for at, one in enumerate(messages) if one["role"] == "user"), 0)
         shown = [{"type": "image"} for _ in images]
         contents[first] = shown + contents[first]
-    given = [one | {"content": [_plain(part) for part in content]} for one, content in zip(messages, contents)]
-    return given, _match_images(shown, images)
+    plain = [
+        [{"type": "image"} if _is_image(part) else {"type": "text", "text": part["text"]} for part in content]
+        for content in contents
+    ]
+    return [one | {"content": content} for one, content in zip(messages, plain)], _match_images(shown, images)
 
 
 def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
@@ -220,17 +214,10 @@ def _is_image(part: dict[str, Any]) -> bool:
     return part.get("type") == "image"
 
 
-def _plain(part: dict[str, Any]) -> dict[str, str]:
-    return {"type": "image"} if _is_image(part) else {"type": "text", "text": part["text"]}
-
-
-def _split(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _split(text: str) -> list[dict[str, Any]]:
     """A text as parts: a mark in it is an image."""
-    for number, text in enumerate(part["text"].split(MARK)):
-        if number:
-            yield {"type": "image"}
-        if text:
-            yield {"type": "text", "text": text}
+    pieces = filter(None, re.split(f"({MARK})", text))
+    return [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces]
 
 
 COLOURS = {"red": (210, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (230, 200, 40)}

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from accelerate_recipes.common.tasks.pairs import HELD_OUT
-from accelerate_recipes.common.tasks.sources import hold_out
+from accelerate_recipes.common.tasks.reading.sources import hold_out
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import TOLERANCE, assert_same_result, largest_difference, refused

@@ -5,7 +5,7 @@ import time
 from accelerate import PartialState
 
 from accelerate_recipes import RunConfig, run, start
-from accelerate_recipes.common.tasks.cache import first_process_first
+from accelerate_recipes.common.tasks.streams import first_process_first
 
 
 def main(config: RunConfig) -> None:

@@ -20,7 +20,7 @@ from accelerate_recipes.common.tasks.class_metrics import Confusion, average_pre
 from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing
 from accelerate_recipes.common.tasks.images import load_images
 from accelerate_recipes.common.tasks.labelled import Labelled
-from accelerate_recipes.common.tasks.labelled_images import load_image_splits
+from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 

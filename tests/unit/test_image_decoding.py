@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.image_decoding import Opener
-from accelerate_recipes.common.tasks.text_files import local_path
+from accelerate_recipes.common.tasks.reading.image_decoding import Opener
+from accelerate_recipes.common.tasks.reading.text_files import local_path
 
 
 def png(rows: numpy.ndarray, depth: int, colour_type: int, key: bytes = b"") -> bytes:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageClassification, PretrainedConfig, ViTConfig, ViTForImageClassification
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 from accelerate_recipes.common.data.facts import count_by_class
-from accelerate_recipes.common.tasks.known_classes import names_of, order_of_head, with_classes
+from accelerate_recipes.common.tasks.known_classes import classes_of_model, names_of, with_classes
 from accelerate_recipes.common.tasks.pretrained import load
 
 Out = pytest.CaptureFixture[str]
@@ -48,9 +48,9 @@ def read(folder: Path, classes: list[str]) -> Any:
         ([str(number) for number in range(12)], ["2", "10"], [str(number) for number in range(12)]),
     ],
 )
-def test_order_of_the_head(names: list[str], classes: list[str], order: list[str] | None) -> None:
-    as_in_a_file = json.loads(json.dumps({"id2label": dict(enumerate(names))}))
-    assert order_of_head(PretrainedConfig(**as_in_a_file), classes) == order
+def test_order_of_the_head(tmp_path: Path, names: list[str], classes: list[str], order: list[str] | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"id2label": dict(enumerate(names))}))
+    assert classes_of_model(str(tmp_path), classes) == ((classes, True) if order is None else (order, False))
 
 
 def test_head_that_knows_the_classes(classifier: Callable[..., Any], tmp_path: Path, capsys: Out) -> None:

@@ -17,11 +17,11 @@ import pyarrow.parquet
 import pytest
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks import rows
 from accelerate_recipes.common.tasks.labelled_texts import load_labelled_texts
 from accelerate_recipes.common.tasks.pairs import load_pairs
-from accelerate_recipes.common.tasks.rows import Table, table_of
-from accelerate_recipes.common.tasks.sources import load_tables
+from accelerate_recipes.common.tasks.reading import rows
+from accelerate_recipes.common.tasks.reading.rows import Table, table_of
+from accelerate_recipes.common.tasks.reading.sources import load_tables
 
 # Texts that readers with types change: dates, numbers, truth values, missing values, spaces, quotes, line ends.
 AWKWARD = [

@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.labelled_images import load_image_splits
 from accelerate_recipes.common.tasks.labelled_texts import load_labelled_texts
 from accelerate_recipes.common.tasks.mixture import weights_of
-from accelerate_recipes.common.tasks.sources import load_tables
+from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
+from accelerate_recipes.common.tasks.reading.sources import load_tables
 from accelerate_recipes.common.tasks.text import load_tokens
 from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 

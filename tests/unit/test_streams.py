@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from accelerate_recipes.common.data.batches import fetch
 from accelerate_recipes.common.data.sets import check_datasets
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.sources import load_tables
+from accelerate_recipes.common.tasks.reading.sources import load_tables
 from accelerate_recipes.common.tasks.streams import convert_stream
 from support.launching import environment, until
 from support.runs import ROOT

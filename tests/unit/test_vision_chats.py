@@ -12,9 +12,9 @@ from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
-from accelerate_recipes.common.tasks.image_decoding import Opener
+from accelerate_recipes.common.tasks.reading.image_decoding import Opener
 from accelerate_recipes.common.tasks.vision_batches import VisionEncoder, unpad
-from accelerate_recipes.common.tasks.vision_chats import _Rows, load_vision_chats, shapes, with_parts
+from accelerate_recipes.common.tasks.vision_chats import _open, load_vision_chats, shapes, with_parts
 from recipes.vision_language import freeze_idle, freeze_named
 from support.vision_models import FAMILIES, made
 
@@ -196,17 +196,13 @@ def test_messages_that_cannot_be_used(content: Any, given: list[Any], line: str)
         with_parts([{"role": "user", "content": content}], given)
 
 
-def rows_in(folder: Path) -> _Rows:
-    return _Rows([], folder, "messages", "images", Opener())
-
-
 @pytest.mark.parametrize(
     "image",
     ["lost.png", "__init__.py", "~nobody/x.png", {"bytes": "text"}, {"bytes": b"nonsense"}, {"path": None}, 5],
 )
 def test_images_that_cannot_be_read(image: Any) -> None:
     with pytest.raises(UsageError, match=r"cannot be read \("):
-        rows_in(Path(__file__).parents[1] / "support")._open(image)
+        _open(image, Path(__file__).parents[1] / "support", Opener())
 
 
 @pytest.mark.parametrize(
@@ -215,7 +211,7 @@ def test_images_that_cannot_be_read(image: Any) -> None:
 )
 def test_images_that_are_no_path(tmp_path: Path, image: str, what: str) -> None:
     with pytest.raises(UsageError, match=f"an image is {what}.*: expected the path of a file") as raised:
-        rows_in(tmp_path)._open(image)
+        _open(image, tmp_path, Opener())
     assert len(str(raised.value)) < 120
 
 
@@ -232,7 +228,7 @@ def test_images_are_what_a_viewer_shows(tmp_path: Path) -> None:
     for name, level in (("deep", 175), ("clear", 255)):
         path = tmp_path / f"{name}.png"
         for image in (path.name, str(path), {"bytes": path.read_bytes()}, {"path": str(path)}, Image.open(path)):
-            found = rows_in(tmp_path)._open(image)
+            found = _open(image, tmp_path, Opener())
             assert (found.mode, found.getpixel((0, 0))) == ("RGB", (level,) * 3)
 
 

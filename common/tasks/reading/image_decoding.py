@@ -10,9 +10,9 @@ import numpy
 import torch
 from PIL import ExifTags, Image, ImageMode, UnidentifiedImageError
 
-from ..data.facts import say
-from ..errors import UsageError, first_line
-from ..files import check_is_pulled
+from ...data.facts import say
+from ...errors import UsageError, first_line
+from ...files import check_is_pulled
 
 # How to turn an image with orientation tag 2, 3, ...; 1 is upright.
 TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
@@ -58,7 +58,9 @@ class Opener:
         raw = _raw_mode(image)
         image.load()
         is_grey = ImageMode.getmode(image.mode).basemode == "L" or raw in ("LA", "LA;16B")  # that opens as RGBA
-        has_palette, turn = image.mode.startswith("P"), _orientation(image) - 2
+        has_palette, turn = image.mode.startswith("P"), -1
+        with suppress(Exception):  # damaged tags
+            turn = int(image.getexif().get(ExifTags.Base.Orientation, 1)) - 2
         if image.mode[0] in "IF":  # more than 8 bits; `convert` would cut them off at 255
             image = Image.fromarray(self._levels(image, raw, name))
         if image.has_transparency_data:
@@ -106,12 +108,6 @@ def _raw_mode(image: Image.Image) -> str:
     tiles = getattr(image, "tile", None)
     arguments = tiles[0].args if tiles else ""
     return str(arguments if isinstance(arguments, str) else (arguments or [""])[0])
-
-
-def _orientation(image: Image.Image) -> int:
-    with suppress(Exception):  # damaged tags
-        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    return 1
 
 
 def _scale_key(image: Image.Image, raw: str) -> None:

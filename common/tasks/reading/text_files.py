@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
-from ..data.facts import say
-from ..errors import UsageError, first_line
-from ..files import check_is_pulled
+from ...data.facts import say
+from ...errors import UsageError, first_line
+from ...files import check_is_pulled
 
 Place = Path | str  # a file of this machine, or the address of one on the Hub
 PACKED = (".gz", ".bz2", ".xz", ".zst")

@@ -6,25 +6,23 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
-from functools import partial
 from itertools import chain, dropwhile, islice
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy
 
-from ..data.facts import say
-from ..errors import UsageError, first_line
-from .cache import cache_folder
-from .streams import rows_on_disk
+from ...data.facts import say
+from ...errors import UsageError, first_line
+from ..streams import cache_folder, rows_on_disk
 from .text_files import Place, ending_of, open_text, packing_of
 
-VERSION = 2  # of the rows on disk: another number makes them anew
+VERSION = 3  # of the rows on disk: another number makes them anew
 MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
 UNPACKED = 8  # times the size of a packed file, about
 ROWS_PER_READ = 1000  # of a large file
@@ -32,7 +30,10 @@ ROWS_LOOKED_AT = 100  # for the names of the columns of a large file
 SEPARATORS = (",", ";", "\t", "|")
 EXCEL = re.compile(r'"?sep=(.)"?\s*', re.IGNORECASE)  # its first line may name the separator
 QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell that CSV reads without its quotes
-SOLID, HALF = re.compile(r"\S"), re.compile(r"\\u[dD][89a-fA-F]")  # half of a character in UTF-16
+SOLID = re.compile(r"\S")
+HALF = r"\\u[dD][{}][\da-fA-F]{{2}}"  # of a character in UTF-16, as JSON writes it
+# Two halves that belong together, one alone, or anything else after a backslash.
+ESCAPE = re.compile(rf"{HALF.format('89abAB')}{HALF.format('c-fC-F')}|({HALF.format('89a-fA-F')})|\\.", re.DOTALL)
 NARROW = ("float16", "float32")
 NO_CLASS = -1  # of `datasets`: a class that is not known
 
@@ -57,10 +58,7 @@ class Table:
     Attributes:
         name: of the source, for messages.
         column_names: of all rows.
-        size: the number of rows.
-        read: the row with a number, in which a cell may be missing.
-        each: all rows, one after another.
-        column: the cells of a column, if there is a way that does not read whole rows.
+        rows: a list of rows, in which cells may be missing; or what reads them, as a `datasets.Dataset` does.
         key: another table has another one.
         num_bytes: about.
         kinds: {column: its type in `datasets`} of a file that has types.
@@ -68,27 +66,27 @@ class Table:
 
     name: str
     column_names: list[str]
-    size: int
-    read: Callable[[int], Row]
-    each: Callable[[], Iterable[Row]]
+    rows: Any
     key: object
     num_bytes: int
     kinds: dict[str, Any]
-    column: Callable[[str], Iterable[Any]] | None = None
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
         """A row, whose cells are texts, or None, or lists, dicts and bytes as they are."""
-        return self._with_texts(self.read(index))
+        return self._with_texts(self.rows[index])
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self._with_texts, self.each())
+        return map(self._with_texts, self.rows)
 
     def _with_texts(self, row: Row) -> Row:
         cells = dict.fromkeys(self.column_names) | row
-        return {name: _as_it_is_or_text(cell, self.kinds.get(name)) for name, cell in cells.items()}
+        return {
+            name: cell if isinstance(cell, list | dict | bytes) else text_of_cell(cell, self.kinds.get(name))
+            for name, cell in cells.items()
+        }
 
     def check_columns(self, columns: dict[str, str]) -> None:
         """Raises UsageError unless the table has these columns, {flag that names a column: its name}."""
@@ -105,7 +103,8 @@ class Table:
 
     def values(self, column: str) -> Iterable[Any]:
         """The cells of a column."""
-        return self.column(column) if self.column else (row.get(column) for row in self.each())
+        is_dataset = hasattr(self.rows, "select_columns")  # which need not read whole rows
+        return TableColumn(self.rows, column) if is_dataset else (row.get(column) for row in self.rows)
 
     def texts(self, column: str) -> Iterator[str | None]:
         """The text in each row of a column; None if there is none. Raises UsageError for lists."""
@@ -153,6 +152,14 @@ class TableColumn:
         return (cell for start in range(0, len(self), ROWS_PER_READ) for cell in self[start : start + ROWS_PER_READ])
 
 
+class RowsOnDisk(TableColumn):
+    """Rows, of which a column of a `datasets.Dataset` holds the JSON texts."""
+
+    def __getitem__(self, wanted: int | slice) -> Any:
+        found = super().__getitem__(wanted)
+        return [*map(_parse, found)] if isinstance(wanted, slice) else _parse(found)
+
+
 def table_of_dataset(data: str, split: Any) -> Table:
     """The rows of a `datasets.Dataset`; its images are not decoded."""
     import datasets  # not at the top: the import takes seconds
@@ -162,9 +169,7 @@ def table_of_dataset(data: str, split: Any) -> Table:
         if holds_images(kind):
             split = split.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
     name = f"{data}, {split.split}" if split.split else data
-    read, rows = split.__getitem__, partial(iter, split)
-    facts = split._fingerprint, split.data.nbytes, split.features
-    return Table(name, split.column_names, len(split), read, rows, *facts, column=partial(TableColumn, split))
+    return Table(name, split.column_names, split, split._fingerprint, split.data.nbytes, split.features)
 
 
 def holds_images(kind: Any) -> bool:
@@ -218,10 +223,6 @@ def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 -
     raise UsageError(f"expected text, found {type(value).__name__} {str(value)[:40]}")
 
 
-def _as_it_is_or_text(cell: Any, kind: Any) -> Any:
-    return cell if isinstance(cell, list | dict | bytes) else text_of_cell(cell, kind)
-
-
 def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: dict[str, Any]) -> Table:
     """The rows of CSV, TSV or JSON files, one file after another: small ones in memory, others on disk.
 
@@ -241,27 +242,20 @@ def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: di
     key = (VERSION, facts, [(stat.st_size, stat.st_mtime_ns) for stat in stats], max_rows)
     rows = islice(_rows_of_all(places), max_rows)
     if len(local) == len(places) and sum(sizes) <= MAX_BYTES_IN_MEMORY:
-        held = [row for row, _ in rows]
-        table = Table(data, _names(held), len(held), held.__getitem__, partial(iter, held), key, sum(sizes), kinds)
+        found: Any = [row for row, _ in rows]
+        first, size = found, sum(sizes)
     else:
         import datasets  # not at the top: the import takes seconds
 
         features = datasets.Features({"row": datasets.Value("large_string")})
         texts = ({"row": text or json.dumps(row, ensure_ascii=False)} for row, text in rows)
         disk = rows_on_disk(cache_folder("rows", key), f"reading --data {data}", texts, features, max_rows)
-
-        def each() -> Iterator[Row]:
-            return (_parse(text) for batch in disk.iter(ROWS_PER_READ) for text in batch["row"])
-
-        names, size = _names(list(islice(each(), ROWS_LOOKED_AT))), disk.data.nbytes
-        table = Table(data, names, len(disk), lambda index: _parse(disk[index]["row"]), each, key, size, kinds)
-    if len(table) == 0:
+        found = RowsOnDisk(disk, "row")
+        first, size = islice(found, ROWS_LOOKED_AT), disk.data.nbytes
+    if len(found) == 0:
         raise UsageError(f"--data {data}: {places[0]} has no rows: expected a name for each column, and rows")
-    return table
-
-
-def _names(rows: list[Row]) -> list[str]:
-    return [*dict.fromkeys(name for row in rows for name in row)]
+    names = [*dict.fromkeys(name for row in first for name in row)]
+    return Table(data, names, found, key, size, kinds)
 
 
 def _rows_of_all(places: Sequence[Place]) -> Iterator[tuple[Row, str]]:
@@ -274,7 +268,7 @@ def _rows_of_all(places: Sequence[Place]) -> Iterator[tuple[Row, str]]:
                 yield from _json_rows(place, text, found)
             else:
                 yield from ((row, "") for row in _csv_rows(place, text))
-    if found:
+    if found["rows"]:
         say(f"{found.total():,} rows hold half of a character (\\ud800 to \\udfff): read as \N{REPLACEMENT CHARACTER}")
 
 
@@ -339,16 +333,17 @@ def _quoting_of_tabs(place: Place, first: str) -> Any:
 
 
 def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tuple[Row, str]]:
-    """(object, its text) of JSON lines, or of a JSON list. `halves` counts rows with half of a character."""
+    """(object, its text) of JSON lines, or of a JSON list. `halves` counts rows with half of a character, which is no
+    text: they get a replacement character."""
     number = 0
     try:
         for line in text:
             number += 1
-            if line.lstrip().startswith("["):
-                yield from ((_parse(part, halves), part) for part in _items(line + text.read()))
-                return
-            if line.strip():
-                yield _parse(line, halves), line
+            is_list = line.lstrip().startswith("[")
+            for part in _items(line + text.read()) if is_list else filter(str.strip, [line]):
+                whole = ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], part) if r"\u" in part else part
+                halves["rows"] += whole != part
+                yield _parse(whole), whole
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise
@@ -377,26 +372,12 @@ def _after_gap(text: str, start: int) -> int:
     return len(text) if found is None else found.start()
 
 
-def _parse(text: str, halves: Counter[str] | None = None) -> Row:
+def _parse(text: str) -> Row:
     """A row from its JSON text. Raises ValueError, and RecursionError for a deep one."""
     row = DECODER.decode(text)
     if not isinstance(row, dict):
         raise ValueError(f"it holds {text.strip()[:20]}")
-    if HALF.search(text):
-        whole = _whole(row)
-        if halves is not None and whole != row:
-            halves["rows"] += 1
-        return whole
     return row
-
-
-def _whole(value: Any) -> Any:
-    """A cell with a replacement character for each half of a character, which is no text."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [*map(_whole, value)]
-    return {_whole(name): _whole(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:

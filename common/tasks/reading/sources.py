@@ -3,24 +3,23 @@
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ..data.facts import say
-from ..errors import RunError, UsageError, first_line
-from ..files import check_is_pulled
-from ..records.run_card import read_card
-from .cache import cache_folder, first_process_first
-from .mixture import weights_of
+from ...data.facts import say
+from ...errors import RunError, UsageError, first_line
+from ...files import check_is_pulled
+from ...records.run_card import read_card
+from ..mixture import weights_of
+from ..streams import cache_folder, convert_stream, first_process_first
 from .rows import Table, table_of, table_of_dataset
-from .streams import convert_stream
 from .text_files import Place, ending_of, local_path, strip_packing
 
 # {ending of a file's name: its kind}
@@ -38,6 +37,7 @@ ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "s
 # Options of a builder of `datasets` that do not say how to read a file.
 SET_BY_ALL = {"name", "version", "data_dir", "data_files", "description", "features"}
 LeftOut = dict[str, list[str]]  # {why: paths}
+Row = TypeVar("Row")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -46,6 +46,11 @@ def hold_out(num_samples: int, one_in: int) -> tuple[torch.Tensor, torch.Tensor]
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(0))
     num_held_out = max(1, num_samples // one_in)
     return order[num_held_out:], order[:num_held_out]
+
+
+def divide(rows: Sequence[Row], one_in: int) -> list[list[Row]]:
+    """[the rest, the held-out rows], like `hold_out`, each in their order."""
+    return [[rows[number] for number in ids.sort().values.tolist()] for ids in hold_out(len(rows), one_in)]
 
 
 @dataclass(frozen=True)
@@ -154,16 +159,11 @@ def table_files(data: str, advice: str) -> Files | None:
         if ending_of(path) not in TABLES:
             raise UsageError(f"--data {data}: its name ends with none of {', '.join(TABLES)}; {advice}")
         return Files({"train": [path.absolute()]})
-    _check_is_hub_id(data, path, advice)
-    return _find_files(data, data, advice)
-
-
-def _check_is_hub_id(data: str, path: Path, advice: str) -> None:
-    """Raises UsageError if `--data`, where there is no file or folder of this name, cannot be a Hub id."""
     if os.path.lexists(path):
         raise UsageError(f"--data {data} is not a file or folder that can be read; {advice}")
     if ending_of(path) in (*TABLES, ".txt") or not HUB_ID.fullmatch(data):
         raise UsageError(f"--data {data}: no such file or folder; {advice}")
+    return _find_files(data, data, advice)
 
 
 def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str) -> Files:
@@ -196,16 +196,13 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
                 f"--data {data} holds {other.name} and {path.name}, which may be the same: use the path of one, or "
                 "move the other away"
             )
+    named = [(path.absolute(), _split_of(path.relative_to(folder))) for path in found]
+    unnamed = "" if any(split == "train" for _, split in named) else "train"  # the split of files without one
     splits: dict[str, list[Place]] = {}
-    for path in found:
-        splits.setdefault(_split_of(path.relative_to(folder)) or "", []).append(path.absolute())
-    unnamed = splits.pop("", [])
-    if "train" in splits:
-        others += map(Path, unnamed)
-    elif unnamed:
-        splits["train"] = unnamed
+    for path, split in named:
+        splits.setdefault(split or unnamed, []).append(path)
     names = _names(data, splits)
-    others += [Path(place) for name in names[2:] for place in splits[name]]
+    others += [Path(place) for name in ("", *names[2:]) for place in splits.get(name, ())]
     if len(names) > 1 or others:
         read = [f"{len(splits[name]):,} for {name}" for name in names[:2]]
         left = [f"{len(others):,} not read, such as {others[0].name}"] if others else []
