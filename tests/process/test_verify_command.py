@@ -262,6 +262,12 @@ def test_split_batches_clear_a_batch_that_grows(verify: Verify) -> None:
     assert run.exit_code == 0, run.stdout
 
 
+@pytest.mark.full
+def test_a_script_may_ask_for_its_batches_one_by_one(verify: Verify) -> None:
+    run, _ = verified(verify, PLAIN_DATA, "--accelerate", "--steps", "4", "--", "--case", "asks_next")
+    assert run.exit_code == 0, run.stdout + run.stderr
+
+
 def test_a_script_that_fails_after_the_compared_steps_under_ddp(verify: Verify) -> None:
     run, certificate = verified(verify, PLAIN_DATA, "--accelerate", "--steps", "4", "--", "--case", "crash_alone")
     assert run.exit_code == 1 and "ValueError: the evaluation fails" in run.stdout

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 CASES = (
     *("none", "draws", "collate_draws", "own_generator", "small_set", "grows"),
-    *("cut_tensors", "cut_texts", "not_cut", "crash", "crash_alone"),
+    *("cut_tensors", "cut_texts", "not_cut", "crash", "crash_alone", "asks_next"),
 )
 OWN = numpy.random.default_rng()
 
@@ -46,6 +46,8 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
     seen = 0
     for x, _ in loader:
         predicted = accelerator.gather(model(x).argmax(-1))
+        counts = torch.tensor([[(predicted == 0).sum(), (predicted == 1).sum()]])  # of tensors without a dimension
+        accelerator.print(*counts.tolist())
         if case == "cut_tensors":
             predicted = predicted[: 13 - seen]
         if case == "cut_texts":
@@ -74,7 +76,9 @@ def main() -> None:
     test = DataLoader(Samples(13 if case.startswith(("cut", "not_cut")) else 16), 4)
     model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
     for _ in range(9 if case == "small_set" else 2):
-        for x, y in train:
+        batches = iter(train)
+        while batch := next(batches) if case == "asks_next" else next(batches, None):
+            x, y = batch
             accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
