@@ -125,7 +125,7 @@ class Watcher:
             tensors = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
             save_file({name: value.contiguous() for name, value in tensors.items()}, self.folder / "model.safetensors")
         self.facts["data_draw"] = _drawn_by(self.training_loaders[0], self.first_ids) if self.first_ids else None
-        content = self.facts | {"steps": self.steps}
+        content = self.facts | {"steps": self.steps, "filled": bool(self.fills)}
         (self.folder / f"process_{rank}.json").write_text(json.dumps(content), encoding="utf-8")
 
     def _prepare(self, original: Callable[..., Any], accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
@@ -272,7 +272,9 @@ class Watcher:
         self.slicing.stop()
         ids = [ids] if isinstance(ids, int) else ids
         plain = isinstance(ids, list) and all(isinstance(number, int) for number in ids)
+        width = max((tensor.shape[1] for tensor in _tensors(batch) if tensor.ndim > 1), default=None)
         self.batch = {"epoch": self.num_iterators, "ids": ids if plain else None, "tokens": _num_labels(batch)}
+        self.batch["width"] = width
         self.read.append((self.newest_loader, self.batch))
         self.states = _generator_states()
 

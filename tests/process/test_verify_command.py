@@ -46,6 +46,9 @@ DATA_CAUSES = {
     "small_set": "step 1 takes 8 samples under DDP and 5 in one process: prepare fills up the last batch",
     "grows": "a step takes 16 samples under DDP and 8 in one process: divide the batch size",
     "collate_draws": "the dataset or its collate_fn draws random numbers",
+    "padded": "each process pads its samples to a length of its own",
+    "stops": "an epoch ends after step 1 in one of the two runs only",
+    "repeats": "the evaluation gathers 48 rows under DDP and 32 in one process: each process evaluates all samples",
     "not_cut": "the evaluation gathers 16 rows under DDP and 13 in one process",
 }
 Verify = Callable[..., Run]
