@@ -1,7 +1,8 @@
 """Why a recipe or script does not give one result: what its runs say, or what its processes did."""
 
+import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 
 from accelerate_recipes.verify.compare import Difference
 from accelerate_recipes.verify.trace import Trace
@@ -43,14 +44,24 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
         yield f"the {size} processes train alone: Accelerate runs {facts['distributed_type']} in each"
     rows = [each.facts["gathered"] for each in (run, reference)]
     if difference.first_step is None and difference.tensor is None and rows[0] != rows[1]:
-        yield (
-            f"the evaluation gathers {rows[0]} rows under DDP and {rows[1]} in one process: gather keeps what fills up "
-            "the last batch; call gather_for_metrics"
-        )
+        why = "gather keeps what fills up the last batch; call gather_for_metrics"
+        if not facts["filled"]:
+            why = (
+                "each process evaluates all samples, or repeats its loss as for a whole batch (loss.repeat); a mean "
+                "may stay the same, a sum does not"
+            )
+        yield f"the evaluation gathers {rows[0]} rows under DDP and {rows[1]} in one process: {why}"
     if facts["divided_twice"]:
         yield "the loader has a DistributedSampler, and prepare divides its samples again: leave out the sampler"
     ids, expected = (each.values.get((at, "samples"), []) for each in (run, reference))
     first, expected_first = (each.values.get((1, "samples"), []) for each in (run, reference))
+    ends = zip_longest(facts["epochs"], reference.facts["epochs"], fillvalue=math.inf)
+    end = next((min(pair) for pair in ends if pair[0] != pair[1]), math.inf)
+    if len(first) == len(expected_first) and end < at:
+        yield (
+            f"an epoch ends after step {end} in one of the two runs only: the script stops by a number that each "
+            "process has for itself, such as the loss of its samples; decide by what gather returns of all"
+        )
     if len(ids) > len(expected) and (set(ids) == set(expected) or (at > 1 and len(first) == len(expected_first))):
         yield (
             f"step {at} takes {len(ids)} samples under DDP and {len(expected)} in one process: prepare fills up the "
@@ -106,6 +117,11 @@ def _causes_in_the_step(run: Trace) -> Iterator[str]:
         )
     if layers := [name for name in facts["layers"] if "BatchNorm" in name]:
         yield f"{', '.join(layers)} sees only the samples of one process: use GroupNorm or LayerNorm"
+    if facts["has_widths"]:
+        yield (
+            "each process pads its samples to a length of its own, and the loss depends on that, as a softmax or mean "
+            "over positions does: pad to one length, or leave padded positions out of the loss"
+        )
 
 
 def cause_of_other_repetition(again: Trace, single: Trace) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -119,7 +120,7 @@ def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path,
 def _trace(processes: list[dict[str, Any]], folder: Path) -> Trace:
     """What the processes of a run did: the loss is the mean over micro-batches and processes."""
     values: dict[tuple[int, str], Any] = {}
-    parts_at, has_unequal_parts = 0, False
+    parts_at, has_unequal_parts, has_widths = 0, False, False
     for number, step in enumerate(zip(*(process["steps"] for process in processes)), 1):
         parts = [part for record in step for part in record["micro_batches"]]
         losses, ids = [part["loss"] for part in parts], [part.get("ids") or [] for part in parts]
@@ -132,12 +133,19 @@ def _trace(processes: list[dict[str, Any]], folder: Path) -> Trace:
         if len({record["weights"] for record in step}) > 1:
             parts_at = parts_at or number
         has_unequal_parts |= len({part.get("tokens") for part in parts}) > 1
+        has_widths |= len({part.get("width") for part in parts}) > 1
     first = processes[0]
     if first["gathered"]:  # in all evaluations
         values[0, "gathered"] = first["gathered"]
     facts = {"processes": len(processes), "repeats_an_epoch": _repeats_an_epoch(first["steps"])}
-    facts |= {"parts_at": parts_at, "has_unequal_parts": has_unequal_parts}
-    return Trace(values, Tensors(folder), first | facts)
+    facts |= {"parts_at": parts_at, "has_unequal_parts": has_unequal_parts, "has_widths": has_widths}
+    return Trace(values, Tensors(folder), first | facts | {"epochs": _ends_of_epochs(first["steps"])})
+
+
+def _ends_of_epochs(steps: list[dict[str, Any]]) -> list[int]:
+    """The steps after which a process begins a new epoch."""
+    epochs = [[part.get("epoch") for part in step["micro_batches"]][:1] for step in steps]
+    return [number for number, (before, after) in enumerate(pairwise(epochs), 1) if before != after]
 
 
 def _repeats_an_epoch(steps: list[dict[str, Any]]) -> bool:

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DistributedSampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -54,6 +55,7 @@ class Watcher:
         self.is_over = False  # all steps are taken
         self.is_gathering = False
         self.fills: list[int] = []  # rows of each gathered tensor that fill up a last batch
+        self.slicing = _Slicing(self._cut)
         self.newest_loader: Any = None  # the prepared one that gave the last batch
         self.training_loaders: list[Any] = []
         self.first_ids: list[int] = []  # of the first batch for training
@@ -72,7 +74,6 @@ class Watcher:
             (Accelerator, "save_state", self._save),
             (Accelerator, "save_model", self._save),
             (Accelerator, "save", self._save),
-            (torch.Tensor, "__getitem__", self._cut),
             (AcceleratedOptimizer, "step", self._step),
             (DataLoaderShard, "__iter__", self._iterate),
             (DataLoaderDispatcher, "__iter__", self._iterate),
@@ -124,7 +125,7 @@ class Watcher:
             tensors = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
             save_file({name: value.contiguous() for name, value in tensors.items()}, self.folder / "model.safetensors")
         self.facts["data_draw"] = _drawn_by(self.training_loaders[0], self.first_ids) if self.first_ids else None
-        content = self.facts | {"steps": self.steps}
+        content = self.facts | {"steps": self.steps, "filled": bool(self.fills)}
         (self.folder / f"process_{rank}.json").write_text(json.dumps(content), encoding="utf-8")
 
     def _prepare(self, original: Callable[..., Any], accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
@@ -206,16 +207,15 @@ class Watcher:
             state = accelerator.gradient_state
             if state.end_of_dataloader and state.remainder > 0:
                 self.fills += [number - state.remainder for number in rows if number > state.remainder]
+                self.slicing.start()
         return result
 
-    def _cut(self, original: Callable[..., Any], tensor: torch.Tensor, key: Any) -> Any:
+    def _cut(self, tensor: torch.Tensor, key: Any, result: torch.Tensor) -> None:
         """Leaves out of the count what the script itself cuts off: the rows that fill up a last batch."""
-        result = original(tensor, key)
         is_slice = self.fills and isinstance(key[0] if isinstance(key, tuple) and key else key, slice)
         if is_slice and (number := len(tensor) - len(result)) in self.fills:
             self.fills.remove(number)
             self.facts["gathered"] -= number
-        return result
 
     def _dataset(self, loader: Any) -> Any:
         """A script that asks a loader for its dataset at the end of an evaluation cuts off, by its length, what fills
@@ -267,9 +267,12 @@ class Watcher:
         return batch
 
     def _given(self, batch: Any, ids: Any) -> None:
+        self.slicing.stop()
         ids = [ids] if isinstance(ids, int) else ids
         plain = isinstance(ids, list) and all(isinstance(number, int) for number in ids)
+        width = max((tensor.shape[1] for tensor in _tensors(batch) if tensor.ndim > 1), default=None)
         self.batch = {"epoch": self.num_iterators, "ids": ids if plain else None, "tokens": _num_labels(batch)}
+        self.batch["width"] = width
         self.read.append((self.newest_loader, self.batch))
         self.states = _generator_states()
 
@@ -327,6 +330,33 @@ def _equal(value: Any, other: Any) -> bool:
     return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
 
 
+class _Slicing(TorchFunctionMode):
+    """Calls `then` with each tensor that the script indexes, the key and the result, from `start` to `stop`.
+
+    `torch.tensor` takes 0-d tensors for sequences once `Tensor.__getitem__` has been replaced, and fails.
+    """
+
+    def __init__(self, then: Callable[..., None]):
+        super().__init__()
+        self.then, self.is_on = then, False
+
+    def start(self) -> None:
+        if not self.is_on:
+            self.is_on = True
+            self.__enter__()
+
+    def stop(self) -> None:
+        if self.is_on:
+            self.is_on = False
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        if function is torch.Tensor.__getitem__:
+            self.then(*arguments, result)
+        return result
+
+
 class _Imported(MetaPathFinder):
     """Calls `then` with a module as soon as something imports it.
 
@@ -355,12 +385,16 @@ def _main(folder: str, num_steps: str, how: str, script: str, *flags: str) -> No
         0, _Imported(ARGUMENTS, lambda found: watcher.keep_global_batch(found.TrainingArguments, parts))
     )
     sys.argv = [script, *flags]
-    if Path(script).is_file():
-        sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
-        runpy.run_path(script, run_name="__main__")
-    else:
-        sys.path[0] = str(Path.cwd())  # as python -m does
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    try:
+        if Path(script).is_file():
+            sys.path[0] = str(Path(script).resolve().parent)  # as python sets it for a script
+            runpy.run_path(script, run_name="__main__")
+        else:
+            sys.path[0] = str(Path.cwd())  # as python -m does
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    except StopIteration:  # of a script that asks for a batch with `next` after the last step
+        if not watcher.is_over:
+            raise
     watcher.end()
 
 

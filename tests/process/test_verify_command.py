@@ -42,6 +42,9 @@ DATA_CAUSES = {
     "small_set": "step 1 takes 8 samples under DDP and 5 in one process: prepare fills up the last batch",
     "grows": "a step takes 16 samples under DDP and 8 in one process: divide the batch size",
     "collate_draws": "the dataset or its collate_fn draws random numbers",
+    "padded": "each process pads its samples to a length of its own",
+    "stops": "an epoch ends after step 1 in one of the two runs only",
+    "repeats": "the evaluation gathers 48 rows under DDP and 32 in one process: each process evaluates all samples",
     "not_cut": "the evaluation gathers 16 rows under DDP and 13 in one process",
 }
 Verify = Callable[..., Run]
@@ -239,6 +242,12 @@ def test_a_script_may_cut_off_what_fills_up_the_last_batch(verify: Verify, case:
 def test_split_batches_clear_a_batch_that_grows(verify: Verify) -> None:
     run, _ = verified(verify, PLAIN_DATA, "--accelerate", "--split_batches", "--steps", "4", "--", "--case", "grows")
     assert run.exit_code == 0, run.stdout
+
+
+@pytest.mark.full
+def test_a_script_may_ask_for_its_batches_one_by_one(verify: Verify) -> None:
+    run, _ = verified(verify, PLAIN_DATA, "--accelerate", "--steps", "4", "--", "--case", "asks_next")
+    assert run.exit_code == 0, run.stdout + run.stderr
 
 
 def test_a_script_that_fails_after_the_compared_steps_under_ddp(verify: Verify) -> None:

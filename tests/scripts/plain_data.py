@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 CASES = (
     *("none", "draws", "collate_draws", "own_generator", "small_set", "grows"),
-    *("cut_tensors", "cut_texts", "not_cut", "crash", "crash_alone"),
+    *("cut_tensors", "cut_texts", "not_cut", "crash", "crash_alone", "asks_next", "stops", "repeats", "padded"),
 )
 OWN = numpy.random.default_rng()
 
@@ -42,15 +42,25 @@ def noisy(samples: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
     return [numbers * (torch.rand(numbers.shape) > 0.3), labels]
 
 
+def padded(samples: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+    """Pads with zeros, to a length that depends on the samples."""
+    numbers, labels = torch.utils.data.default_collate(samples)
+    return [torch.nn.functional.pad(numbers, (0, int(10 * numbers.max()))), labels]
+
+
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader, case: str) -> None:
     seen = 0
     for x, _ in loader:
         predicted = accelerator.gather(model(x).argmax(-1))
+        counts = torch.tensor([[(predicted == 0).sum(), (predicted == 1).sum()]])  # of tensors without a dimension
+        accelerator.print(*counts.tolist())
         if case == "cut_tensors":
             predicted = predicted[: 13 - seen]
         if case == "cut_texts":
             texts = [f"class {number}" for number in predicted.numpy()]
             texts = texts[: len(loader.dataset) - seen]
+        if case == "repeats":
+            accelerator.gather_for_metrics(model(x).mean().repeat(4))
         seen += len(predicted)
     if case == "crash" or (case == "crash_alone" and accelerator.num_processes > 1):
         raise ValueError("the evaluation fails")
@@ -65,19 +75,25 @@ def main() -> None:
     size = 8 if case == "grows" else 8 // accelerator.num_processes
     order = None if case == "grows" else torch.Generator().manual_seed(0)
     data = Samples(5 if case == "small_set" else 64, case)
-    collate = noisy if case == "collate_draws" else None
+    collate = {"collate_draws": noisy, "padded": padded}.get(case)
     shuffle = case != "small_set"
     train = DataLoader(data, size, shuffle=shuffle, generator=order if shuffle else None, collate_fn=collate)
     torch.manual_seed(3)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    test = DataLoader(Samples(13 if case.startswith(("cut", "not_cut")) else 16), 4)
+    test_size = 4 // accelerator.num_processes if case == "repeats" else 4
+    test = DataLoader(Samples(13 if case.startswith(("cut", "not_cut")) else 16), test_size)
     model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
     for _ in range(9 if case == "small_set" else 2):
-        for x, y in train:
-            accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
+        batches = iter(train)
+        while batch := next(batches) if case == "asks_next" else next(batches, None):
+            x, y = batch
+            logits = torch.cat([model(x[:, :4]), x[:, 4:]], 1)  # with padded positions, if there are any
+            accelerator.backward(torch.nn.functional.cross_entropy(logits, y))
             optimizer.step()
             optimizer.zero_grad()
+            if case == "stops" and len(x) < 8:  # as early stopping by the loss of the own samples may
+                break
         evaluate(accelerator, model, test, case)
 
 
