@@ -9,7 +9,7 @@ from accelerate_recipes import bundle
 EXPERTS = "transformer --num_experts 4"
 RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification", "embeddings"),
-    *("finetune", "preferences", "image_classification", "diffusion", "vision_language"),
+    *("question_answering", "finetune", "preferences", "image_classification", "diffusion", "vision_language"),
 )
 # Those that one machine compares with one process, which single.yaml is.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))

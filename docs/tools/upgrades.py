@@ -22,6 +22,7 @@ MORE = {
     "transformer_experts": TEXT,
     "text_classification": ["--data", "docs/records/texts.csv"],
     "embeddings": ["--data", "docs/records/pairs.csv"],
+    "question_answering": ["--data", "tests/data/questions.jsonl"],
     "finetune": ["--num_answers", "0"],
     "preferences": ["--num_answers", "0"],
     "vision_language": ["--num_answers", "0"],

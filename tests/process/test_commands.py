@@ -68,6 +68,10 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     (tmp_path / "path" / "to" / "texts.csv").write_text("\n".join(["review,stars", *texts]))
     pairs = ["question,answer,score", *(f"where is {word},{word} is here,{len(word)}" for word in ("one", "two") * 30)]
     (tmp_path / "path" / "to" / "pairs.csv").write_text("\n".join(pairs))
+    asked = [{"id": "1", "question": "who", "answers": [{"text": "ann", "answer_start": 0}]}]
+    paragraphs = [{"context": f"ann has seen {number} bees", "qas": asked} for number in range(40)]
+    squad = {"version": "1.1", "data": [{"title": "", "paragraphs": paragraphs}]}
+    (tmp_path / "path" / "to" / "squad.json").write_text(json.dumps(squad))
     chat = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]}
     (tmp_path / "path" / "to" / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 40))
     pair = {"prompt": "one two", "chosen": "three", "rejected": "four"}

@@ -8,6 +8,7 @@ LINEAR = "recipes/linear_regression.py"
 TRANSFORMER = "recipes/transformer.py"
 TEXT_CLASSIFICATION = "recipes/text_classification.py"
 EMBEDDINGS = "recipes/embeddings.py"
+QUESTION_ANSWERING = "recipes/question_answering.py"
 FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
 IMAGE_CLASSIFICATION = "recipes/image_classification.py"
@@ -50,10 +51,11 @@ TEXT = f"--data {ROOT / 'LICENSE'} --context 32 --batch_size 16 --num_layers 2 -
 # At three times this rate and with other texts, a weight with a gradient of nearly zero differed by 1.4e-5: Adam
 # amplifies such a gradient together with its rounding error.
 TEXT += " --learning_rate 1e-3"
-# Sentences of docs/, with their pages, and cut in two: the embedded data are large, and take seconds to read.
+# Sentences of docs/: with their pages, cut in two, with questions. The embedded data are large, and take seconds.
 ENCODER = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 CLASSES = f"--data {ROOT}/tests/data/texts.csv {ENCODER}"
 PAIRS = f"--data {ROOT}/tests/data/pairs.csv {ENCODER} --temperature 0.2"
+QUESTIONS = f"--data {ROOT}/tests/data/questions.jsonl {ENCODER} --stride 8"
 CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
 IMAGES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
 SHAPES = "--image_size 16 --patch_size 8 --hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 "
@@ -66,6 +68,7 @@ RECIPES = {
     "experts": (TRANSFORMER, STEPS + TEXT + " --num_experts 4"),
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
     "embeddings": (EMBEDDINGS, STEPS + PAIRS),
+    "question answering": (QUESTION_ANSWERING, STEPS + QUESTIONS),
     "finetune": (FINETUNE, STEPS + CHATS),
     "diffusion": (DIFFUSION, STEPS + IMAGES),
     "preferences": (PREFERENCES, STEPS + CHATS),
