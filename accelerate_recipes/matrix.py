@@ -9,7 +9,8 @@ from accelerate_recipes import bundle
 EXPERTS = "transformer --num_experts 4"
 RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification", "embeddings"),
-    *("question_answering", "finetune", "preferences", "image_classification", "diffusion", "vision_language"),
+    *("question_answering", "translation", "finetune", "preferences", "image_classification", "diffusion"),
+    "vision_language",
 )
 # Those that one machine compares with one process, which single.yaml is.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
@@ -43,6 +44,7 @@ _NOT_SUPPORTED = (
     ("has no tp_plan", _TENSOR, ["mnist", "linear_regression"]),
     ("cannot divide sequences", _SEQUENCE, _NOT_CAUSAL),
     ("has no list of layers", PIPELINES, ["linear_regression"]),
+    ("has two chains of layers", PIPELINES, ["translation"]),
     ("calls a layer 2 times", PIPELINES, ["embeddings"]),
     ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
 )

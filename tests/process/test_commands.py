@@ -14,7 +14,7 @@ from support.launching import ACCELERATE_LAUNCH, accelerate, accelerate_forked, 
 from support.recipes import LINEAR, MNIST
 from support.runs import ROOT
 from support.small_mnist import write_mnist
-from support.small_model import write_encoder, write_model
+from support.small_model import write_encoder, write_encoder_decoder, write_model
 from support.vision_models import write, write_chats
 
 # Commands for set-up, and commands that run these tests.
@@ -91,6 +91,8 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
         execute(["accelerate-recipes", "verify", "recipes/mnist.py", "--record", "mnist.json"], tmp_path, tmp_path)
     if "path/to/encoder" in command:
         write_encoder(tmp_path / "path" / "to" / "encoder")
+    elif "path/to/seq2seq" in command:
+        write_encoder_decoder(tmp_path / "path" / "to" / "seq2seq", "t5")
     elif "path/to/vision_model" in command:
         write("idefics3", tmp_path / "path" / "to" / "vision_model")
         write_chats(tmp_path / "path" / "to" / "seen.jsonl", 41)

@@ -54,6 +54,7 @@ OFTEN = {
     "linear regression": ("ddp", "fsdp2", "deepspeed_zero1"),
     "text classification": ("ddp", "tensor_parallel"),
     "embeddings": ("ddp",),
+    "translation": ("ddp", "tensor_parallel"),
     "question answering": ("ddp", "deepspeed_zero3"),
     "experts": ("fsdp2_expert_parallel", "deepspeed_zero2"),
     "mnist mlp": ("ddp", "fsdp2_tensor_parallel", "deepspeed_zero2"),

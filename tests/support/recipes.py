@@ -9,6 +9,7 @@ TRANSFORMER = "recipes/transformer.py"
 TEXT_CLASSIFICATION = "recipes/text_classification.py"
 EMBEDDINGS = "recipes/embeddings.py"
 QUESTION_ANSWERING = "recipes/question_answering.py"
+TRANSLATION = "recipes/translation.py"
 FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
 IMAGE_CLASSIFICATION = "recipes/image_classification.py"
@@ -56,6 +57,8 @@ ENCODER = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --l
 CLASSES = f"--data {ROOT}/tests/data/texts.csv {ENCODER}"
 PAIRS = f"--data {ROOT}/tests/data/pairs.csv {ENCODER} --temperature 0.2"
 QUESTIONS = f"--data {ROOT}/tests/data/questions.jsonl {ENCODER} --stride 8"
+TRANSLATIONS = f"--data {ROOT}/tests/data/pairs.csv --source_column query --target_column document --max_length 32 "
+TRANSLATIONS += "--max_target_length 8 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
 IMAGES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
 SHAPES = "--image_size 16 --patch_size 8 --hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 "
@@ -69,6 +72,7 @@ RECIPES = {
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
     "embeddings": (EMBEDDINGS, STEPS + PAIRS),
     "question answering": (QUESTION_ANSWERING, STEPS + QUESTIONS),
+    "translation": (TRANSLATION, STEPS + TRANSLATIONS),
     "finetune": (FINETUNE, STEPS + CHATS),
     "diffusion": (DIFFUSION, STEPS + IMAGES),
     "preferences": (PREFERENCES, STEPS + CHATS),
